@@ -52,6 +52,7 @@ __all__ = [
     "checked_alignment",
     "checked_run",
     "file_identity",
+    "first_outside",
     "joined_ranges",
     "label_aligned",
     "npy_header",
@@ -224,26 +225,13 @@ class PackedReader(ABC):
         """Packs ``first`` up to ``last``, which keep every rule. Raises as ``read``."""
         raise NotImplementedError
 
-    def _checked(
-        self,
-        first_pack: int,
-        tokens: ArrayLike,
-        loss_mask: ArrayLike,
-        seq_starts: ArrayLike,
-        pack_lengths: ArrayLike,
-        pack_sequences: ArrayLike,
-        columns: Columns | None = None,
-    ) -> PackRun:
-        """``checked_run`` of arrays of this file, with its alignment and dtypes."""
+    def _checked(self, first_pack: int, *arrays: ArrayLike, columns: Columns | None = None) -> PackRun:
+        """``checked_run`` of arrays of this file, in its order, with the file's alignment and dtypes."""
         token_dtype, mask_dtype = self._dtypes
         return checked_run(
             self.path,
             first_pack,
-            tokens,
-            loss_mask,
-            seq_starts,
-            pack_lengths,
-            pack_sequences,
+            *arrays,
             mask_alignment=self.alignment,
             token_dtype=token_dtype,
             mask_dtype=mask_dtype,
@@ -369,9 +357,19 @@ class PackedWriter(ABC):
             self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
         return (mask > 0).astype(np.uint8)
 
+    def _one_pack(
+        self, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike, mask_dtype: Any = None
+    ) -> PackRun:
+        """A pack that was handed in by itself, label-aligned. SequenceError where it breaks a rule."""
+        ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
+        if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
+            raise SequenceError(self._path, number, "ids, mask and sequence starts have one dimension each")
+        require_same_length(self._path, number, input_ids=len(ids), loss_mask=len(mask))
+        return checked_run(self._path, number, ids, mask, starts, [len(ids)], [len(starts)], mask_dtype=mask_dtype)
+
     def _pack_at(self, run: PackRun, token: int) -> int:
         """Number, among all packs, of the one that holds a token of the run being written."""
-        return self._counts.packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
+        return self._counts.num_packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
 
     def complete(self) -> None:
         """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice.
@@ -419,7 +417,7 @@ class PackedWriter(ABC):
                 self.abandon()
                 raise
             self._published = True
-        return {"format": self.format, "num_packs": self._counts.packs}
+        return {"format": self.format, "num_packs": self._counts.num_packs}
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
@@ -438,28 +436,28 @@ class PackedWriter(ABC):
             self.abandon()
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """What runs hold in all."""
 
-    packs: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    longest: int = 0
+    num_packs: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    longest_pack: int = 0
 
     def add(self, run: PackRun) -> None:
         """Count a run in."""
-        self.packs += len(run)
-        self.sequences += len(run.seq_starts)
-        self.tokens += len(run.tokens)
-        self.longest = max(self.longest, int(run.pack_lengths.max(initial=0)))
+        self.num_packs += len(run)
+        self.num_sequences += len(run.seq_starts)
+        self.num_tokens += len(run.tokens)
+        self.longest_pack = max(self.longest_pack, int(run.pack_lengths.max(initial=0)))
 
     def require(self, path: str, spec: PackedSpec) -> None:
         """FormatError unless all that was announced was written, and nothing else.
 
         Files that begin with their counts would else say what is not true.
         """
-        found = (self.packs, self.sequences, self.tokens)
+        found = (self.num_packs, self.num_sequences, self.num_tokens)
         expected = (spec.num_packs, spec.num_sequences, spec.num_tokens)
         if found != expected:
             raise FormatError(
@@ -538,6 +536,24 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
     if (starts[1:] == stops[:-1]).all():
         return values[starts[0] : stops[-1]]
     return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
+
+
+def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, *, apart: int = 0) -> int | None:
+    """The first of some ranges that leaves a file or overlaps the one before it; None where they lie in order.
+
+    Whatever the numbers are, nothing overflows.
+
+    Args:
+        starts: first byte of each range [ranges].
+        lengths: bytes of each [ranges].
+        size: bytes of what they lie in.
+        apart: bytes between one and the next, at least.
+    """
+    bad = (starts < 0) | (lengths < 0) | (starts > size) | (lengths > size)
+    ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
+    bad |= ends > size
+    bad[1:] |= starts[1:] < ends[:-1] + apart
+    return int(np.argmax(bad)) if bad.any() else None
 
 
 def checked_run(

@@ -21,7 +21,7 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PADDED, MaskAlignment, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.base import PADDED, Counts, MaskAlignment, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.registry import (
     JoinedReader,
     Source,
@@ -54,39 +54,35 @@ __all__ = ["ConvertOptions", "ConvertReport", "convert", "summary_path"]
 COLUMNS = {"tokens": "token ids", "masks": "loss masks", "sequences": "sequence lengths", "packs": "packs"}
 
 
-class Content:
+class Content(Counts):
     """A running hash of packs, array by array, so that it does not matter in which runs they come.
 
     Values are brought to one form first: ids int32, masks float32, lengths and counts int64, all little-endian;
     those of columns have their own.
 
     Attributes:
-        num_packs: packs so far.
-        num_sequences: sequences so far.
-        num_tokens: tokens so far.
         num_trained_tokens: positions trained on so far.
     """
 
     def __init__(self) -> None:
         self._hashes = {column: StreamHash() for column in COLUMNS}
         self._columns: dict[str, StreamHash] = {}
-        self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = 0
+        super().__init__()
+        self.num_trained_tokens = 0
 
     def add(self, run: PackRun) -> None:
         """The next packs."""
-        self.num_packs += len(run.pack_lengths)
-        self.num_sequences += len(run.seq_starts)
-        self.num_tokens += len(run.tokens)
+        super().add(run)
         self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
-        self._update("tokens", run.tokens, "<i4")
-        self._update("masks", run.loss_mask, "<f4")
-        self._update("sequences", run.sequence_lengths(), "<i8")
-        self._update("packs", run.pack_sequences, "<i8")
+        for column, values, dtype in (
+            ("tokens", run.tokens, "<i4"),
+            ("masks", run.loss_mask, "<f4"),
+            ("sequences", run.sequence_lengths(), "<i8"),
+            ("packs", run.pack_sequences, "<i8"),
+        ):
+            self._hashes[column].update(np.ascontiguousarray(values, dtype))
         for name, (spec, values) in run.columns.items():
             self._columns.setdefault(name, StreamHash()).update(np.ascontiguousarray(values, spec.dtype).reshape(-1))
-
-    def _update(self, column: str, values: NDArray[Any], dtype: str) -> None:
-        self._hashes[column].update(np.ascontiguousarray(values, dtype))
 
     def differs(self, other: Content, ignored: Collection[str] = ()) -> list[str]:
         """Names of the columns that are not the same, but for those ignored."""
@@ -233,11 +229,9 @@ def _planned(
     spec = _spec_for_output(parts, options)
     if options.padding is None:
         return spec, None
-    packs = PaddedPacks(parts.paths[0], options.padding, spec)
-    packs.measure(_counted(parts.runs(), begun and begun("measuring", spec.num_tokens)))
-    summary = packs.metadata()
+    padded, summary = _padded(parts, options.padding, spec, begun and begun("measuring", spec.num_tokens))
     check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=True, summary=summary)
-    return packs.padded_spec(), summary
+    return padded, summary
 
 
 def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:
@@ -305,7 +299,7 @@ def _verify(path: str, writer: PackedWriter, expected: Content, spec: PackedSpec
 
 # ---- what Megatron-Bridge wants beside a file ----
 
-# What a summary says, in the order of ``PaddedPacks.metadata``.
+# What a summary says, in the order of ``_padded``.
 _FIELDS = [
     "dataset_max_seqlen",
     "max_samples_per_bin",
@@ -454,86 +448,60 @@ def _by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
     return sums
 
 
-@dataclass
-class PaddedPacks:
-    """What a pass over packs finds of them as Bridge will see them.
+def _padded(
+    parts: JoinedReader, padding: Padding, spec: PackedSpec, progress: Update | None
+) -> tuple[PackedSpec, bytes]:
+    """What is known of packs as they will be stored with padding, and the JSON that Bridge reads with them.
 
-    Attributes:
-        path: of the source, for errors.
-        padding: as they will be stored.
-        spec: of the packs as they are.
+    Stored packs may be longer than the capacity of a batch. Where nothing is padded their spec is that of the packs
+    as they are.
+
+    Raises:
+        FormatError: there are no packs, or no id to pad with.
+        SequenceError: a pack does not fit the capacity once its sequences are padded.
     """
-
-    path: str
-    padding: Padding
-    spec: PackedSpec
-    _longest: int = field(default=0, init=False)
-    _most_sequences: int = field(default=0, init=False)
-    _shortest_pack: int = field(default=0, init=False)
-    _positions: int = field(default=0, init=False)
-    _longest_pack: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        if not self.spec.num_packs:
-            raise FormatError(f"{self.path}: it has no packs, and Megatron-Bridge reads no file without any")
-        multiple, eos_id = self.padding.multiple, self.padding.eos_id
-        if multiple > 1 and (eos_id is None or not 0 <= eos_id <= np.iinfo(self.spec.token_dtype).max):
-            raise FormatError(
-                f"{self.path}: padding needs the tokenizer's end-of-sequence id, found {eos_id}, expected one that"
-                f" {self.spec.token_dtype} holds; pass --eos-id"
-            )
-        self._shortest_pack = self.spec.capacity
-
-    def measure(self, runs: Iterable[PackRun]) -> None:
-        """Take in the lengths of all packs.
-
-        Raises:
-            SequenceError: a pack does not fit the capacity once its sequences are padded.
-        """
-        first = 0
-        for run in runs:
-            positions = self.padding.positions(run.sequence_lengths())
-            packs = _by_pack(positions, run)
-            if (over := packs > self.spec.capacity).any():
-                pack = int(np.argmax(over))
-                raise SequenceError(
-                    self.path,
-                    first + pack,
-                    f"{packs[pack]} positions with sequences padded to multiples of {self.padding.multiple}, the"
-                    f" capacity is {self.spec.capacity}; pack again with --sequence-multiple {self.padding.multiple}",
-                )
-            self._longest = max(self._longest, int(positions.max(initial=0)))
-            self._most_sequences = max(self._most_sequences, int(run.pack_sequences.max(initial=0)))
-            self._shortest_pack = min(self._shortest_pack, int(packs.min(initial=self.spec.capacity)))
-            self._longest_pack = max(self._longest_pack, int((packs + run.pack_sequences).max(initial=0)))
-            self._positions += int(positions.sum())
-            first += len(packs)
-
-    def padded_spec(self) -> PackedSpec:
-        """The spec of the packs as they will be stored, which may be longer than the capacity of a batch.
-
-        Where nothing is padded it is that of the packs as they are.
-        """
-        if self.padding.multiple == 1:
-            return self.spec
-        return dataclasses.replace(
-            self.spec,
-            num_tokens=self._positions + self.spec.num_sequences,
-            longest_pack=self._longest_pack,
-            capacity=max(self.spec.capacity, self._longest_pack),
-            sequence_multiple=1,
-            metadata={**self.spec.metadata, PADDED: dataclasses.asdict(self.padding)},
+    path, multiple, eos_id = parts.paths[0], padding.multiple, padding.eos_id
+    if not spec.num_packs:
+        raise FormatError(f"{path}: it has no packs, and Megatron-Bridge reads no file without any")
+    if multiple > 1 and (eos_id is None or not 0 <= eos_id <= np.iinfo(spec.token_dtype).max):
+        raise FormatError(
+            f"{path}: padding needs the tokenizer's end-of-sequence id, found {eos_id}, expected one that"
+            f" {spec.token_dtype} holds; pass --eos-id"
         )
-
-    def metadata(self) -> bytes:
-        """The JSON that Bridge reads with ``pad_cu_seqlens``: what its own preparation says of such packs."""
-        spec = self.spec
-        entry: dict[str, Any] = {
-            "dataset_max_seqlen": self._longest,
-            "max_samples_per_bin": self._most_sequences,
-            "packing_factor": round(spec.num_sequences / spec.num_packs, 2),
-            "packing_efficiency": round(self._positions / spec.num_packs / spec.capacity * 100, 2),
-            "pack_size": spec.capacity,
-            "min_packed_seqlen": self._shortest_pack,
-        }
-        return _encoded(entry)
+    first = total = longest = longest_pack = most_sequences = 0
+    shortest_pack = spec.capacity
+    for run in _counted(parts.runs(), progress):
+        positions = padding.positions(run.sequence_lengths())
+        packs = _by_pack(positions, run)
+        if (over := packs > spec.capacity).any():
+            pack = int(np.argmax(over))
+            raise SequenceError(
+                path,
+                first + pack,
+                f"{packs[pack]} positions with sequences padded to multiples of {multiple}, the capacity is"
+                f" {spec.capacity}; pack again with --sequence-multiple {multiple}",
+            )
+        longest = max(longest, int(positions.max(initial=0)))
+        most_sequences = max(most_sequences, int(run.pack_sequences.max(initial=0)))
+        shortest_pack = min(shortest_pack, int(packs.min(initial=spec.capacity)))
+        longest_pack = max(longest_pack, int((packs + run.pack_sequences).max(initial=0)))
+        total += int(positions.sum())
+        first += len(packs)
+    summary = {
+        "dataset_max_seqlen": longest,
+        "max_samples_per_bin": most_sequences,
+        "packing_factor": round(spec.num_sequences / spec.num_packs, 2),
+        "packing_efficiency": round(total / spec.num_packs / spec.capacity * 100, 2),
+        "pack_size": spec.capacity,
+        "min_packed_seqlen": shortest_pack,
+    }
+    if multiple > 1:
+        spec = dataclasses.replace(
+            spec,
+            num_tokens=total + spec.num_sequences,
+            longest_pack=longest_pack,
+            capacity=max(spec.capacity, longest_pack),
+            sequence_multiple=1,
+            metadata={**spec.metadata, PADDED: dataclasses.asdict(padding)},
+        )
+    return spec, _encoded(summary)

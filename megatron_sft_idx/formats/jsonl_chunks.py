@@ -168,7 +168,11 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             filled[line] = bool(raw.strip(_BLANK))
         file.seek(complete)
         last = file.read()
-        _require_whole(last, path, len(stops) + 1)
+        if not _is_whole(last):
+            raise FormatError(
+                f"{path}:{len(stops) + 1}: the last line ends in the middle; the chunk is still being written, or was"
+                " torn when its producer died: wait for it, or write it again"
+            )
         if not last.strip(_BLANK):
             return starts[filled], stops[filled]
     return np.append(starts[filled], complete), np.append(stops[filled], size)
@@ -207,14 +211,6 @@ def _is_whole(last: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _require_whole(last: bytes, path: str, number: int) -> None:
-    if not _is_whole(last):
-        raise FormatError(
-            f"{path}:{number}: the last line ends in the middle; the chunk is still being written, or was torn when"
-            " its producer died: wait for it, or write it again"
-        )
 
 
 class ChunkFile:
@@ -493,7 +489,9 @@ class Reader(PackedReader):
         counts = Counts()
         for run in self.runs():
             counts.add(run)
-        return self._described(counts.sequences, counts.tokens, counts.longest, capacity=max(counts.longest, 1))
+        return self._described(
+            counts.num_sequences, counts.num_tokens, counts.longest_pack, capacity=max(counts.longest_pack, 1)
+        )
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -517,17 +515,15 @@ class Reader(PackedReader):
             chunk = bisect_right(self._first_packs, first) - 1
             with open_regular(self._paths[chunk]) as file:
                 for index in range(first, min(last, self._first_packs[chunk + 1])):
-                    yield self._line(file.fileno(), chunk, index)
+                    start, stop = int(self._starts[index]), int(self._stops[index])
+                    raw = read_line(file.fileno(), self._paths[chunk], start, stop)
+                    try:
+                        parsed = parse(raw, self.columns)
+                    except (ArithmeticError, ValueError, RecursionError) as error:
+                        line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
+                        raise SequenceError(self.path, index, f"{line}: {error}") from None
+                    yield parsed
             first = self._first_packs[chunk + 1]
-
-    def _line(self, fd: int, chunk: int, index: int) -> Line:
-        start, stop = int(self._starts[index]), int(self._stops[index])
-        raw = read_line(fd, self._paths[chunk], start, stop)
-        try:
-            return parse(raw, self.columns)
-        except (ArithmeticError, ValueError, RecursionError) as error:
-            line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
-            raise SequenceError(self.path, index, f"{line}: {error}") from None
 
 
 class Writer(PackedWriter):
@@ -580,24 +576,20 @@ class Writer(PackedWriter):
             token, sequence = here.stop, sequences.stop
             rows: dict[str, slice | int] = {"token": here, "sequence": sequences, "pack": pack}
             columns = {name: _plain(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
-            self._write_line(
-                {
-                    "input_ids": tokens[here],
-                    "labels": labels[here],
-                    "position_ids": positions[here],
-                    "lengths": lengths[sequences],
-                    "pack_length": length,
-                    "num_samples": count,
-                    **({"columns": columns} if columns else {}),
-                }
-            )
-
-    def _write_line(self, pack: dict[str, Any]) -> None:
-        if self._num_lines == self._samples_per_chunk:
-            self._chunk.close()
-            self._chunk = self._next_chunk()
-        self._chunk.write(orjson.dumps(pack, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
-        self._num_lines += 1
+            line = {
+                "input_ids": tokens[here],
+                "labels": labels[here],
+                "position_ids": positions[here],
+                "lengths": lengths[sequences],
+                "pack_length": length,
+                "num_samples": count,
+                **({"columns": columns} if columns else {}),
+            }
+            if self._num_lines == self._samples_per_chunk:
+                self._chunk.close()
+                self._chunk = self._next_chunk()
+            self._chunk.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+            self._num_lines += 1
 
     def _finish(self) -> None:
         self._chunk.close()

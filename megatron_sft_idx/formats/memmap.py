@@ -30,7 +30,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -44,12 +44,10 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_alignment,
-    checked_run,
     file_identity,
     joined_ranges,
     npy_header,
     npy_header_bytes,
-    require_same_length,
     stated_columns,
     stated_of,
 )
@@ -122,21 +120,8 @@ def column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -
     return (*rows, spec.width) if spec.width > 1 else rows
 
 
-class _NpyHeader(NamedTuple):
-    """What a ``.npy`` says of its array, and where that begins, in bytes."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size that the whole file must have; a Python int, whatever the shape claims."""
-        return self.offset + math.prod(self.shape) * self.dtype.itemsize
-
-
-def _read_header(path: str) -> _NpyHeader:
-    """The header of a ``.npy`` of numbers, held against the file's size.
+def _mapped(path: str) -> NDArray[Any]:
+    """The array of numbers in a ``.npy`` as a read-only map, in the file's byte order.
 
     Raises:
         FormatError: no such file, another kind of file, an array of objects, an impossible shape, or a size that
@@ -146,7 +131,7 @@ def _read_header(path: str) -> _NpyHeader:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             shape, fortran, dtype = npy_header(file, path)
-            header = _NpyHeader(shape, dtype, file.tell())
+            offset = file.tell()
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: not there; a memmap folder has five .npy files and a manifest") from None
     if dtype.kind not in "biuf" or dtype.names is not None:
@@ -155,19 +140,17 @@ def _read_header(path: str) -> _NpyHeader:
         raise FormatError(f"{path}: shape {shape}, expected whole numbers of 0 or more")
     if fortran and len(shape) > 1 and min(shape) > 1:
         raise FormatError(f"{path}: stored by columns (fortran_order), expected by rows; save it with order='C'")
-    if size != header.nbytes:
+    count = math.prod(shape)
+    if size != offset + count * dtype.itemsize:
         raise FormatError(
-            f"{path}: {size} bytes, expected {header.nbytes} for {dtype} of shape {shape}; it was cut short or is"
-            " still being written: copy or write it again"
+            f"{path}: {size} bytes, expected {offset + count * dtype.itemsize} for {dtype} of shape {shape}; it was"
+            " cut short or is still being written: copy or write it again"
         )
-    return header
-
-
-def _open_npy(path: str, header: _NpyHeader) -> NDArray[Any]:
-    """The array as a read-only map, in the file's byte order."""
-    count = math.prod(header.shape)
-    array = open_array(path, header.dtype, count, nbytes=header.nbytes, offset=header.offset)
-    return np.asarray(array).reshape(header.shape)
+    values = np.asarray(open_array(path, dtype, count, nbytes=size, offset=offset))
+    try:
+        return values.reshape(shape)
+    except (OverflowError, ValueError) as error:  # nothing at all may have sides that no array has
+        raise FormatError(f"{path}: shape {shape}: {error}") from None
 
 
 class Reader(PackedReader):
@@ -188,12 +171,13 @@ class Reader(PackedReader):
         self._stated = stated if isinstance(stated, dict) else {}
         self.columns = stated_columns(self._stated, self.path, columns)
         self._settle_alignment(self._manifest.get("mask_alignment"))
-        headers = {name: _read_header(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
-        self._num_packs, self._pack_size = self._check_shapes(headers)
-        arrays = {name: _open_npy(os.path.join(self.path, f"{name}.npy"), header) for name, header in headers.items()}
+        arrays = {name: _mapped(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
+        self._num_packs, self._pack_size = self._check_shapes(arrays)
         self._ids, self._mask = arrays["input_ids"], arrays["loss_mask"]
         self._lengths, self._offsets, self._starts = (arrays[name] for name in ARRAYS[2:])
-        self._check_ends()
+        first, last = int(self._offsets[0]), int(self._offsets[-1])
+        if (first, last) != (0, len(self._starts)):
+            raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
         self._values = {name: self._open_column(name, spec) for name, spec in self.columns.items()}
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
@@ -203,7 +187,7 @@ class Reader(PackedReader):
         if not isinstance(self._manifest.get("checksums"), dict):
             self.identity += " " + file_identity(*(os.path.join(self.path, f"{name}.npy") for name in ARRAYS))
 
-    def _check_shapes(self, headers: dict[str, _NpyHeader]) -> tuple[int, int]:
+    def _check_shapes(self, arrays: dict[str, NDArray[Any]]) -> tuple[int, int]:
         """Number of packs and width of a row; FormatError unless the five arrays and the manifest agree on them."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
@@ -218,32 +202,27 @@ class Reader(PackedReader):
         expected: dict[str, tuple[int, ...]] = {"input_ids": rows, "loss_mask": rows, "packed_len": (num_packs,)}
         expected["seq_offsets"] = (num_packs + 1,)
         for name, shape in expected.items():
-            if (found := headers[name].shape) != shape:
+            if (found := arrays[name].shape) != shape:
                 raise self._wrong(f"{name}.npy has shape {found}, expected {shape}; it is of another folder")
-        if len(headers["seq_starts"].shape) != 1:
-            raise self._wrong(f"seq_starts.npy has shape {headers['seq_starts'].shape}, expected one dimension")
+        if len(arrays["seq_starts"].shape) != 1:
+            raise self._wrong(f"seq_starts.npy has shape {arrays['seq_starts'].shape}, expected one dimension")
         for name in ARRAYS:
             kinds = "biuf" if name == "loss_mask" else "iu"
-            if headers[name].dtype.kind not in kinds:
-                raise self._wrong(f"{name}.npy holds {headers[name].dtype}, expected integers")
+            if arrays[name].dtype.kind not in kinds:
+                raise self._wrong(f"{name}.npy holds {arrays[name].dtype}, expected integers")
         return num_packs, pack_size
 
     def _open_column(self, name: str, spec: ColumnSpec) -> NDArray[Any]:
         """The values of a column; FormatError unless they are as many, and of the kind, that the manifest says."""
-        header = _read_header(path := os.path.join(self.path, column_name(name)))
+        values = _mapped(os.path.join(self.path, column_name(name)))
         expected = column_shape(spec, self._num_packs, self._pack_size, len(self._starts))
-        if (header.shape, header.dtype) != (expected, spec.dtype):
-            found = f"{header.dtype} of shape {header.shape}"
+        if (values.shape, values.dtype) != (expected, spec.dtype):
+            found = f"{values.dtype} of shape {values.shape}"
             raise self._wrong(f"{column_name(name)} is {found}, expected {spec.dtype} of shape {expected}")
-        return _open_npy(path, header)
+        return values
 
     def _wrong(self, reason: str) -> FormatError:
         return FormatError(f"{self.path}: {reason}")
-
-    def _check_ends(self) -> None:
-        first, last = int(self._offsets[0]), int(self._offsets[-1])
-        if (first, last) != (0, len(self._starts)):
-            raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
 
     @cached_property
     def spec(self) -> PackedSpec:
@@ -297,7 +276,7 @@ class Reader(PackedReader):
             self._starts[offsets[0] : offsets[-1]],
             lengths,
             np.diff(offsets),
-            columns,
+            columns=columns,
         )
 
     def _gathered(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
@@ -464,19 +443,14 @@ class MemmapShardWriter(PackedWriter):
             FormatError: another number than the next one, or more sequences than ``total_seq_starts``.
         """
         self._require_open()
-        if bin_id != self._counts.packs or bin_id == self._num_bins:
+        if bin_id != self._counts.num_packs or bin_id == self._num_bins:
             raise FormatError(
-                f"{self._path}: pack {bin_id}, expected {self._counts.packs} of {self._num_bins}; packs are written"
+                f"{self._path}: pack {bin_id}, expected {self._counts.num_packs} of {self._num_bins}; packs are written"
                 " once each and in order"
             )
-        columns = [np.asarray(values) for values in (input_ids, loss_mask, seq_start_id)]
-        if any(column.ndim != 1 for column in columns):
-            raise SequenceError(self._path, bin_id, "ids, mask and sequence starts have one dimension each")
-        ids, mask, starts = columns
-        require_same_length(self._path, bin_id, input_ids=len(ids), loss_mask=len(mask))
         # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
-        run = checked_run(self._path, bin_id, ids, mask, starts, [len(ids)], [len(starts)], mask_dtype=np.uint8)
-        self.write(dataclasses.replace(run, loss_mask=mask.astype(np.uint8)))
+        run = self._one_pack(bin_id, input_ids, loss_mask, seq_start_id, np.uint8)
+        self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
     def _append(self, run: PackRun) -> None:
         self._require_room(run)
@@ -491,7 +465,7 @@ class MemmapShardWriter(PackedWriter):
         for name, (_, values) in run.columns.items():
             if name not in self._column_rows:
                 self._files[f"{name}.col"].write(values.tobytes())
-        sequence_ends = self._counts.sequences + run.sequence_offsets[1:]
+        sequence_ends = self._counts.num_sequences + run.sequence_offsets[1:]
         self._files["packed_len"].write(run.pack_lengths.astype(_INDEX).tobytes())
         self._files["seq_offsets"].write(sequence_ends.astype(_INDEX).tobytes())
         self._files["seq_starts"].write(run.seq_starts.astype(_INDEX).tobytes())
@@ -502,11 +476,11 @@ class MemmapShardWriter(PackedWriter):
 
     def _require_room(self, run: PackRun) -> None:
         self._require_open()
-        first, packs, starts = self._counts.packs, len(run), len(run.seq_starts)
-        if first + packs > self._num_bins or self._counts.sequences + starts > self._total:
+        first, packs, starts = self._counts.num_packs, len(run), len(run.seq_starts)
+        if first + packs > self._num_bins or self._counts.num_sequences + starts > self._total:
             raise FormatError(
                 f"{self._path}: packs {first} to {first + packs - 1} with {starts} sequences, expected at most"
-                f" {self._num_bins} packs (num_bins) and {self._total - self._counts.sequences} more sequences"
+                f" {self._num_bins} packs (num_bins) and {self._total - self._counts.num_sequences} more sequences"
                 " (total_seq_starts); announce as many as there are"
             )
         if (over := run.pack_lengths > self._pack_size).any():
@@ -527,9 +501,9 @@ class MemmapShardWriter(PackedWriter):
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
         self._require_open()
-        if (self._counts.packs, self._counts.sequences) != (self._num_bins, self._total):
+        if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total):
             raise FormatError(
-                f"{self._path}: {self._counts.packs} packs with {self._counts.sequences} sequences, expected"
+                f"{self._path}: {self._counts.num_packs} packs with {self._counts.num_sequences} sequences, expected"
                 f" {self._num_bins} (num_bins) with {self._total} (total_seq_starts); write the missing ones, or"
                 " announce fewer"
             )

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import expand_inputs, parse_json
 from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import file_identity
+from megatron_sft_idx.formats.base import file_identity, first_outside
 from megatron_sft_idx.formats.pbin import (
     FORMAT,
     LIST_HEADS,
@@ -318,13 +318,9 @@ class RawRows(Sequence[bytes]):
             raise FormatError(f"{self.index_path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
         rows = read_pairs(self.index_path, raw)
         starts, lengths = rows[:, 0], rows[:, 1]
-        # Bounds first, so that the sums cannot overflow.
-        bad = (starts < 0) | (lengths < 1) | (starts > self._num_bytes) | (lengths > self._num_bytes)
-        stops = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
-        bad |= stops > self._num_bytes
-        bad[1:] |= starts[1:] <= stops[:-1]
-        if bad.any():
-            number = int(np.argmax(bad))
+        # A row has a byte at least, and a newline is between rows.
+        number = first_outside(starts, np.where(lengths < 1, -1, lengths), self._num_bytes, apart=1)
+        if number is not None:
             raise FormatError(
                 f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected rows"
                 f" in order and apart, within the {self._num_bytes} bytes of {self.path}; the index is of another"

@@ -302,13 +302,11 @@ class LegacyPickleWriter(PackedWriter):
         Raises:
             SequenceError: a rule of packs is broken, or the pack is not the next one.
         """
-        if bin_id != self._counts.packs:
+        if bin_id != self._counts.num_packs:
             raise SequenceError(
-                self._path, bin_id, f"the next pack is number {self._counts.packs}; write packs in order"
+                self._path, bin_id, f"the next pack is number {self._counts.num_packs}; write packs in order"
             )
-        ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
-        require_same_length(self._path, bin_id, input_ids=ids.size, loss_mask=mask.size)
-        self.write(checked_run(self._path, bin_id, ids, mask, starts, [ids.size], [starts.size]))
+        self.write(self._one_pack(bin_id, input_ids, loss_mask, seq_start_id))
 
     def _append(self, run: PackRun) -> None:
         for i in range(len(run)):
@@ -318,7 +316,7 @@ class LegacyPickleWriter(PackedWriter):
 
     def _finish(self) -> None:
         self._file.write(_END)
-        self._file.write_at(_beginning(self._counts.packs), 0)
+        self._file.write_at(_beginning(self._counts.num_packs), 0)
         self._file.close()
 
     def finalize(self) -> dict[str, Any]:

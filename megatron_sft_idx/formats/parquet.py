@@ -251,19 +251,16 @@ class Reader(PackedReader):
         source = pa.OSFile(self.path) if opener is None else opener(self.path)
         self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
         self._file = pq.ParquetFile(self._source, pre_buffer=False)
-        self.identity = self._footer_hash()
-        # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
-        self._streamed = pq.ParquetFile(
-            self._source, metadata=self._file.metadata, buffer_size=_READ_NBYTES, pre_buffer=False
-        )
-
-    def _footer_hash(self) -> str:
-        """Size, and checksum of the footer, which has place, size, counts and value range of every column chunk."""
+        # Size, and checksum of the footer, which has place, size, counts and value range of every column chunk.
         size = self._source.size()
         self._source.seek(size - 8)
         nbytes = int.from_bytes(self._source.read(4), "little")
         self._source.seek(size - 8 - nbytes)
-        return f"{size}-{xxhash.xxh3_128_hexdigest(self._source.read(nbytes))}"
+        self.identity = f"{size}-{xxhash.xxh3_128_hexdigest(self._source.read(nbytes))}"
+        # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
+        self._streamed = pq.ParquetFile(
+            self._source, metadata=self._file.metadata, buffer_size=_READ_NBYTES, pre_buffer=False
+        )
 
     def _row_group_offsets(self) -> list[int]:
         """Number of each row group's first pack, and of packs in all. Groups are uneven, and may be empty."""
@@ -329,7 +326,10 @@ class Reader(PackedReader):
             run = self._cache.get(group)
             if run is None:
                 run = self._decode(group)
-                self._keep(group, run)
+                self._cache[group] = run
+                self._cached_nbytes += run.nbytes
+                while self._cached_nbytes > self._cache_nbytes and len(self._cache) > 1:
+                    self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
             self._cache.move_to_end(group)
         return run.pack(index - self._first_packs[group])
 
@@ -350,7 +350,7 @@ class Reader(PackedReader):
             name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
             for name, spec in self.columns.items()
         }
-        return self._checked(first_pack, ids, mask, starts, lengths, sequences, beside)
+        return self._checked(first_pack, ids, mask, starts, lengths, sequences, columns=beside)
 
     def _decode(self, group: int) -> PackRun:
         first = self._first_packs[group]
@@ -374,12 +374,6 @@ class Reader(PackedReader):
                 f"{self.path}: {what} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
                 f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
             )
-
-    def _keep(self, group: int, run: PackRun) -> None:
-        self._cache[group] = run
-        self._cached_nbytes += run.nbytes
-        while self._cached_nbytes > self._cache_nbytes and len(self._cache) > 1:
-            self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are, fewer of many values each."""
@@ -410,7 +404,7 @@ class Reader(PackedReader):
         """Memory is bounded by the mean length of the packs in a row group, not by its size."""
         counts = Counts()
         for batch in self._batches(self._names):
-            first = counts.packs
+            first = counts.num_packs
             run = self._of(batch, first)
             capacity = self.spec.capacity
             if (over := run.pack_lengths > capacity).any():
@@ -420,7 +414,7 @@ class Reader(PackedReader):
             counts.add(run)
             yield run
         expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED))
-        self._require_counts("the file", (counts.packs, counts.tokens, counts.sequences), expected)
+        self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 
 KIND = Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
@@ -431,20 +425,6 @@ _MOST_GROUP_TOKENS = 4 << 20
 
 # Codecs that Parquet has.
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
-
-
-def _metadata(spec: PackedSpec) -> bytes:
-    """The schema's metadata, JSON, for a file that is going to hold what the spec says; the same for the same spec."""
-    stated = {
-        "format": "packed-sft",
-        "version": VERSION,
-        "mask_alignment": "label",
-        "token_dtype": spec.token_dtype.name,
-        "num_packs": spec.num_packs,
-        "num_sequences": spec.num_sequences,
-        **spec.stated(),
-    }
-    return orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)
 
 
 def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataType) -> pa.ListArray:
@@ -496,8 +476,18 @@ class Writer(PackedWriter):
         self._most_tokens = fewer_tokens(_MOST_GROUP_TOKENS, spec.columns)
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
+        stated = {
+            "format": "packed-sft",
+            "version": VERSION,
+            "mask_alignment": "label",
+            "token_dtype": spec.token_dtype.name,
+            "num_packs": spec.num_packs,
+            "num_sequences": spec.num_sequences,
+            **spec.stated(),
+        }
+        metadata = {KEY: orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)}
         names = [*COLUMNS, *spec.columns]
-        self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata={KEY: _metadata(spec)})
+        self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
         temporary = self._make().temporary
         with naming(temporary):
             self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression=compression)

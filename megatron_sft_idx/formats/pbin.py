@@ -48,6 +48,7 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     all_trained,
     file_identity,
+    first_outside,
     joined_ranges,
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY
@@ -145,14 +146,7 @@ class Framing:
         """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
         # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
         dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
-        return self._open(path, dtype, self.num_tokens, self.header_nbytes)
-
-    def open_index(self, path: str) -> NDArray[np.uint8]:
-        """The bytes of the index, mapped."""
-        return self._open(path, np.dtype(np.uint8), self.file_nbytes - self.index_offset, self.index_offset)
-
-    def _open(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
-        return np.asarray(open_array(path, dtype, count, nbytes=self.file_nbytes, offset=offset))
+        return np.asarray(open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes))
 
 
 def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
@@ -169,13 +163,23 @@ def framings(path: str) -> list[Framing]:
         FormatError: it is no regular file.
         OSError: it cannot be read.
     """
+    layouts: tuple[tuple[ByteOrder, int], ...] = (("little", 12), ("big", 12), ("big", _LENGTH_NBYTES))
+    found = []
     with open_regular(path) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
         if size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
             return []
-        fit = _that_fit(os.pread(fd, HEADER_NBYTES, 0), size)
-        return [each for each in fit if os.pread(fd, 2, each.index_offset).startswith(LIST_HEADS)]
+        head = os.pread(fd, HEADER_NBYTES, 0)
+        for order, header_nbytes in layouts:
+            data_nbytes = int.from_bytes(head[:_LENGTH_NBYTES], order)
+            token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == HEADER_NBYTES else 4
+            # A pickle takes at least a byte to begin and one to stop.
+            index = header_nbytes + data_nbytes
+            believable = token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and index < size - 1
+            if believable and os.pread(fd, 2, index).startswith(LIST_HEADS):
+                found.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
+    return found
 
 
 def find_framing(path: str) -> list[Framing]:
@@ -190,37 +194,24 @@ def find_framing(path: str) -> list[Framing]:
     with open_regular(path) as file:
         head = file.read(HEADER_NBYTES)
         size = file.seek(0, os.SEEK_END)
-    raise FormatError(f"{path}: no .pbin of any generation: {_why_not(head, size)}")
-
-
-def _that_fit(head: bytes, size: int) -> Iterator[Framing]:
-    """Framings whose header is believable in a file of this size."""
-    layouts: list[tuple[ByteOrder, int]] = [("little", HEADER_NBYTES), ("big", HEADER_NBYTES), ("big", _LENGTH_NBYTES)]
-    for order, header_nbytes in layouts:
-        data_nbytes = int.from_bytes(head[:_LENGTH_NBYTES], order)
-        token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == HEADER_NBYTES else 4
-        # A pickle takes at least a byte to begin and one to stop.
-        if token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and header_nbytes + data_nbytes < size - 1:
-            yield Framing(order, header_nbytes, token_nbytes, data_nbytes, size)
-
-
-def _why_not(head: bytes, size: int) -> str:
-    if len(head) < HEADER_NBYTES:
-        return f"{size} bytes, a header alone has {HEADER_NBYTES}; the file was cut short or is something else"
     little, big = (int.from_bytes(head[:_LENGTH_NBYTES], order) for order in ("little", "big"))
     token_nbytes = min(int.from_bytes(head[_LENGTH_NBYTES:], order) for order in ("little", "big"))
-    if little == 0:
-        return "its header says no data, though some follows: its writer was stopped before the end; make it again"
-    if token_nbytes == 3:
-        return (
+    if len(head) < HEADER_NBYTES:
+        reason = f"{size} bytes, a header alone has {HEADER_NBYTES}; the file was cut short or is something else"
+    elif little == 0:
+        reason = "its header says no data, though some follows: its writer was stopped before the end; make it again"
+    elif token_nbytes == 3:
+        reason = (
             "tokens of 3 bytes, which a few versions of Modalities wrote in December 2024 and none reads;"
             " make it again with a current one"
         )
-    return (
-        f"its header would say {little} bytes of data (little-endian) or {big} (big-endian), in tokens of"
-        f" {token_nbytes} bytes; expected 1, 2 or 4, and a pickled index between there and the end of {size} bytes;"
-        " the file was cut short or is something else"
-    )
+    else:
+        reason = (
+            f"its header would say {little} bytes of data (little-endian) or {big} (big-endian), in tokens of"
+            f" {token_nbytes} bytes; expected 1, 2 or 4, and a pickled index between there and the end of {size} bytes;"
+            " the file was cut short or is something else"
+        )
+    raise FormatError(f"{path}: no .pbin of any generation: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +262,9 @@ def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
 
 
 def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
-    pairs = read_pairs(path, framing.open_index(path))
+    offset, nbytes = framing.index_offset, framing.file_nbytes
+    index = open_array(path, np.dtype(np.uint8), nbytes - offset, nbytes=nbytes, offset=offset)
+    pairs = read_pairs(path, np.asarray(index))
     generation = _generation(path, framing, pairs)
     lengths = pairs[:, 1]
     # Every length is at most the data's before they are added, and the sum is first taken in floats: no overflow.
@@ -286,7 +279,13 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
     tiled = np.cumsum(lengths) - lengths
     starts, early = pairs[:, 0], _early(framing, generation, pairs, tiled)
     if early is None:
-        starts = _checked_starts(path, framing, generation, starts, lengths)
+        offsets, starts = starts, starts - generation.first_offset
+        if (misplaced := first_outside(starts, lengths, framing.data_nbytes)) is not None:
+            raise FormatError(
+                f"{path}: document {misplaced} has {lengths[misplaced]} bytes at offset {offsets[misplaced]}; expected"
+                f" to follow the one before and to end within {framing.data_nbytes} bytes of data; the index is damaged"
+                " or not of this file, make it again"
+            )
     elif repair_merge:
         starts = tiled
     else:
@@ -306,9 +305,8 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
         )
     num_moved = 0 if early is None else int(np.count_nonzero(early))
     unused = (framing.data_nbytes - int(lengths.sum())) // framing.token_nbytes
-    return Placement(
-        framing, generation, starts // framing.token_nbytes, lengths // framing.token_nbytes, num_moved, unused
-    )
+    starts, lengths = starts // framing.token_nbytes, lengths // framing.token_nbytes
+    return Placement(framing, generation, starts, lengths, num_moved, unused)
 
 
 def _generation(path: str, framing: Framing, pairs: NDArray[np.int64]) -> Generation:
@@ -346,24 +344,6 @@ def _early(
         return None
     early = tiled - (starts - generation.first_offset)
     return early if early.any() and ((early >= 0) & (early % HEADER_NBYTES == 0)).all() else None
-
-
-def _checked_starts(
-    path: str, framing: Framing, generation: Generation, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Offsets from the data's start, of documents that lie in it in order and apart."""
-    outside = (offsets < generation.first_offset) | (offsets > framing.data_nbytes + generation.first_offset)
-    starts = np.where(outside, 0, offsets - generation.first_offset)
-    bad = outside | (starts + lengths > framing.data_nbytes)
-    bad[1:] |= starts[1:] < starts[:-1] + lengths[:-1]
-    if bad.any():
-        document = int(np.argmax(bad))
-        raise FormatError(
-            f"{path}: document {document} has {lengths[document]} bytes at offset {offsets[document]}; expected to"
-            f" follow the one before and to end within {framing.data_nbytes} bytes of data; the index is damaged"
-            " or not of this file, make it again"
-        )
-    return starts
 
 
 FORMAT = "pbin"

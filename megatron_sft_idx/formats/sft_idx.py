@@ -135,7 +135,7 @@ class Reader(PackedReader):
                 window.starts(),
                 np.diff(window.pack_bounds),
                 np.diff(window.sequence_offsets),
-                window.columns,
+                columns=window.columns,
             )
 
 

@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, all_trained, file_identity, joined_ranges
+from megatron_sft_idx.formats.base import (
+    PackedReader,
+    PackedSpec,
+    all_trained,
+    file_identity,
+    first_outside,
+    joined_ranges,
+)
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
 from megatron_sft_idx.packs.run import PackRun
@@ -65,13 +72,7 @@ class _Items:
         size = os.path.getsize(paths.tokens)
         if len(lengths) and lengths.min() < 0:
             raise FormatError(f"{paths.idx}: item {int(np.argmin(lengths))} has {lengths.min()} tokens; it is damaged")
-        # Below 2^34 bytes an item, so that nothing below overflows once pointers are inside the file.
-        inside = (pointers >= 0) & (pointers <= size)
-        ends = np.where(inside, pointers, 0) + lengths * dtype.itemsize
-        good = inside & (ends <= size)
-        good[1:] &= pointers[1:] >= ends[:-1]
-        if not good.all():
-            item = int(np.argmin(good))
+        if (item := first_outside(pointers, lengths * dtype.itemsize, size)) is not None:
             raise FormatError(
                 f"{paths.idx}: item {item} is said to be {lengths[item]} tokens at byte {pointers[item]} of"
                 f" {paths.tokens}, which overlaps the item before it or leaves the file of {size} bytes;"
