@@ -249,8 +249,7 @@ class PackedReader(ABC):
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
-    A format has ``_begin``, which calls ``_make`` once its options are known to be good, ``_append``, ``_finish`` and
-    ``reread``.
+    A format has ``_begin``, which calls ``_make`` once its options are known to be good, ``_append`` and ``_finish``.
 
     Args:
         path: what is written.
@@ -261,6 +260,7 @@ class PackedWriter(ABC):
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
+        reader: reads what is written.
         kind: what may be replaced.
         folder: whether the format is a folder of files.
         binary: whether the format's masks are 0 and 1 and nothing else.
@@ -275,6 +275,7 @@ class PackedWriter(ABC):
     """
 
     format: ClassVar[str]
+    reader: ClassVar[type[PackedReader]]
     kind: ClassVar[Kind]
     folder: ClassVar[bool] = False
     binary: ClassVar[bool] = False
@@ -391,9 +392,10 @@ class PackedWriter(ABC):
     def _finish(self) -> None:
         """Write the end."""
 
-    @abstractmethod
     def reread(self) -> PackedReader:
         """A reader of all that was written, which is complete and not in its place yet."""
+        options: dict[str, Any] = {"columns": None} if self.carries else {}
+        return self.reader(self._output.temporary, **options)
 
     def publish(self) -> None:
         """Put what is complete in its place, on disk."""

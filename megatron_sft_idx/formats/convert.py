@@ -199,7 +199,10 @@ def convert(
     apart = parts.columns_apart
     if apart and not options.allow_loss:
         raise FormatError(f"{next(iter(apart.values()))}; pass allow_loss (--allow-loss) to leave it out")
-    spec, summary = _planned(parts, destination, options, begun)
+    spec, summary = _spec_for_output(parts, options), None
+    if padding is not None:
+        spec, summary = _padded(parts, padding, spec, begun and begun("measuring", spec.num_tokens))
+        check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=True, summary=summary)
     with create(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
     ) as writer:
@@ -220,18 +223,6 @@ def convert(
 def summary_path(destination: str) -> str:
     """Where the summary of a padded file goes, for Bridge's ``packed_metadata_path``."""
     return f"{destination}.json"
-
-
-def _planned(
-    parts: JoinedReader, destination: str, options: ConvertOptions, begun: Callable[[str, int], Update] | None
-) -> tuple[PackedSpec, bytes | None]:
-    """What the writer is told, and with padding the summary of its packs."""
-    spec = _spec_for_output(parts, options)
-    if options.padding is None:
-        return spec, None
-    padded, summary = _padded(parts, options.padding, spec, begun and begun("measuring", spec.num_tokens))
-    check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=True, summary=summary)
-    return padded, summary
 
 
 def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:

@@ -537,7 +537,7 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
-    kind = KIND
+    reader, kind = Reader, KIND
     folder = True
     binary = True
     carries = True
@@ -593,7 +593,3 @@ class Writer(PackedWriter):
 
     def _finish(self) -> None:
         self._chunk.close()
-
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary, columns=None)

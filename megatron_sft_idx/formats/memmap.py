@@ -178,7 +178,13 @@ class Reader(PackedReader):
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         if (first, last) != (0, len(self._starts)):
             raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
-        self._values = {name: self._open_column(name, spec) for name, spec in self.columns.items()}
+        self._values: dict[str, NDArray[Any]] = {}
+        for name, spec in self.columns.items():
+            self._values[name] = values = _mapped(os.path.join(self.path, column_name(name)))
+            expected = column_shape(spec, self._num_packs, self._pack_size, len(self._starts))
+            if (values.shape, values.dtype) != (expected, spec.dtype):
+                found = f"{values.dtype} of shape {values.shape}"
+                raise self._wrong(f"{column_name(name)} is {found}, expected {spec.dtype} of shape {expected}")
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
@@ -211,15 +217,6 @@ class Reader(PackedReader):
             if arrays[name].dtype.kind not in kinds:
                 raise self._wrong(f"{name}.npy holds {arrays[name].dtype}, expected integers")
         return num_packs, pack_size
-
-    def _open_column(self, name: str, spec: ColumnSpec) -> NDArray[Any]:
-        """The values of a column; FormatError unless they are as many, and of the kind, that the manifest says."""
-        values = _mapped(os.path.join(self.path, column_name(name)))
-        expected = column_shape(spec, self._num_packs, self._pack_size, len(self._starts))
-        if (values.shape, values.dtype) != (expected, spec.dtype):
-            found = f"{values.dtype} of shape {values.shape}"
-            raise self._wrong(f"{column_name(name)} is {found}, expected {spec.dtype} of shape {expected}")
-        return values
 
     def _wrong(self, reason: str) -> FormatError:
         return FormatError(f"{self.path}: {reason}")
@@ -370,7 +367,7 @@ class MemmapShardWriter(PackedWriter):
     """
 
     format = FORMAT
-    kind = KIND
+    reader, kind = Reader, KIND
     folder = True
     binary = True
     carries = True
@@ -540,10 +537,6 @@ class MemmapShardWriter(PackedWriter):
         super().finalize()
         self._closed = True
         return self._manifest
-
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary, columns=None)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""

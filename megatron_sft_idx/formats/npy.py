@@ -273,7 +273,7 @@ class LegacyPickleWriter(PackedWriter):
     """
 
     format = FORMAT
-    kind = KIND
+    reader, kind = Reader, KIND
 
     def __init__(
         self,
@@ -323,10 +323,6 @@ class LegacyPickleWriter(PackedWriter):
         """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
         return {"format": "legacy_pickle", "num_bins": super().finalize()["num_packs"]}
 
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary)
-
 
 Writer = LegacyPickleWriter
 
@@ -346,7 +342,13 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
             return []  # numpy.save of an empty list: an array of float64
         raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
     try:
-        _check_opcodes(file)
+        # An opcode that would have the unpickler take memory which it has no use for is a ValueError.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            data = np.frombuffer(mapped, np.uint8)
+            try:
+                _native.check_pickle(data[file.tell() :])
+            finally:
+                del data  # or the map cannot be closed
         whole = _Unpickler(file).load()
         rows = whole.array().tolist() if isinstance(whole, KeptArray) else whole
     except FormatError as error:
@@ -357,16 +359,6 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     if not isinstance(rows, list):
         raise FormatError(f"{name}: found {type(rows).__name__}, expected a list of packs")
     return rows
-
-
-def _check_opcodes(file: BinaryIO) -> None:
-    """ValueError where the pickle that begins here would have the unpickler take memory that it has no use for."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        data = np.frombuffer(mapped, np.uint8)
-        try:
-            _native.check_pickle(data[file.tell() :])
-        finally:
-            del data  # or the map cannot be closed
 
 
 class _Dtype:

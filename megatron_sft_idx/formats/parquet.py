@@ -298,18 +298,12 @@ class Reader(PackedReader):
             self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
         longest = stated_int(stated, "longest_pack", 0) if same else None
         if longest is None:
-            longest = self._longest_pack()
+            # From the masks, the column that takes least to decode.
+            offsets = (batch.column(0).offsets.to_numpy() for batch in self._batches(["loss_mask"]))
+            longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
+            if longest > MAX_CAPACITY:
+                raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
         return self._described(sequences, tokens, longest, **stated_of(stated, longest, 1))
-
-    def _longest_pack(self) -> int:
-        """From the masks, the column that takes least to decode."""
-        longest = 0
-        for batch in self._batches(["loss_mask"]):
-            offsets = batch.column(0).offsets.to_numpy()
-            longest = max(longest, int(np.diff(offsets).max(initial=0)))
-        if longest > MAX_CAPACITY:
-            raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        return longest
 
     def __len__(self) -> int:
         return self._first_packs[-1]
@@ -427,15 +421,6 @@ _MOST_GROUP_TOKENS = 4 << 20
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
 
 
-def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataType) -> pa.ListArray:
-    """An Arrow list column over a numpy array."""
-    import pyarrow as pa
-
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)), type=kind)
-
-
 class Writer(PackedWriter):
     """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, what Nemotron writes and Bridge reads.
 
@@ -452,7 +437,7 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
-    kind = KIND
+    reader, kind = Reader, KIND
     binary = True
     carries = True
 
@@ -527,7 +512,10 @@ class Writer(PackedWriter):
         for name in self._schema.names[len(COLUMNS) :]:
             kind, values = run.columns[name]
             columns.append((values.reshape(-1), counts[kind.per] * kind.width))
-        arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
+        arrays = []
+        for (flat, lengths), type_ in zip(columns, self._types, strict=True):
+            offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
+            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(flat)), type=type_))
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with naming(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(run))
@@ -538,10 +526,6 @@ class Writer(PackedWriter):
         with naming(self._output.temporary):
             self._writer.close()
         self._output.sync()  # a summary of what this replaces is taken away before this is published
-
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary, columns=None)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""

@@ -477,7 +477,7 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
-    kind = KIND
+    reader, kind = Reader, KIND
 
     def _begin(self, *, token_nbytes: int | None = None) -> None:
         if not self._allow_loss:

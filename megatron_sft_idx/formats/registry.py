@@ -422,7 +422,9 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
     first = specs[0]
     trained = [spec.num_trained_tokens for spec in specs if spec.num_trained_tokens is not None]
     pads = {spec.pad_id for spec in specs} - {None}
-    tokenizers = {_tokenizer_of(spec) for spec in specs} - {None}
+    said = (spec.metadata.get("tokenizer") for spec in specs)
+    prints = (tokenizer.get("fingerprint") for tokenizer in said if isinstance(tokenizer, Mapping))
+    tokenizers = {fingerprint for fingerprint in prints if isinstance(fingerprint, str)}
     for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
         if len(values) > 1:
             listed = ", ".join(sorted(map(str, values)))
@@ -447,9 +449,3 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
             if all(key in spec.metadata and spec.metadata[key] == value for spec in specs)
         },
     )
-
-
-def _tokenizer_of(spec: PackedSpec) -> str | None:
-    tokenizer = spec.metadata.get("tokenizer")
-    fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, Mapping) else None
-    return fingerprint if isinstance(fingerprint, str) else None

@@ -143,6 +143,7 @@ class Writer(PackedWriter):
     """A shard being written at a prefix; the spec's metadata go to its header. Nothing is lost in this format."""
 
     format = FORMAT
+    reader = Reader
     carries = True
 
     def _begin(self) -> None:
