@@ -1,9 +1,8 @@
 """What all formats of packed data share: what is known of it, its reader, its writer, and the rules that packs keep.
 
-A format is a module with a function ``recognise``, a class ``Reader`` and mostly a class ``Writer``: a
-``PackedReader`` that opens a path and makes a run of some packs of it, and a ``PackedWriter`` that begins a file or
-folder, appends runs and ends it. Options of their own are keywords of ``_open`` and ``_begin``. Everything between
-the two, from masks to progress, is here, the same for every pair of formats.
+A format is a module with a function ``recognise`` and a class ``Reader``, mostly also ``Writer``: it opens a path and
+makes a run of some of its packs, begins a file or folder, appends runs and ends it. Options of its own are keywords of
+``_open`` and ``_begin``. All between the two, from masks to progress, is here, the same for every pair of formats.
 
 Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
 predicting token j + 1 of the same sequence counts; 0 at every sequence's end. *Token*: value j says whether token j
@@ -21,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, get_args
 
 import numpy as np
@@ -130,7 +128,7 @@ class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.
 
     A format has ``_open``, which sets ``identity`` and ``_dtypes``, ``spec``, ``__len__``, and ``_run`` with
-    ``_token_offsets``; or else ``read`` and ``_runs``.
+    ``_token_offsets``, or ``read`` and ``_runs``.
 
     Args:
         path: what is opened.
@@ -269,8 +267,7 @@ class PackedWriter(ABC):
             one) and ``"columns"`` that it is true of.
 
     Raises:
-        FormatError: something is at ``path``, an option that the format does not have, or packs that it has no place
-            for.
+        FormatError: something is at ``path``, or the format has no place for an option or for what is announced.
         OSError: no space for all of it, among others.
     """
 
@@ -339,24 +336,19 @@ class PackedWriter(ABC):
         if self.carries and {name: spec for name, (spec, _) in run.columns.items()} != announced:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
         if self.binary and run.loss_mask.dtype != np.uint8:
-            run = dataclasses.replace(run, loss_mask=self._binary(run))
+            mask: NDArray[Any] = run.loss_mask
+            if (weights := (mask != 0) & (mask != 1)).any():
+                if not self._allow_loss:
+                    at = int(np.argmax(weights))
+                    raise FormatError(
+                        f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format"
+                        " holds 0 and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
+                    )
+                self._changed_weights += int(np.count_nonzero(weights))
+                self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
+            run = dataclasses.replace(run, loss_mask=(mask > 0).astype(np.uint8))
         self._append(run)
         self._counts.add(run)
-
-    def _binary(self, run: PackRun) -> NDArray[np.uint8]:
-        """The weights of a run as 0 and 1."""
-        mask: NDArray[Any] = run.loss_mask
-        weights = (mask != 0) & (mask != 1)
-        if weights.any():
-            if not self._allow_loss:
-                at = int(np.argmax(weights))
-                raise FormatError(
-                    f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format holds 0"
-                    " and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
-                )
-            self._changed_weights += int(np.count_nonzero(weights))
-            self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
-        return (mask > 0).astype(np.uint8)
 
     def _one_pack(
         self, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike, mask_dtype: Any = None
@@ -394,8 +386,8 @@ class PackedWriter(ABC):
 
     def reread(self) -> PackedReader:
         """A reader of all that was written, which is complete and not in its place yet."""
-        options: dict[str, Any] = {"columns": None} if self.carries else {}
-        return self.reader(self._output.temporary, **options)
+        beside: dict[str, Any] = {"columns": None} if self.carries else {}
+        return self.reader(self._output.temporary, **beside)
 
     def publish(self) -> None:
         """Put what is complete in its place, on disk."""
@@ -429,9 +421,7 @@ class PackedWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finalize()
         else:
@@ -540,10 +530,8 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
     return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
 
 
-def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, *, apart: int = 0) -> int | None:
-    """The first of some ranges that leaves a file or overlaps the one before it; None where they lie in order.
-
-    Whatever the numbers are, nothing overflows.
+def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
+    """The first range that leaves a file or overlaps the one before, None where all are in order; never overflows.
 
     Args:
         starts: first byte of each range [ranges].
@@ -582,7 +570,7 @@ def checked_run(
         first_pack: number of the first of these packs in the file, for errors.
         tokens: ids [sum of lengths], integers of any kind.
         loss_mask: [sum of lengths], booleans, integers or floats.
-        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
+        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers as the next two.
         pack_lengths: tokens in each pack [packs].
         pack_sequences: sequences in each pack [packs].
         mask_alignment: of ``loss_mask``.
@@ -639,8 +627,7 @@ def require_same_length(path: str, pack: int, **columns: int) -> None:
 
 def file_identity(*paths: str) -> str:
     """Size and time of change of files, which differ where a file was written anew."""
-    stats = (os.stat(path) for path in paths)
-    return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+    return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in map(os.stat, paths))
 
 
 def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
