@@ -1,7 +1,7 @@
 """Chats to shards: one engine, on this machine or on a Ray cluster; ``pipeline`` goes through it all.
 
 The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
-planned on the lengths of the rows that are asked for (``selection``) and gathered from the parts (``gather``). Tasks
+planned on the lengths of the rows that are asked for (``plan``) and gathered from the parts (``gather``). Tasks
 run in ``local`` or on ``ray``; what an interrupted run left is found by ``begin``. Only ``encoding`` knows how a chat
 becomes tokens, and nothing here knows how a shard lies on disk.
 """

@@ -27,8 +27,7 @@ from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
-from megatron_sft_idx.tokenize.plan import PackOptions
-from megatron_sft_idx.tokenize.selection import file_weights
+from megatron_sft_idx.tokenize.plan import PackOptions, file_weights
 
 __all__ = [
     "Job",

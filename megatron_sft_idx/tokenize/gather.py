@@ -39,9 +39,8 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
-from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, plan_packs
+from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, plan_packs, sequences_of
 from megatron_sft_idx.tokenize.report import PackReport
-from megatron_sft_idx.tokenize.selection import sequences_of
 
 __all__ = [
     "CorpusReader",
@@ -125,7 +124,7 @@ class CorpusReader:
         return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
 
     def are_trained(
-        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
         """Whether any label is trained on in each of these cuts, which ascend, bool [cuts]."""
         starts = self._bounds[self._taken[sequences]] + begins

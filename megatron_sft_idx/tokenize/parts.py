@@ -354,7 +354,7 @@ class PartsReader:
         )
 
     def are_trained(
-        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
         """Whether any token but the first, which nothing predicts, is trained on in each of these cuts, bool [cuts]."""
         order = np.argsort(sequences, kind="stable")

@@ -61,10 +61,9 @@ from megatron_sft_idx.tokenize.parts import (
     parts_of,
     remember_encoder,
 )
-from megatron_sft_idx.tokenize.plan import PackedRun, plan_packs
+from megatron_sft_idx.tokenize.plan import PackedRun, Selection, file_weights, plan_packs, select_rows
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
-from megatron_sft_idx.tokenize.selection import Selection, file_weights, select_rows
 
 __all__ = ["make_shards"]
 
