@@ -17,8 +17,6 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.writer import MaskAlignment
 
-__all__ = ["SFTIndexedDatasetBuilder"]
-
 
 class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
     """Builds a shard pack by pack, in bounded memory, published all at once or not at all.

@@ -19,8 +19,6 @@ from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 
-__all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
-
 
 class _Index:
     """What stock code asks of ``IndexedDataset.index``: lengths, pointers and documents, made when asked for."""

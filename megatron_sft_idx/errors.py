@@ -18,16 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CorruptShardError",
-    "FormatError",
-    "SFTIndexError",
-    "SequenceError",
-    "ShardNotFoundError",
-    "StorageError",
-    "UnsupportedVersionError",
-]
-
 
 class SFTIndexError(Exception):
     """Base of every error this package raises on purpose."""

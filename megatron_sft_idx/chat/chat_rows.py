@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
-__all__ = ["MaskAlignment", "RowError", "RowKind", "RowOptions", "to_sequence_source"]
-
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
 _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])

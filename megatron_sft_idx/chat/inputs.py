@@ -28,20 +28,6 @@ from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.store import ObjectFile, exists, in_folder, matching, read_ahead
 
-__all__ = [
-    "UTF8_BOM",
-    "Compression",
-    "InputFile",
-    "Kind",
-    "expand_inputs",
-    "find_object",
-    "open_object",
-    "parse_json",
-    "read_blocks",
-    "stream_blocks",
-    "total_bytes",
-]
-
 Kind = Literal["lines", "array", "parquet", "arrow"]
 
 _MAGIC_NBYTES = 8

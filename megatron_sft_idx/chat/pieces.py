@@ -27,17 +27,6 @@ from megatron_sft_idx.storage.local import StreamHash
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "MAX_ROW_NBYTES",
-    "ColumnarPiece",
-    "JsonPiece",
-    "Piece",
-    "cut_array",
-    "cut_lines",
-    "iter_pieces",
-    "stream_pieces",
-]
-
 # No chat is this long; a file without line ends must not fill the memory before it is found out.
 MAX_ROW_NBYTES = 1 << 30
 

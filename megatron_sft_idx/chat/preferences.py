@@ -37,8 +37,6 @@ from megatron_sft_idx.chat.chat_rows import (
 )
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
-__all__ = ["read_judged"]
-
 _BEGINNERS: Final = ("system", "developer", "user", "human")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["Conversation", "Encoded", "MaskOptions", "Rendered", "Span", "TokenizedRow"]
-
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

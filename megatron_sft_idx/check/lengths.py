@@ -30,8 +30,6 @@ from megatron_sft_idx.shard.writer import CHUNK_PACKS, PackChunk
 from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.progress import Advance, Watch
 
-__all__ = ["Lengths", "Repeated", "Starts", "idx_lengths", "infer_lengths", "offset_lengths", "started"]
-
 _CHUNK = 1 << 16  # sequences
 _SPAN = 1 << 18  # tokens whose flags are held at once
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["RUN_PACKS", "CheckedFile", "Meter", "Run", "Stream", "walk_packs"]
-
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
 # Small enough to stay in the processor's cache between the checksum and the check.

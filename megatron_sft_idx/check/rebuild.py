@@ -27,8 +27,6 @@ from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains
 from megatron_sft_idx.storage import read_most, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
 
-__all__ = ["FileState", "Rebuilt", "rebuild"]
-
 _AS_WRITTEN = "every file is as its header says"
 # Read of any header; more only where it says that it is larger.
 _USUAL_HEADER_NBYTES = 1 << 16

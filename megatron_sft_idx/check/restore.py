@@ -54,8 +54,6 @@ from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import put
 
-__all__ = ["Known", "Repair", "derive", "restore"]
-
 _SAME = "byte for byte"
 # Added to the name of a file whose place a rebuilt one takes.
 _DAMAGED = ".damaged"

@@ -49,21 +49,6 @@ from megatron_sft_idx.layout.files import (
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import open_store
 
-__all__ = [
-    "Claims",
-    "Finding",
-    "Findings",
-    "PackOf",
-    "add_breaches",
-    "check_arrays",
-    "check_columns",
-    "check_corners",
-    "check_header",
-    "check_headless",
-    "check_ids",
-    "check_sizes",
-]
-
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
 _DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
 _ATTACHED = "restore it from a copy, or remove it and attach it anew"

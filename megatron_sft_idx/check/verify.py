@@ -39,8 +39,6 @@ from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage.progress import Advance
 
-__all__ = ["Report", "verify_shard"]
-
 _MOST = 10
 _NAMES = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
 _PLACES = {field.name: field.offset for field in FIELDS}

@@ -14,8 +14,6 @@ from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress
 
-__all__ = ["add_parser"]
-
 _HELP = """\
 Convert packed SFT data between formats, in a stream, and read the result again to compare.
 

@@ -49,8 +49,6 @@ from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
 
-__all__ = ["add_parser"]
-
 _HELP = """\
 Show what a shard holds.
 

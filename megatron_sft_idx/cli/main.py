@@ -19,8 +19,6 @@ from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
-__all__ = ["main"]
-
 # What people want to do, the verbs for it, and the module of each: one is imported when it is asked for, since all of
 # them take a tenth of a second.
 _VERBS = {

@@ -26,8 +26,6 @@ from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import shown
 
-__all__ = ["add_parser"]
-
 _MERGE_HELP = """\
 Copy the packs of many shards into one, in the order given. They must have one token and mask dtype, capacity, sequence
 multiple, pad id, tokenizer, chat template and columns; what a shard does not record is taken to be as in the others,

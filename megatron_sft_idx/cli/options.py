@@ -20,26 +20,6 @@ from megatron_sft_idx.packs.buckets import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 from megatron_sft_idx.storage.publish import resolve
 
-__all__ = [
-    "TOKENIZER_MODEL",
-    "Verbs",
-    "add_log_interval",
-    "add_output_options",
-    "add_read_options",
-    "add_staging",
-    "add_verb",
-    "declare",
-    "given",
-    "in_color",
-    "local_path",
-    "natural",
-    "nbytes",
-    "positive",
-    "read_options",
-    "writable",
-]
-
-
 _UNITS = {"": 1} | {
     f"{letter}{binary}B": base ** (power + 1)
     for power, letter in enumerate("KMGT")

@@ -44,8 +44,6 @@ from megatron_sft_idx.tokenize import (
     run_job,
 )
 
-__all__ = ["add_mask_options", "add_packing_options", "add_parser", "add_row_options"]
-
 _HELP = """\
 Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 

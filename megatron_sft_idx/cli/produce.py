@@ -22,8 +22,6 @@ from megatron_sft_idx.produce import ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
 from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
 
-__all__ = ["add_parser"]
-
 _HELP = """\
 Tokenise and pack an input shard by shard, into a folder that training reads meanwhile.
 

@@ -20,8 +20,6 @@ from typing import Any, TextIO
 
 from megatron_sft_idx.errors import SFTIndexError
 
-__all__ = ["STDOUT", "StandardOutput", "message_of", "print_error", "standard_streams"]
-
 
 def message_of(error: Exception) -> str:
     """An error in one line; of the disk's errors, the path first and no number."""

@@ -20,8 +20,6 @@ from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Advance, Progress, shown, unwatched
 
-__all__ = ["add_parser"]
-
 _VERIFY_HELP = """\
 Check shards against every rule of the format, and say all that is wrong with them.
 

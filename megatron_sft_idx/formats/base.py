@@ -37,31 +37,6 @@ from megatron_sft_idx.storage.publish import Kind, New, new_file, new_folder, re
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "ALIGNMENT_NOTES",
-    "MASK_ALIGNMENTS",
-    "PADDED",
-    "Counts",
-    "MaskAlignment",
-    "PackedReader",
-    "PackedSpec",
-    "PackedWriter",
-    "all_trained",
-    "checked_alignment",
-    "checked_run",
-    "file_identity",
-    "first_outside",
-    "joined_ranges",
-    "label_aligned",
-    "npy_header",
-    "npy_header_bytes",
-    "require_same_length",
-    "stated_columns",
-    "stated_int",
-    "stated_of",
-    "unplaced_note",
-]
-
 MaskAlignment = Literal["label", "token", "rolled-right"]
 MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
 # What was done to all masks of a file, as a sentence for ``PackedReader.notes``.

@@ -47,9 +47,6 @@ from megatron_sft_idx.storage.publish import (
     resolve,
 )
 
-__all__ = ["ConvertOptions", "ConvertReport", "convert", "summary_path"]
-
-
 # What is compared, and what people call it.
 COLUMNS = {"tokens": "token ids", "masks": "loss masks", "sequences": "sequence lengths", "packs": "packs"}
 

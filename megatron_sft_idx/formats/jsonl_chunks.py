@@ -50,21 +50,6 @@ from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.storage import OutputFile, open_regular, read_most
 from megatron_sft_idx.storage.publish import Kind
 
-__all__ = [
-    "COMPLETED",
-    "ChunkFile",
-    "Reader",
-    "Writer",
-    "chunk_name",
-    "chunk_numbers",
-    "ends_whole",
-    "line_bounds",
-    "parse",
-    "recognise",
-    "run_of",
-]
-
-
 # What a consumer leaves beside a chunk that it is done with, the chunk's name and this; the producer may delete both.
 COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")

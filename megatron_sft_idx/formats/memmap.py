@@ -58,8 +58,6 @@ from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of
 
-__all__ = ["MemmapShardWriter", "Reader", "Writer", "recognise"]
-
 FORMAT = "memmap"
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"

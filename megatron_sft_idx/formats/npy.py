@@ -38,9 +38,6 @@ from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-__all__ = ["LegacyPickleWriter", "Reader", "Writer", "read_legacy", "recognise", "write_legacy"]
-
-
 KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
 # Protocol 2: values stand in the stream as they are, without the frames of protocol 4.

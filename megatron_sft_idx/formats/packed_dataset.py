@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_sft_idx.formats.parquet import Opener
     from megatron_sft_idx.formats.stock import MaskRule
 
-__all__ = ["PackedDataset", "open_dataset"]
-
 
 class JoinedShards:
     """Shards side by side, held open as a ``ShardSet`` holds them; it also pickles as one.

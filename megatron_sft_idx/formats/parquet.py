@@ -57,9 +57,6 @@ from megatron_sft_idx.storage.publish import Kind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Opener", "Reader", "Writer", "recognise"]
-
-
 FORMAT = "parquet"
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 # The key, in the schema's metadata, of what the columns cannot say.

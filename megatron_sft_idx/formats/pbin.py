@@ -56,22 +56,6 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-__all__ = [
-    "FORMAT",
-    "LIST_HEADS",
-    "Framing",
-    "Reader",
-    "Writer",
-    "find_framing",
-    "framings",
-    "native_tokens",
-    "place_documents",
-    "read_pairs",
-    "recognise",
-    "write_pairs",
-]
-
-
 # What a pickled list begins with: protocol 2 and later, then 0, then 1.
 LIST_HEADS = (b"\x80", b"(l", b"]")
 HEADER_NBYTES = 12  # of all generations but the first

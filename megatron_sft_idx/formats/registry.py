@@ -28,22 +28,6 @@ from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
 
-__all__ = [
-    "MAX_OPEN",
-    "READABLE",
-    "WRITABLE",
-    "JoinedReader",
-    "Source",
-    "check_destination",
-    "create",
-    "find",
-    "joined_spec",
-    "open_reader",
-    "places",
-    "reader_options",
-    "recognise",
-]
-
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
 # The module of each format, and what it is in a few words. A module is imported when a file is looked at or written:

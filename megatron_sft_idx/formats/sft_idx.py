@@ -21,8 +21,6 @@ from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
-__all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
-
 FORMAT = "sft-idx"
 
 

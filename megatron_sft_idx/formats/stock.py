@@ -28,8 +28,6 @@ from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nby
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import open_array, open_regular
 
-__all__ = ["MaskRule", "Reader", "recognise"]
-
 FORMAT = "megatron"
 MaskRule = Literal["all"]
 

@@ -15,21 +15,6 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Advance
 
-__all__ = [
-    "Measured",
-    "Plan",
-    "ReadingReport",
-    "Recommendation",
-    "Subject",
-    "Which",
-    "bench_read",
-    "largest_sample",
-    "reading_dict",
-    "reading_lines",
-    "recommend",
-    "sample_of",
-]
-
 Which = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, where the shard has as much.
 _OVER_LIMIT = 3

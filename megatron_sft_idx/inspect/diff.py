@@ -23,8 +23,6 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.storage.progress import Update
 
-__all__ = ["Comparison", "Difference", "compare_shards", "diff_lines", "set_differences"]
-
 # Hashes that are held of a shard: of its sequences, and of its packs.
 _MOST, _MOST_PACKS = 1 << 20, 1 << 18
 _UPPER = np.uint64(0xFFFFFFFF00000000)

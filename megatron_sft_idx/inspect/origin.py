@@ -19,18 +19,6 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 
-__all__ = [
-    "SOURCE",
-    "FileCounts",
-    "SourceCounts",
-    "cut_length",
-    "find_row",
-    "parse_place",
-    "place_name",
-    "source_names",
-    "sources_of",
-]
-
 SOURCE = "source"
 # A hash ends with the number of the file; files from here on are counted together.
 _MOST_FILES = (1 << 16) - 1

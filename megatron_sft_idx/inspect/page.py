@@ -37,8 +37,6 @@ from megatron_sft_idx.inspect.text import (
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 
-__all__ = ["MAX_NBYTES", "PAGE", "make_page"]
-
 MAX_NBYTES = 1_000_000
 # How page.html begins, whatever the shard.
 _BEGIN = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="megatron-sft-idx inspect">\n'

@@ -17,17 +17,6 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
 from megatron_sft_idx.storage.advice import mount_of, mounts
 
-__all__ = [
-    "DiskKind",
-    "MemoryLimit",
-    "ShardPlace",
-    "cached_nbytes",
-    "drop_cache",
-    "find_place",
-    "kind_of",
-    "memory_limit",
-]
-
 DiskKind = Literal["disk", "network", "memory"]
 # Of the two versions of control groups, the file that limits memory.
 _LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"

@@ -27,20 +27,6 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-__all__ = [
-    "SETTINGS",
-    "Epoch",
-    "Job",
-    "Order",
-    "Reader",
-    "Run",
-    "Sample",
-    "Setting",
-    "ShardReader",
-    "Workers",
-    "read_epoch",
-]
-
 # Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
 AHEAD = 32
 

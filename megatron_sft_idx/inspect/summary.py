@@ -26,20 +26,6 @@ from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update
 
-__all__ = [
-    "PERMILLE",
-    "Odd",
-    "Place",
-    "Survey",
-    "column_lines",
-    "fingerprints",
-    "locate_sequence",
-    "losses",
-    "summary_dict",
-    "summary_lines",
-    "survey_shard",
-]
-
 # Tokens whose ids and masks are read: a few seconds' worth.
 CONTENT_TOKENS = 1 << 29
 PERMILLE = 1000

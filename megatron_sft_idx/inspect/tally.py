@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Counted", "HashSample", "Repeat", "Tally", "Top"]
-
 _MOST_COUNTS, _MOST_HASHES = 1 << 17, 3 << 19
 
 

@@ -16,23 +16,6 @@ from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
-__all__ = [
-    "PICTURES",
-    "Decode",
-    "Match",
-    "counted",
-    "find_text",
-    "ids_as_text",
-    "mark_pack",
-    "marked_runs",
-    "on_one_line",
-    "shortened",
-    "show_pack",
-    "shown_nbytes",
-    "token_texts",
-    "trained_tokens",
-]
-
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
 # Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures, and what
 # reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.

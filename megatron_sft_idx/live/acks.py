@@ -23,20 +23,6 @@ from megatron_sft_idx.live.catalog import (
     write_document,
 )
 
-__all__ = [
-    "Ack",
-    "Base",
-    "Leftover",
-    "ack_folder",
-    "acknowledged",
-    "completed",
-    "next_generation",
-    "read_acks",
-    "require_consumer",
-    "uncompleted",
-    "write_ack",
-]
-
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
 

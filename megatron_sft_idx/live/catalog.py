@@ -37,29 +37,6 @@ from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_most, require_local
 from megatron_sft_idx.storage.publish import Kind, write_file
 
-__all__ = [
-    "ACKS",
-    "END",
-    "MAX_NBYTES",
-    "PRODUCER",
-    "Catalog",
-    "Limits",
-    "Positive",
-    "ProducerState",
-    "Record",
-    "State",
-    "Still",
-    "Stopped",
-    "Waiter",
-    "default_max_sequences",
-    "kind_of_document",
-    "looks",
-    "read_document",
-    "require_version",
-    "shard_name",
-    "write_document",
-]
-
 logger = logging.getLogger("megatron_sft_idx.live")
 
 PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"

@@ -45,8 +45,6 @@ from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 from megatron_sft_idx.training import Arrays, Index
 
-__all__ = ["LiveChunks", "OnBadRow", "declaring_end"]
-
 OnBadRow = Literal["error", "skip"]
 
 logger = logging.getLogger("megatron_sft_idx.live")

@@ -41,8 +41,6 @@ from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
-__all__ = ["LiveDataset", "LiveLoader"]
-
 logger = logging.getLogger("megatron_sft_idx.live")
 # The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
 _Delivery: TypeAlias = tuple[Tensors | None, RankState]

@@ -29,8 +29,6 @@ from megatron_sft_idx.live.catalog import Positive, Record, Waiter, require_vers
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.training import Wanted
 
-__all__ = ["AtEnd", "Group", "RankState", "Walk", "least_ahead", "next_group", "pack_order", "resume"]
-
 AtEnd = Literal["pad", "drop"]
 
 VERSION = 1

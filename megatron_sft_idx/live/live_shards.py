@@ -25,8 +25,6 @@ from megatron_sft_idx.shard.shard_set import alike_columns
 from megatron_sft_idx.storage import Backend
 from megatron_sft_idx.training import Arrays, Index, Segments, located
 
-__all__ = ["CatalogShards", "LiveShards", "OpenPacks", "OpenShards"]
-
 # Of one shard: its number, and what each of its columns that were asked for is.
 Columns: TypeAlias = tuple[int, dict[str, ColumnSpec]]
 _Found = TypeVar("_Found")

@@ -25,8 +25,6 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors
 
-__all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
-
 logger = logging.getLogger("megatron_sft_idx.live")
 
 LIVE = "live:"

@@ -27,8 +27,6 @@ from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 
-__all__ = ["STAGING", "StagedOutput", "copy_shard", "upload"]
-
 # In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
 STAGING = "megatron-sft-idx-staging"
 _CLAIM_VERSION = 1

@@ -25,18 +25,6 @@ from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 
-__all__ = [
-    "CheckedArray",
-    "CopyWriter",
-    "Renumber",
-    "SourceColumn",
-    "SourceShard",
-    "TrainedCount",
-    "copied_nbytes",
-    "nbytes_of",
-]
-
-
 # Read, hashed twice (for the source and for the copy) and written while it is in the processor's cache. Measured on
 # ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter faster than
 # copy_file_range beside reading for the checksums. Cloned extents, which would be faster still, need offsets that are

@@ -25,23 +25,6 @@ from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
 
-__all__ = [
-    "MAX_RUNS",
-    "ORIGIN",
-    "PER_SHARD",
-    "SPLIT",
-    "Agreement",
-    "MergeReport",
-    "Run",
-    "extend_runs",
-    "merge",
-    "origin_entry",
-    "own_run",
-    "runs_of",
-    "slice_runs",
-]
-
-
 ORIGIN = "origin"
 # Some 250 bytes each: a header holds 16 MiB.
 MAX_RUNS = 50_000

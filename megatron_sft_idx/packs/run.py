@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from megatron_sft_idx.shard.columns import ShardColumn
     from megatron_sft_idx.shard.reader import Pack, Shard
 
-__all__ = [
-    "RUN_TOKENS",
-    "Column",
-    "Columns",
-    "PackRun",
-    "Window",
-    "fewer_tokens",
-    "read_window",
-    "run_bounds",
-    "windows",
-]
-
 # Tokens in a run, about: large enough that what is done once a run does not count, small enough to stay in cache.
 RUN_TOKENS = 1 << 20
 # What a window of a shard holds at most, or one pack where that is larger: some 50 MiB with what is computed from it.

@@ -38,9 +38,6 @@ from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
-__all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
-
-
 # Their names have five digits, and each is five files.
 _MAX_PARTS = 99_999
 # Of the two indexes behind the header: each pack adds its length, position and document in .idx, and two offsets in

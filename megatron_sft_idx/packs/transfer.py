@@ -28,17 +28,6 @@ from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead, threads
 
-__all__ = [
-    "Copied",
-    "FileContent",
-    "HeldBytes",
-    "Source",
-    "check_destinations",
-    "destinations",
-    "download",
-    "shard_nbytes",
-]
-
 _READ_NBYTES = 1 << 20
 _CHUNK_NBYTES = 8 << 20
 

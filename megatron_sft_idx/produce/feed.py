@@ -30,18 +30,6 @@ from megatron_sft_idx.storage import OutputFile, read_most, require_local, sync_
 from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-__all__ = [
-    "END_OF_INPUT",
-    "INPUTS",
-    "Feed",
-    "FixedFiles",
-    "GrowingFolder",
-    "InputLog",
-    "Position",
-    "StandardInput",
-    "TakenFile",
-]
-
 PiecesOfAFile: TypeAlias = Iterator[Piece | NotYet]
 
 

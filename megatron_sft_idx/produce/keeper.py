@@ -16,8 +16,6 @@ from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, com
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.publication import remove_remains
 
-__all__ = ["Room", "StateKeeper", "ended"]
-
 _SECONDS_BETWEEN_BEATS = 2.0
 # Shorter waits are the normal course of things and nothing to tell.
 _SECONDS_BEFORE_A_STATE = 0.5

@@ -52,8 +52,6 @@ from megatron_sft_idx.tokenize import (
     remember_encoder,
 )
 
-__all__ = ["CURSOR", "Cursor", "ProduceOptions", "ProduceSummary", "find_start", "own_files", "produce"]
-
 # Of text that becomes one token, about: a shard is then some eight pieces.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8

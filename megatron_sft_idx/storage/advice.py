@@ -19,25 +19,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage.local import Advice, Array, PreadArray, ReopenedArray
 
-__all__ = [
-    "APART",
-    "STRETCH_SHIFT",
-    "FirstReads",
-    "Mapping",
-    "Mount",
-    "Runs",
-    "advise_order",
-    "announce",
-    "ask_huge_pages",
-    "drop_cached",
-    "drop_pages",
-    "huge_nbytes_of",
-    "mappings",
-    "mount_of",
-    "mounts",
-]
-
-
 # Of maps and of files.
 _ADVICE = {
     "normal": (mmap.MADV_NORMAL, os.POSIX_FADV_NORMAL),

@@ -25,33 +25,6 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import FileDigest
 
-__all__ = [
-    "SCHEME_STARTS",
-    "Advice",
-    "Array",
-    "Backend",
-    "BackendName",
-    "CopiedArray",
-    "HashedFile",
-    "OutputFile",
-    "PreadArray",
-    "ReadOptions",
-    "ReopenedArray",
-    "StreamHash",
-    "as_bytes",
-    "check_size",
-    "digest_file",
-    "has_digest",
-    "is_remote",
-    "naming",
-    "open_array",
-    "open_regular",
-    "read_most",
-    "read_runs",
-    "require_local",
-    "sync_folder",
-]
-
 _BUFFER_NBYTES = 1 << 16
 _PIECE_NBYTES = 1 << 18
 

@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
-__all__ = ["Advance", "Progress", "Update", "Watch", "shown", "unwatched"]
-
 # What long work calls as it goes on, with what was done since the last call, never with sums: units, such as bytes; or
 # units and items, such as tokens and packs.
 Advance: TypeAlias = Callable[[int], None]

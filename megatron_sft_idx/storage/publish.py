@@ -24,30 +24,6 @@ from typing import NamedTuple
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.local import OutputFile, naming, sync_folder
 
-__all__ = [
-    "MAX_NAME_NBYTES",
-    "Identity",
-    "Kind",
-    "New",
-    "Place",
-    "check_lock",
-    "check_place",
-    "describe",
-    "files_of",
-    "head_of",
-    "identity",
-    "lock_file",
-    "make_folders",
-    "new_file",
-    "new_folder",
-    "put",
-    "remove",
-    "require_apart",
-    "require_space",
-    "resolve",
-    "write_file",
-]
-
 Identity = tuple[int, int]
 """Device and inode of what is at a path, links not followed."""
 

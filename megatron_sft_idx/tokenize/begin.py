@@ -29,19 +29,6 @@ from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
 from megatron_sft_idx.tokenize.plan import PackOptions, file_weights
 
-__all__ = [
-    "Job",
-    "PreprocessOptions",
-    "RunFolder",
-    "RunState",
-    "begin",
-    "corpus_prefix",
-    "differences",
-    "find_done",
-    "option_differences",
-    "packing_differences",
-]
-
 _MAX_NBYTES = 1 << 28
 # Options, as ``differences`` calls them, that decide over what a chat template makes of a row.
 _IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")

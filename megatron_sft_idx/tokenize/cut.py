@@ -21,8 +21,6 @@ from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
-__all__ = ["PIECE_NBYTES", "Cutting", "Stretch", "cut_input", "read_pieces", "source_fingerprint"]
-
 # Of decompressed data. The fingerprint of the input, which headers hold, is of such pieces.
 PIECE_NBYTES = 1 << 20
 # Most rows are shorter, so that the end before a given byte is found at once.

@@ -24,8 +24,6 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import plan_packs
 
-__all__ = ["Preview", "preview"]
-
 # Of all files together, and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MOST_NBYTES = 1 << 22, 1 << 18
 _LISTED = 20

@@ -22,8 +22,6 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.plan import row_hash
 
-__all__ = ["EncodedPiece", "EncodingOptions", "RowEncoder"]
-
 _BATCH_ROWS = 128
 
 

@@ -42,20 +42,6 @@ from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
 from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, plan_packs, sequences_of
 from megatron_sft_idx.tokenize.report import PackReport
 
-__all__ = [
-    "CorpusReader",
-    "Output",
-    "drop_build",
-    "gather_shard",
-    "output_prefixes",
-    "outputs_of",
-    "pack_shard",
-    "publish_shards",
-    "require_outputs_apart",
-    "write_packs",
-    "write_shard",
-]
-
 _LOCK_SECONDS = 60.0
 
 

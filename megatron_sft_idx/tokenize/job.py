@@ -39,21 +39,6 @@ from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions, Selection
 from megatron_sft_idx.tokenize.report import Summary, check_summary
 
-__all__ = [
-    "FROM_ZERO",
-    "Output",
-    "Rows",
-    "StrPath",
-    "downloaded",
-    "encoding_options",
-    "inputs_of",
-    "packing_options",
-    "preprocess",
-    "preprocess_options",
-    "reads_of",
-    "run_job",
-]
-
 Options = TypeVar("Options")
 StrPath: TypeAlias = str | os.PathLike[str]
 # Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.

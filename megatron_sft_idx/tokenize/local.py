@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
 
-__all__ = ["NOT_YET", "Local", "NotYet", "WorkersDiedError", "available_cpus"]
-
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 

@@ -50,21 +50,6 @@ if TYPE_CHECKING:
     from megatron_sft_idx.shard.writer import MaskAlignment
     from megatron_sft_idx.tokenize.plan import PackedRun
 
-__all__ = [
-    "PART_MAGIC",
-    "MadePart",
-    "Part",
-    "PartInfo",
-    "PartsReader",
-    "PartsTable",
-    "TokenizingJob",
-    "encode_piece",
-    "make_parts",
-    "parts_of",
-    "remember_encoder",
-    "write_part",
-]
-
 # Parts that stay mapped while packs are gathered from them.
 _MAX_OPEN = 256
 # About as many tokens are read of a part when it is opened.

@@ -65,8 +65,6 @@ from megatron_sft_idx.tokenize.plan import PackedRun, Selection, file_weights, p
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 
-__all__ = ["make_shards"]
-
 # Nothing fits any more: all that this run has made is given back.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

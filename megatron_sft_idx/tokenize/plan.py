@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from megatron_sft_idx.tokenize.gather import CorpusReader
     from megatron_sft_idx.tokenize.parts import PartsReader
 
-__all__ = [
-    "PackOptions",
-    "PackedRun",
-    "Packing",
-    "Selected",
-    "Selection",
-    "file_weights",
-    "plan_packs",
-    "row_hash",
-    "select_rows",
-    "sequences_of",
-]
-
 _MOST_WEIGHT = 1000
 
 

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.tokenize.local import WorkersDiedError, available_cpus
 
-__all__ = ["Cluster", "ray_cluster"]
-
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 

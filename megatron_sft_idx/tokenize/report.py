@@ -12,8 +12,6 @@ from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
-__all__ = ["MAX_LISTED", "CorpusReport", "PackReport", "Summary", "check_summary"]
-
 # Bad rows that are kept as messages, and that are shown as they come.
 MAX_LISTED, _MAX_SHOWN = 10_000, 20
 _SELECTED = (

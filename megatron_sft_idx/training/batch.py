@@ -40,18 +40,6 @@ from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
 from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_slots
 
-__all__ = [
-    "Batch",
-    "BatchAssembler",
-    "BatchColumn",
-    "BatchLayout",
-    "Form",
-    "Tensors",
-    "segments_of",
-    "whole_batch",
-    "widen",
-]
-
 # ---- tensors and where they lie ----
 
 

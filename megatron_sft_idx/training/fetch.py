@@ -25,8 +25,6 @@ from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.training.sources import Arrays, Segments
 
-__all__ = ["BUDGET_NBYTES", "Fetcher", "Placed", "Ranges", "advise", "coalesce", "place"]
-
 # ---- in maps, or read for one batch ----
 
 

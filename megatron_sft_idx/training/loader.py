@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.training.batch import Batch, BatchAssembler, BatchLayout, Tensors
 from megatron_sft_idx.training.sources import Segments
 
-__all__ = ["BatchIterator", "BatchLoader", "Wanted"]
-
 
 class Wanted(NamedTuple):
     """The rows of one micro-batch.

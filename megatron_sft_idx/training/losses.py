@@ -27,16 +27,6 @@ from torch import Tensor
 
 from megatron_sft_idx.training.batch import Tensors, segments_of
 
-__all__ = [
-    "PairLosses",
-    "dpo_losses",
-    "file_names",
-    "files_of",
-    "mean_by_file",
-    "sequence_logp",
-    "sums_by_file",
-]
-
 # ---- by source ----
 
 

@@ -34,21 +34,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "ATTENTION",
-    "Batch",
-    "SegmentAttention",
-    "block_mask",
-    "connect",
-    "current_device",
-    "laid_out",
-    "layer_spec",
-    "megatron_device",
-    "model_inputs",
-    "packed_seq_params",
-    "seed_everything",
-]
-
 # ---- ways to attend ----
 
 

@@ -25,8 +25,6 @@ from megatron.core.utils import log_single_rank
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 
-__all__ = ["build_datasets", "config_from_args", "require_arguments", "train_valid_test_datasets_provider"]
-
 logger = logging.getLogger(__name__)
 
 # Of megatron-core, which is Megatron-LM's too.

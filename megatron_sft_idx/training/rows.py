@@ -39,18 +39,6 @@ from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import Wanted
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
-__all__ = [
-    "PADDING",
-    "BlendedRows",
-    "EpochOrder",
-    "PackedBatchSampler",
-    "PackedRows",
-    "Rows",
-    "SingleRows",
-    "deal",
-    "rows_of",
-]
-
 # ---- the order of an epoch ----
 
 

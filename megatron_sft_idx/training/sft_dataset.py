@@ -31,8 +31,6 @@ from megatron_sft_idx.training.batch import Batch
 from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
 
-__all__ = ["PackedSFTDataset", "PackedSFTDatasetConfig"]
-
 logger = logging.getLogger(__name__)
 
 # ---- what a run says ----

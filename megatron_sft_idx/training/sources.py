@@ -35,25 +35,6 @@ from megatron_sft_idx.storage import Array, open_array, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
-__all__ = [
-    "Arrays",
-    "Index",
-    "JoinedPacks",
-    "LegacySource",
-    "PackSource",
-    "PlacedPlan",
-    "PlanOptions",
-    "PlannedPacks",
-    "Segments",
-    "StoredPacks",
-    "in_slots",
-    "load_or_make",
-    "located",
-    "plan_path",
-    "reopen",
-    "require_fit",
-]
-
 logger = logging.getLogger(__name__)
 
 # ---- packs as lists of sequences ----

@@ -22,8 +22,6 @@ from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.formats.registry import Source
 from megatron_sft_idx.shard import Pack
 
-__all__ = ["Layout", "TorchPacks", "as_torch"]
-
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
 

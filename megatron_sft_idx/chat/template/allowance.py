@@ -21,8 +21,6 @@ from jinja2.runtime import Macro, Undefined
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-__all__ = ["ITEM", "POINTER", "Allowance", "NotText", "Overspent", "text_bytes"]
-
 BASE = 1 << 27
 """Units of every rendering."""
 

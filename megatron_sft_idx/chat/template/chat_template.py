@@ -35,8 +35,6 @@ from megatron_sft_idx.chat.template.words import (
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-__all__ = ["ChatTemplate", "MaskOptions"]
-
 REVISION = 3
 """Raised whenever the same template and row would give other text or spans."""
 

@@ -42,8 +42,6 @@ from megatron_sft_idx.chat.template.prices import (
 )
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment", "nests"]
-
 GENERATION = "_generation"
 """The method name by which ``{% generation %}`` blocks are known in a syntax tree."""
 

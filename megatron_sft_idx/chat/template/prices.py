@@ -29,8 +29,6 @@ from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import ITEM, POINTER, Allowance, Overspent, text_bytes
 
-__all__ = ["METHOD_FACTORS", "SHORT_ARGUMENT", "call_method", "counted_filters", "price_of_percent", "spec_width"]
-
 Filter = Callable[..., Any]
 
 _FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")

@@ -20,8 +20,6 @@ from jinja2 import nodes
 from megatron_sft_idx.chat.template.words import ASKED, SAID, called
 from megatron_sft_idx.chat.types import MaskOptions
 
-__all__ = ["MOST_KNOWN", "Edge", "Edges", "Rules", "Written"]
-
 MOST_KNOWN = 1 << 14
 """Kinds of messages and turns that are remembered at most."""
 

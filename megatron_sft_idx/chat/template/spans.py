@@ -35,8 +35,6 @@ from megatron_sft_idx.chat.template.words import (
 )
 from megatron_sft_idx.errors import SequenceError
 
-__all__ = ["Ranges", "SpanFinder", "selected", "unusable"]
-
 Ranges = list[tuple[int, int]]
 
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")

@@ -31,8 +31,6 @@ from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvir
 from megatron_sft_idx.chat.template.words import pieces_of
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable", "without_glances"]
-
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 _WRITERS = (nodes.Output, nodes.CallBlock, nodes.FilterBlock, nodes.Block, nodes.Include)

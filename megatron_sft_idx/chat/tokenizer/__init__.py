@@ -4,6 +4,7 @@ Tokenizers are read from local files. A library that is faster is taken only whe
 Chat templates and messages are not known here.
 """
 
-from megatron_sft_idx.chat.tokenizer.tokenizer import Backend, Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.tokenizer.tokenizer import Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend
 
 __all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]

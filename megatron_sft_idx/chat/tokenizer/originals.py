@@ -34,8 +34,6 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
 )
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["RankModel", "SentencePieceModel", "mistral_template"]
-
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
 # control tokens gets the space that such models put before a text, or only one that the whole text begins with.
 # ``legacy`` in tokenizer_config.json has the last word. Others renumber the pieces, or do more in code.

@@ -23,8 +23,6 @@ from megatron_sft_idx.chat.tokenizer.tokens import Ids, JsonModel, Located, Pass
 from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-__all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]
-
 
 def load_tokenizer(
     path: str | Path, *, backend: Backend = "auto", parallel: bool = False, proof: str = ""

@@ -19,8 +19,6 @@ import orjson
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import open_regular
 
-__all__ = ["TOKEN_FLAGS", "AddedTokenSpec", "Backend", "Kind", "TokenizerFiles", "read_tokenizer_files", "refuse"]
-
 Backend = Literal["auto", "tokenizers", "gigatoken"]
 Kind = Literal["json", "tekken", "ranks", "sentencepiece"]
 

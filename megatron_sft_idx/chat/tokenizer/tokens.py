@@ -34,8 +34,6 @@ from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, Backend
 from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["AddedToken", "Ids", "JsonModel", "Offsets", "Passage", "TokenSpellings", "control_pattern", "stretches"]
-
 
 class Passage(NamedTuple):
     """A text to tokenise.

@@ -19,9 +19,6 @@ from megatron_sft_idx.storage.remote.store import (
     Temporary,
 )
 
-__all__ = ["MultiStorage"]
-
-
 _T = TypeVar("_T")
 
 

@@ -30,9 +30,6 @@ from megatron_sft_idx.storage.remote.store import (
     Temporary,
 )
 
-__all__ = ["S3", "failure_of"]
-
-
 _T = TypeVar("_T")
 _CONNECT_SECONDS, _READ_SECONDS = 5, 20
 _MIB = 1 << 20

@@ -27,33 +27,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.storage.local import SCHEME_STARTS
 
-__all__ = [
-    "CHECKSUM",
-    "CONNECTIONS",
-    "Beyond",
-    "Changed",
-    "Chunks",
-    "Denied",
-    "Failure",
-    "Missing",
-    "ObjectFile",
-    "ObjectInfo",
-    "Refused",
-    "RemoteArray",
-    "RemotePath",
-    "RemoteStore",
-    "RetryPolicy",
-    "Temporary",
-    "Transport",
-    "exists",
-    "forget_stores",
-    "in_folder",
-    "matching",
-    "open_store",
-    "read_ahead",
-    "threads",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
