@@ -78,7 +78,7 @@ def test_a_file_that_never_rests_is_an_error(tmp_path: Path, no_maps: None, monk
     shards = ShardSet.open(tmp_path, backend="reopen")
     source = StoredPacks(shards)
     look = ReopenedArray.look_again
-    monkeypatch.setattr(ReopenedArray, "look_again", lambda array: (look(array), rewritten(tmp_path / "s0.bin"))[0])
+    monkeypatch.setattr(ReopenedArray, "look_again", lambda *all: (look(*all), rewritten(tmp_path / "s0.bin"))[0])
     batches_of(source, [[0]])
     rewritten(tmp_path / "s0.bin")
     with pytest.raises(FormatError, match="changed at every one of"):

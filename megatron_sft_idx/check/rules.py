@@ -20,6 +20,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
 from megatron_sft_idx.layout.column import (
+    COLUMN,
     COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
@@ -467,7 +468,7 @@ def _check_column(
     if not begins and (claims is None or (name not in claims.listed and raw[16:32] != claims.values["shard_id"])):
         findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
         return
-    raw += file.read(len(raw), ColumnHeader.peek(raw) - len(raw))
+    raw += file.read(len(raw), COLUMN.peek(raw) - len(raw))
     if broken := list(broken_column(raw)):
         for breach in broken:
             add(breach.rule, breach.offset, breach.found, breach.expected)

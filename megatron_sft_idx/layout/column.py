@@ -16,13 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import (
-    MAX_COUNT,
-    Broken,
-    Checks,
-    Header,
-    HeaderForm,
-)
+from megatron_sft_idx.layout.files import MAX_COUNT, Broken, Checks, Header, HeaderForm
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
@@ -89,16 +83,15 @@ class ColumnSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype).newbyteorder("<")
         for what, value, choices in (
             ("per", self.per, get_args(Per)),
             ("alignment", self.alignment, get_args(Alignment)),
+            ("dtype", dtype, [*COLUMN_DTYPES.values()]),
         ):
             if value not in choices:
-                raise FormatError(f"column: {what} {value!r}, choose one of {', '.join(choices)}")
-        dtype = np.dtype(self.dtype)
-        if dtype.newbyteorder("<") not in COLUMN_DTYPES.values():
-            raise FormatError(f"column: dtype {dtype}, choose one of {', '.join(map(str, COLUMN_DTYPES.values()))}")
-        object.__setattr__(self, "dtype", dtype.newbyteorder("<"))
+                raise FormatError(f"column: {what} {value!s}, choose one of {', '.join(map(str, choices))}")
+        object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
@@ -155,17 +148,15 @@ class ColumnSpec:
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
         code = next(code for code, dtype in COLUMN_DTYPES.items() if dtype == self.dtype)
-        return {"per": self.per, "dtype": code, "width": self.width, "alignment": self.alignment,
-                "metadata": dict(self.metadata)}  # fmt: skip
+        said = {"per": self.per, "dtype": code, "width": self.width, "alignment": self.alignment}
+        return said | {"metadata": dict(self.metadata)}
 
     @classmethod
     def decode(cls, value: Any) -> ColumnSpec:
         """From JSON values. ValueError where they are none that ``encode`` gives."""
         try:
-            metadata = value["metadata"]
-            if not isinstance(metadata, dict):
-                raise ValueError("no metadata")
-            return cls(value["per"], COLUMN_DTYPES[value["dtype"]], value["width"], value["alignment"], metadata)
+            dtype = COLUMN_DTYPES[value["dtype"]]
+            return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
         except (FormatError, KeyError, TypeError) as error:
             raise ValueError(f"no column: {error}") from None
 
@@ -241,27 +232,19 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """From the first bytes of a file, of which there are as many as ``peek`` says.
+        """From the first bytes of a file, of which there are as many as ``COLUMN.peek`` says.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).
             UnsupportedVersionError: another version.
         """
-        for broken in broken_column(raw):
-            COLUMN.refuse(raw, path, broken, "restore it")
+        COLUMN.refuse(raw, path, next(broken_column(raw), None), "restore it")
         values = COLUMN.values(raw)
         per = next(name for name, code in PER.items() if code == values["per"])
-        alignment: Alignment = next(
-            (name for name, code in _ALIGNMENTS.items() if code == values["alignment"]), "token"
-        )
+        alignment: Alignment = "label" if values["alignment"] == _ALIGNMENTS["label"] else "token"
         dtype, metadata = COLUMN_DTYPES[values["dtype"]], COLUMN.metadata(raw)
         spec = ColumnSpec(per, dtype, values["width"], alignment, metadata or {})
         return cls(spec, values["shard_id"], values["rows"], values["checksum"])
-
-    @staticmethod
-    def peek(raw: bytes) -> int:
-        """How many bytes the header has by its first 128; 128 where they are of no column."""
-        return FIXED_NBYTES if COLUMN.outline(raw) else COLUMN.size(raw)
 
 
 def broken_column(raw: bytes) -> Iterator[Broken]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -39,6 +39,16 @@ def column_of(path: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
+class _File:
+    """The path of one file, as an attribute of ``ShardPaths``."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+
+    def __get__(self, paths: ShardPaths, owner: type) -> str:
+        return paths.prefix + self._suffix + paths.ending
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPaths:
     """Paths of one shard's files.
@@ -47,11 +57,19 @@ class ShardPaths:
         prefix: the path all share, as ``--data-path`` takes it.
         ending: added to the name of each while it is not published.
         columns: names of the columns that are meant, beside the five files that every shard has.
+        tokens: of all packs.
+        loss: the loss mask of every token.
+        starts: start positions of the sequences inside their packs.
+        idx: Megatron's index.
+        seq_idx: header and offsets; written last.
     """
 
     prefix: str
     ending: str = ""
     columns: tuple[str, ...] = ()
+
+    tokens, loss, starts = _File(".bin"), _File(".loss.bin"), _File(".seq.bin")
+    idx, seq_idx = _File(".idx"), _File(".seq.idx")
 
     @classmethod
     def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
@@ -65,38 +83,11 @@ class ShardPaths:
         path = os.fspath(prefix)
         if column := column_of(path):
             path = column[0]
-        for suffix in (".seq.idx", ".loss.bin", ".seq.bin", ".idx", ".bin"):
-            if path.endswith(suffix):
-                path = path[: -len(suffix)]
-                break
+        elif suffix := max((suffix for suffix in SUFFIXES if path.endswith(suffix)), key=len, default=""):
+            path = path[: -len(suffix)]
         if os.path.basename(path) in ("", ".", ".."):
             raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
         return cls(path)
-
-    @property
-    def tokens(self) -> str:
-        """``X.bin``: tokens of all packs."""
-        return self.prefix + ".bin" + self.ending
-
-    @property
-    def loss(self) -> str:
-        """``X.loss.bin``: the loss mask of every token."""
-        return self.prefix + ".loss.bin" + self.ending
-
-    @property
-    def starts(self) -> str:
-        """``X.seq.bin``: start positions of the sequences inside their packs."""
-        return self.prefix + ".seq.bin" + self.ending
-
-    @property
-    def idx(self) -> str:
-        """``X.idx``: Megatron's index."""
-        return self.prefix + ".idx" + self.ending
-
-    @property
-    def seq_idx(self) -> str:
-        """``X.seq.idx``: header and offsets; written last."""
-        return self.prefix + ".seq.idx" + self.ending
 
     @property
     def journal(self) -> str:
@@ -259,9 +250,6 @@ class Broken(NamedTuple):
 Checks = Iterable[tuple[str, str, bool, str]]
 
 
-_UINT32 = struct.Struct("<I")
-
-
 class HeaderForm:
     """Fixed fields, a JSON block, zeros up to a multiple of 64, a checksum: the header of ``.seq.idx``, or of a column.
 
@@ -320,8 +308,7 @@ class HeaderForm:
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
         """The JSON block's object, not to be changed; None where it is not one in canonical form."""
-        (nbytes,) = _UINT32.unpack_from(raw, self.offsets["json_nbytes"])
-        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
+        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + self.values(raw)["json_nbytes"]])
 
     def outline(self, raw: bytes) -> Broken | None:
         """What keeps the first bytes of a file, as many as the fixed fields have, from being read as a header."""
@@ -330,7 +317,8 @@ class HeaderForm:
             return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
         if len(raw) < self.fixed_nbytes:
             return Broken(len(raw), rule, f"a file that ends after {len(raw)} bytes", f"at least {self.fixed_nbytes}")
-        (found,), size, least = _UINT32.unpack_from(raw, 8), self.size(raw), self.fixed_nbytes + CHECKSUM_NBYTES
+        values, least = self.values(raw), self.fixed_nbytes + CHECKSUM_NBYTES
+        found, size = values["version"], values["header_nbytes"]
         if found != self.version:
             return Broken(self.offsets["version"], version, f"format version {found}", str(self.version))
         if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
@@ -338,10 +326,9 @@ class HeaderForm:
             return Broken(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
         return None
 
-    def size(self, raw: bytes) -> int:
-        """Size of the whole header, as it says."""
-        (nbytes,) = _UINT32.unpack_from(raw, self.offsets["header_nbytes"])
-        return int(nbytes)
+    def peek(self, raw: bytes) -> int:
+        """How many bytes the header has by its fixed fields; no more than those where they are of no such header."""
+        return self.fixed_nbytes if self.outline(raw) else int(self.values(raw)["header_nbytes"])
 
     def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
         """What is wrong with a header whose outline is right: the end of the file inside it, or all else.
@@ -375,8 +362,10 @@ class HeaderForm:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
             yield Broken(self.fixed_nbytes, json_block, "another JSON block", expected)
 
-    def refuse(self, raw: bytes, path: str, broken: Broken, remedy: str) -> NoReturn:
+    def refuse(self, raw: bytes, path: str, broken: Broken | None, remedy: str) -> None:
         """Raise what is wrong with the header of a file: CorruptShardError, or UnsupportedVersionError."""
+        if broken is None:
+            return
         if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
         detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
@@ -386,15 +375,7 @@ class HeaderForm:
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
     try:
-        text = json.dumps(
-            metadata,
-            sort_keys=True,
-            separators=(",", ":"),
-            ensure_ascii=False,
-            allow_nan=False,
-            check_circular=True,
-        )
-        return text.encode()
+        return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
     except (TypeError, ValueError) as error:
@@ -554,16 +535,16 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Header:
-        """A header from its bytes; ``raw`` holds at least ``peek_nbytes(raw)`` bytes.
+        """A header from its bytes; ``raw`` holds as many as ``SEQ_IDX.peek`` says, or more.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken; says which, where, found and expected.
             UnsupportedVersionError: another format version.
         """
-        peek_nbytes(raw, path)
+        remedy = ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
+        SEQ_IDX.refuse(raw, path, SEQ_IDX.outline(raw), remedy)
         values = SEQ_IDX.values(raw)
-        for broken in broken_rules(raw, values):
-            SEQ_IDX.refuse(raw, path, broken, _remedy(path))
+        SEQ_IDX.refuse(raw, path, next(broken_rules(raw, values), None), remedy)
         plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         plain |= {
             "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
@@ -574,17 +555,6 @@ class Header:
             "rebuilt": values["flags"] == FLAG_REBUILT,
         }
         return cls(**plain)
-
-
-def peek_nbytes(raw: bytes, path: str) -> int:
-    """Header size said by the first 256 bytes, once magic and version are known to be right."""
-    if broken := SEQ_IDX.outline(raw):
-        SEQ_IDX.refuse(raw, path, broken, _remedy(path))
-    return SEQ_IDX.size(raw)
-
-
-def _remedy(path: str) -> str:
-    return ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
 
 
 def shown_counts(of: Any) -> str:

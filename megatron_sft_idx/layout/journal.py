@@ -37,6 +37,7 @@ from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
 from megatron_sft_idx.layout.files import (
     MASK_DTYPES,
     MAX_CAPACITY,
+    SEQ_IDX,
     TOKEN_DTYPES,
     ShardPaths,
     align,
@@ -47,17 +48,14 @@ from megatron_sft_idx.layout.files import (
 _MAGIC, _OLD_MAGICS = b"SFTJRNL3", (b"SFTJRNL2", b"SFTJRNL1")
 # What a file begins with that is a journal of this package, of whatever version.
 MAGICS = (_MAGIC, *_OLD_MAGICS)
-_HEAD = struct.Struct("<8sII")
-_BLOCK = struct.Struct("<4sIQ")
+_HEAD, _BLOCK, _CHECKSUM = struct.Struct("<8sII"), struct.Struct("<4sIQ"), struct.Struct("<Q")
 _RECORD_NBYTES = 8
-_CHECKSUM = struct.Struct("<Q")
 PACK, DONE = b"PACK", b"DONE"
 _MAX_HEAD_NBYTES = 16 << 20
 MAX_RECORDS = 1 << 24  # in one block
 
 
-@dataclass(frozen=True, slots=True)
-class RowFile:
+class RowFile(NamedTuple):
     """A file of rows in the making: one of tokens, masks or starts, or a column.
 
     Attributes:
@@ -85,6 +83,9 @@ class BuildOptions:
         pad_id: the tokenizer's padding id; None where unknown.
         metadata: JSON object, as far as it was known when the build began.
         columns: what is written beside the tokens, by name.
+
+    Raises:
+        FormatError: a value that no shard can have, or that cannot be stored.
     """
 
     token_dtype: np.dtype[Any]
@@ -94,6 +95,20 @@ class BuildOptions:
     pad_id: int | None
     metadata: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, ColumnSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_dtype", token_dtype_of(self.token_dtype)[1])
+        object.__setattr__(self, "mask_dtype", mask_dtype_of(self.mask_dtype)[1])
+        for name, least, optional in (("capacity", 1, True), ("sequence_multiple", 1, False), ("pad_id", 0, True)):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
+                raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {MAX_CAPACITY}")
+            object.__setattr__(self, name, int(value))
+        SEQ_IDX.nbytes(self.metadata)  # refused now, not after hours of writing
+        for name in self.columns:
+            check_name(name)
 
     def files(self, paths: ShardPaths) -> list[RowFile]:
         """What is written as packs come: tokens, masks, starts, then the columns."""
@@ -118,36 +133,15 @@ class BuildOptions:
         }
 
     @classmethod
-    def decode(cls, options: Mapping[str, Any], path: str) -> BuildOptions:
+    def decode(cls, head: Mapping[str, Any], path: str) -> BuildOptions:
         """From a journal's head. CorruptShardError where a value is none that a builder writes."""
-
-        def whole(name: str, least: int, *, optional: bool = True) -> Any:
-            value = options.get(name)
-            if (value is None and optional) or (type(value) is int and least <= value <= MAX_CAPACITY):
-                return value
-            raise torn(path, f"{name} {value!r}")
-
-        codes = options.get("token_dtype"), options.get("mask_dtype")
-        metadata = options.get("metadata")
-        if type(codes[0]) is not int or codes[0] not in TOKEN_DTYPES:
-            raise torn(path, f"token dtype code {codes[0]!r}")
-        if type(codes[1]) is not int or codes[1] not in MASK_DTYPES:
-            raise torn(path, f"mask dtype code {codes[1]!r}")
-        if not isinstance(metadata, dict):
-            raise torn(path, "no metadata")
         try:
-            columns = {check_name(name): ColumnSpec.decode(spec) for name, spec in options.get("columns", {}).items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise torn(path, f"columns: {error}") from None
-        return cls(
-            TOKEN_DTYPES[codes[0]],
-            MASK_DTYPES[codes[1]],
-            whole("capacity", 1),
-            whole("sequence_multiple", 1, optional=False),
-            whole("pad_id", 0),
-            metadata,
-            columns,
-        )
+            dtypes = TOKEN_DTYPES[head["token_dtype"]], MASK_DTYPES[head["mask_dtype"]]
+            numbers = head["capacity"], head["sequence_multiple"], head["pad_id"]
+            columns = {name: ColumnSpec.decode(spec) for name, spec in head.get("columns", {}).items()}
+            return cls(*dtypes, *numbers, {**head["metadata"]}, columns)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise torn(path, f"not the options of a build ({error})") from None
 
 
 class Block(NamedTuple):
@@ -157,9 +151,9 @@ class Block(NamedTuple):
     records: NDArray[np.uint32]
 
 
-def encode_head(options: Mapping[str, Any]) -> bytes:
+def encode_head(content: Mapping[str, Any]) -> bytes:
     """The journal's first bytes."""
-    block = _encoded(options, sort_keys=True)
+    block = _encoded(content, sort_keys=True)
     raw = _HEAD.pack(_MAGIC, len(block), 0) + block
     raw = raw.ljust(align(len(raw), 8), b"\0")
     return raw + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(raw))
@@ -171,11 +165,10 @@ def encode_block(kind: bytes, records: NDArray[np.uint32]) -> bytes:
     return _BLOCK.pack(kind, len(records), xxhash.xxh3_64_intdigest(raw)) + raw
 
 
-def encode_json(kind: bytes, content: Mapping[str, Any]) -> bytes:
-    """A DONE block."""
-    raw = _encoded(content)
-    raw = raw.ljust(align(len(raw), _RECORD_NBYTES), b" ")
-    return encode_block(kind, np.frombuffer(raw, "<u4").reshape(-1, 2))
+def encode_done(inodes: Mapping[str, int]) -> bytes:
+    """The DONE block: inodes of the files that are replaced, by suffix."""
+    raw = _encoded(inodes)
+    return encode_block(DONE, np.frombuffer(raw.ljust(align(len(raw), _RECORD_NBYTES), b" "), "<u4").reshape(-1, 2))
 
 
 def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
@@ -186,21 +179,17 @@ def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
         FormatError: an earlier version of this package wrote it.
     """
     raw = stream.read(_HEAD.size)
-    if len(raw) == _HEAD.size:
-        magic, size, _ = _HEAD.unpack(raw)
-        if magic in _OLD_MAGICS:
-            prefix = path.removesuffix(".journal")
-            raise FormatError(
-                f"{path}: the journal of a build by an earlier version of this package; recover it with that version,"
-                f" or remove it with {prefix}.*.tmp* and build again"
-            )
-        if magic == _MAGIC and size <= _MAX_HEAD_NBYTES:
-            raw += stream.read(align(_HEAD.size + size, 8) - _HEAD.size)
-            checksum = stream.read(_CHECKSUM.size)
-            if checksum == _CHECKSUM.pack(xxhash.xxh3_64_intdigest(raw)):
-                options = _json_object(raw[_HEAD.size : _HEAD.size + size])
-                if options is not None:
-                    return options
+    if raw[: len(_MAGIC)] in _OLD_MAGICS:
+        raise FormatError(
+            f"{path}: the journal of a build by an earlier version of this package; recover it with that version, or"
+            f" remove it with {path.removesuffix('.journal')}.*.tmp* and build again"
+        )
+    if raw.startswith(_MAGIC) and len(raw) == _HEAD.size and (size := _HEAD.unpack(raw)[1]) <= _MAX_HEAD_NBYTES:
+        raw += stream.read(align(_HEAD.size + size, 8) - _HEAD.size)
+        checksum = stream.read(_CHECKSUM.size)
+        content = _json_object(raw[_HEAD.size : _HEAD.size + size])
+        if content is not None and checksum == _CHECKSUM.pack(xxhash.xxh3_64_intdigest(raw)):
+            return content
     raise torn(path, "the journal's head is torn or changed")
 
 
@@ -214,11 +203,6 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
             return
         yield Block(kind, np.frombuffer(raw, dtype="<u4").reshape(count, 2))
-
-
-def pack_records(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
-    """The records of the PACK blocks, uint32 [n, 2]: length in tokens and sequences of each pack."""
-    return (block.records for block in read_blocks(stream) if block.kind == PACK)
 
 
 def _encoded(content: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
@@ -278,9 +262,5 @@ class Head(NamedTuple):
 
 def torn(path: str, found: str) -> CorruptShardError:
     """The error about a journal that a kill of the machine, or somebody, has left without sense."""
-    return CorruptShardError(
-        path,
-        0,
-        "J1",
-        f"{found}; the build left nothing to recover: remove this file and the .tmp files beside it, and build again",
-    )
+    remedy = "the build left nothing to recover: remove this file and the .tmp files beside it, and build again"
+    return CorruptShardError(path, 0, "J1", f"{found}; {remedy}")

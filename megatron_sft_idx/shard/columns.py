@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
+    COLUMN,
     COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
@@ -238,7 +239,7 @@ def _look(path: str, *, strangers: bool = True) -> _Found | None:
 
     Errors as ``ColumnHeader.decode``.
     """
-    start = read_start(path, FIXED_NBYTES, ColumnHeader.peek)
+    start = read_start(path, COLUMN)
     if start is None or not (strangers or start.raw.startswith(COLUMN_MAGIC)):
         return None
     checksum = start.raw[-CHECKSUM_NBYTES:].hex()

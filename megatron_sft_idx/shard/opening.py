@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, FileDigest, Header, ShardPaths
+from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import peek_nbytes
+from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage import (
     Array,
@@ -35,7 +35,6 @@ from megatron_sft_idx.storage import (
     ReopenedArray,
     Runs,
     advise_order,
-    ask_huge_pages,
     check_size,
     is_remote,
     open_array,
@@ -60,26 +59,20 @@ class Start(NamedTuple):
     info: ObjectInfo | None
 
 
-def read_start(path: str, fixed_nbytes: int, peek: Callable[[bytes], int]) -> Start | None:
-    """The header of a file or an object; None where there is none.
-
-    Args:
-        path: where it lies.
-        fixed_nbytes: that tell how long the header is.
-        peek: says how long, by those.
-    """
+def read_start(path: str, form: HeaderForm) -> Start | None:
+    """The header of a file or an object, as far as it is one of this form; None where there is nothing."""
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
             return None
         raw = bytes(store.read(key, 0, min(_HEADER_NBYTES, info.nbytes), etag=info.etag))
-        if len(raw) < (size := min(peek(raw), info.nbytes)):
+        if len(raw) < (size := min(form.peek(raw), info.nbytes)):
             raw += store.read(key, len(raw), size - len(raw), etag=info.etag)
         return Start(raw[:size], info.nbytes, info)
     try:
         with open_regular(path) as file:
-            raw, nbytes = file.read(fixed_nbytes), os.fstat(file.fileno()).st_size
-            return Start(raw + file.read(min(peek(raw), nbytes) - len(raw)), nbytes, None)
+            raw, nbytes = file.read(form.fixed_nbytes), os.fstat(file.fileno()).st_size
+            return Start(raw + file.read(min(form.peek(raw), nbytes) - len(raw)), nbytes, None)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -107,11 +100,10 @@ def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
 def _look(paths: ShardPaths) -> Start:
     """``.seq.idx``, its header not yet checked; ShardNotFoundError where there is none."""
     # Whoever opens a pipe waits for its other end.
-    if is_remote(paths.prefix) or os.path.isfile(paths.seq_idx):
-        start = read_start(paths.seq_idx, HEADER_FIXED_NBYTES, lambda raw: peek_nbytes(raw, paths.seq_idx))
-        if start is not None:
-            return start
-    raise _not_found(paths)
+    there = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
+    if not there or (start := read_start(paths.seq_idx, SEQ_IDX)) is None:
+        raise _not_found(paths)
+    return start
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
@@ -275,10 +267,8 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
         array(paths.tokens, header.token_dtype, header.num_tokens),
         array(paths.loss, header.mask_dtype, header.num_tokens),
     )
-    for path, data in ((paths.tokens, tokens), (paths.loss, loss)):
-        advise_order(data, options.advice)
-        if options.huge_pages:
-            ask_huge_pages(path, data)
+    for data in (tokens, loss):
+        advise_order(data, options.advice, huge_pages=options.huge_pages)
     files = Files.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, *offsets)
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
         files = files._replace(first_reads=FirstReads(tokens, loss))

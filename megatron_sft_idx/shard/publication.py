@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, column_of
-from megatron_sft_idx.layout.journal import DONE, MAGICS, Head, encode_head, encode_json, read_head
+from megatron_sft_idx.layout.journal import MAGICS, Head, encode_done, encode_head, read_head
 from megatron_sft_idx.storage import OutputFile, naming, open_regular, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
@@ -638,7 +638,7 @@ class Publication:
         # The journal is believed from here on: before it says so, the files and their names are on disk.
         _sync_folder(self.paths, self.durable)
         self._head = self._head._replace(done=found)
-        self.journal.write(encode_json(DONE, _by_suffix(paths, found)))
+        self.journal.write(encode_done(_by_suffix(paths, found)))
         self.journal.sync()
 
     def set_aside(self) -> None:

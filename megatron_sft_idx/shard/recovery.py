@@ -16,12 +16,13 @@ import numpy as np
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader
-from megatron_sft_idx.layout.files import MAX_COUNT, MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
+from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
+from megatron_sft_idx.shard.opening import read_start
 from megatron_sft_idx.shard.publication import Publication, check_free, left, locked_journal, read_journal
 from megatron_sft_idx.shard.writer import ShardWriter
-from megatron_sft_idx.storage import open_regular, read_most
+from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.progress import Advance
 
 
@@ -37,7 +38,6 @@ class Remains:
         num_tokens: their tokens.
         num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
         journal_nbytes: where the journal's last complete block ends.
-        done: all files are complete and synced, and only renames are left; the counts are then the shard's.
     """
 
     paths: ShardPaths
@@ -47,7 +47,11 @@ class Remains:
     num_tokens: int
     num_recorded: int
     journal_nbytes: int
-    done: bool
+
+    @property
+    def done(self) -> bool:
+        """Whether all files are complete and synced, and only renames are left; the counts are then the shard's."""
+        return self.head.done is not None
 
     @property
     def build_options(self) -> BuildOptions:
@@ -78,7 +82,7 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.done is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
-        return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal), True)
+        return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal))
     if head.work != "build":
         raise left(paths, head)
     most = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
@@ -101,7 +105,7 @@ def read_remains(paths: ShardPaths) -> Remains:
                 if fit := min(fit, most["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
-    return Remains(paths, head, packs, sequences, tokens, recorded, nbytes, False)
+    return Remains(paths, head, packs, sequences, tokens, recorded, nbytes)
 
 
 def complete_header(paths: ShardPaths) -> Header:
@@ -114,28 +118,23 @@ def complete_header(paths: ShardPaths) -> Header:
     def now(path: str) -> str:
         return next((name for name in (paths.temporary(path), path) if os.path.lexists(name)), path)
 
+    def header_of(path: str, form: HeaderForm) -> bytes:
+        start = read_start(path, form)
+        return start.raw if start else b""
+
     seq_idx, head = now(paths.seq_idx), read_journal(paths)
-    raw = b""
-    with contextlib.suppress(FileNotFoundError):
-        raw = read_most(seq_idx, MAX_HEADER_NBYTES)
-    header = Header.decode(raw, seq_idx)
+    header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
-    for name in paths.with_columns_of(head.files if head else ()).columns:
-        path = paths.column(name)
-        where, raw = now(path), b""
-        with contextlib.suppress(FileNotFoundError):
-            raw = read_most(where, FIXED_NBYTES)
-            raw = read_most(where, ColumnHeader.peek(raw))
-        sizes[path] = ColumnHeader.decode(raw, where).nbytes, where
+    for path in map(paths.column, paths.with_columns_of(head.files if head else ()).columns):
+        where = now(path)
+        sizes[path] = ColumnHeader.decode(header_of(where, COLUMN), where).nbytes, where
     for path, (nbytes, said) in sizes.items():
         if (found := _nbytes(now(path))) != nbytes:
-            raise CorruptShardError(
-                now(path),
-                min(found, nbytes),
-                "F2",
+            detail = (
                 f"file has {found} bytes, expected {nbytes} by the header of {said}; the journal says that it is"
-                " complete, so it was changed since: build it again with overwrite (--overwrite)",
+                " complete, so it was changed since: build it again with overwrite (--overwrite)"
             )
+            raise CorruptShardError(now(path), min(found, nbytes), "F2", detail)
     return header
 
 

@@ -19,16 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, mask_dtype_of, token_dtype_of
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_name, column_rows, listed_columns
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, MAX_CAPACITY, SEQ_IDX, pack_idx_header
+from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, column_rows, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, MAX_CAPACITY, pack_idx_header
 from megatron_sft_idx.layout.journal import (
     MAX_RECORDS,
     PACK,
     BuildOptions,
     RowFile,
     encode_block,
-    pack_records,
+    read_blocks,
     read_head,
 )
 from megatron_sft_idx.shard.publication import Publication
@@ -86,33 +86,14 @@ class ShardWriter:
         columns: Mapping[str, ColumnSpec] | None = None,
         durable: bool = True,
     ) -> None:
-        def whole(value: Any, name: str, least: int) -> int:
-            if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
-                raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {MAX_CAPACITY}")
-            return int(value)
-
-        paths = ShardPaths.of(prefix).with_columns(map(check_name, columns or ()))
-        options = BuildOptions(
-            token_dtype_of(token_dtype)[1],
-            mask_dtype_of(mask_dtype)[1],
-            whole(capacity, "capacity", 1) if capacity is not None else None,
-            whole(sequence_multiple, "sequence_multiple", 1),
-            whole(pad_id, "pad_id", 0) if pad_id is not None else None,
-            dict(metadata or {}),
-            dict(columns or {}),
-        )
-        SEQ_IDX.nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
+        numbers = capacity, sequence_multiple, pad_id
+        options = BuildOptions(token_dtype, mask_dtype, *numbers, dict(metadata or {}), dict(columns or {}))
+        paths = ShardPaths.of(prefix).with_columns(options.columns)
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
     def taking_up(cls, publication: Publication, options: BuildOptions, journal_nbytes: int) -> ShardWriter:
-        """Go on with what an interrupted build left, which stays if this fails: ``replay`` comes first.
-
-        Args:
-            publication: that was taken up.
-            options: what the build was begun with.
-            journal_nbytes: where its journal ends.
-        """
+        """Go on with what an interrupted build left, whose journal ends there; ``replay`` comes first."""
         writer = cls.__new__(cls)
         writer._begin(publication, options, journal_nbytes)
         return writer
@@ -268,11 +249,7 @@ class ShardWriter:
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
             try:
                 return convert(values)
-            except (
-                ValueError,
-                TypeError,
-                RuntimeError,
-            ) as error:  # the latter two: of tensors without numpy form
+            except (ValueError, TypeError, RuntimeError) as error:  # the latter two: of tensors without numpy form
                 raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
         starts = array(integer_array, seq_starts, "seq_starts")
@@ -608,7 +585,8 @@ class JournalPacks:
         count, left = 0, self._num_packs
         with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
-            for records in chain(pack_records(stream), [None]):
+            blocks_of_packs = (block.records for block in read_blocks(stream) if block.kind == PACK)
+            for records in chain(blocks_of_packs, [None]):
                 if records is not None:
                     blocks.append(records[:left])
                     count, left = count + len(blocks[-1]), left - len(blocks[-1])

@@ -5,12 +5,11 @@ And what it tells: how much of an array is mapped by huge pages, and which file 
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,12 +52,18 @@ def _map_of(array: Array) -> mmap.mmap | None:
     return owner if isinstance(owner, mmap.mmap) else None
 
 
-def advise_order(array: Array, advice: Advice) -> None:
-    """Tell the kernel in which order a map, or an open file, will be read; a file that is opened each time forgets."""
+def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> None:
+    """Tell the kernel in which order a map, or an open file, will be read; a file that is opened each time forgets.
+
+    Maps may ask for huge pages; ``huge_nbytes_of`` says what came of it.
+    """
     if isinstance(array, PreadArray):
         array.advise(_ADVICE[advice][1])
     elif (mapped := _map_of(array)) is not None:
         mapped.madvise(_ADVICE[advice][0])
+        with contextlib.suppress(OSError):  # a kernel without them
+            if huge_pages:
+                mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def announce(runs: Runs) -> None:
@@ -159,78 +164,28 @@ def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) 
         os.close(fd)
 
 
-logger = logging.getLogger(__name__)
+# ---- huge pages ----
 
-_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
-class Mapping(NamedTuple):
-    """One range of addresses of this process, as ``/proc/self/smaps`` has it.
-
-    Attributes:
-        begin: first address.
-        end: where it ends.
-        nbytes: counts by their name there, such as ``Rss``, ``Pss`` and ``FilePmdMapped``.
-    """
-
-    begin: int
-    end: int
-    nbytes: dict[str, int]
+def huge_nbytes_of(arrays: Sequence[Array]) -> int:
+    """Bytes of the ranges of addresses that arrays lie in that are mapped by huge pages now."""
+    return mapped_nbytes(arrays, "AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
 
-def mappings(arrays: Sequence[Array]) -> list[Mapping]:
-    """The ranges of addresses that arrays lie in; none for arrays that are not in memory."""
+def mapped_nbytes(arrays: Sequence[Array], *names: str) -> int:
+    """The sum of some counts of ``/proc/self/smaps``, such as ``Rss``, over the ranges that arrays in memory lie in."""
     spans = [(array.ctypes.data, array.nbytes) for array in arrays if isinstance(array, np.ndarray) and array.nbytes]
-    found, wanted = [], False
+    total, wanted = 0, False
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if at := _RANGE.match(line):
                 first, last = int(at[1], 16), int(at[2], 16)
                 wanted = any(first < begin + size and begin < last for begin, size in spans)
-                found += [Mapping(first, last, {})] if wanted else []
-            elif wanted and line.endswith(" kB\n"):
-                name, amount, _ = line.split()
-                found[-1].nbytes[name.rstrip(":")] = int(amount) << 10
-    return found
-
-
-def huge_nbytes_of(arrays: Sequence[Array]) -> int:
-    """Bytes of the ranges that arrays lie in that are mapped by huge pages now."""
-    return sum(each.nbytes.get(name, 0) for each in mappings(arrays) for name in _HUGE)
-
-
-def ask_huge_pages(path: str, array: Array) -> None:
-    """Ask for huge pages for a map; what is known to stand in the way is logged as a warning."""
-    mapped = _map_of(array)
-    why = "it is not mapped into memory" if mapped is None else _obstacle(path)
-    if mapped is not None:
-        try:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:  # a kernel without them
-            why = error.strerror
-    if why:
-        logger.warning("%s: no huge pages: %s; reading goes on with small ones, as it does unasked", path, why)
-
-
-def _obstacle(path: str) -> str | None:
-    """Why a map of a file will have no huge pages; None where it may have some."""
-
-    def said(name: str, form: str) -> str | None:
-        try:
-            found = re.search(form, (_SETTINGS / name).read_text(encoding="utf-8"))
-        except OSError:
-            return None
-        return found[1] if found else None
-
-    chosen = r"\[(\w+)\]"  # the value in brackets among those that a file of the kernel lists
-    if said("enabled", chosen) in ("never", None):
-        return f"transparent huge pages are switched off on this machine ({_SETTINGS / 'enabled'})"
-    if mount_of(path).filesystem == "tmpfs" and said("shmem_enabled", chosen) in ("never", "deny", None):
-        return f"tmpfs gives none unless {_SETTINGS / 'shmem_enabled'} says advise, or it is mounted with huge=advise"
-    page = int(said("hpage_pmd_size", r"(\d+)") or 2 << 20)
-    return f"the file is smaller than one of {page} bytes" if os.path.getsize(path) < page else None
+            elif wanted and line.partition(":")[0] in names:
+                total += int(line.split()[1]) << 10
+    return total
 
 
 # ---- which file system a path lies on ----

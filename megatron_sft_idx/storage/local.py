@@ -11,7 +11,6 @@ import mmap
 import os
 import re
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -129,24 +128,14 @@ class Array(Protocol):
     def __len__(self) -> int: ...
 
 
-class CopiedArray(ABC):
-    """An array whose slices are fresh copies, read into memory of the caller's.
-
-    Args:
-        dtype: of its items.
-        count: how many items there are.
-    """
+class CopiedArray:
+    """An array whose slices are fresh copies: ``count`` items of a dtype, read by ``read_bytes``."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def nbytes(self) -> int:
-        """Of all items."""
-        return self._count * self.dtype.itemsize
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
@@ -155,9 +144,9 @@ class CopiedArray(ABC):
         out.flags.writeable = False
         return out
 
-    @abstractmethod
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Bytes from ``offset`` on, counted from the first item and all there, into ``out``."""
+        raise NotImplementedError
 
 
 class PreadArray(CopiedArray):
@@ -183,23 +172,14 @@ class PreadArray(CopiedArray):
         os.posix_fadvise(self._fd, self._offset + offset, nbytes, advice)
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``CopiedArray``.
-
-        Raises:
-            CorruptShardError: the file ends before (rule F2).
-            OSError: it cannot be read; with its path.
-        """
+        """See ``CopiedArray``. CorruptShardError: the file ends before (rule F2). OSError, with its path."""
         view, offset, done = out.data, self._offset + offset, 0
         while done < len(view):
             with naming(self._path):
                 got = os.preadv(self._fd, [view[done:]], offset + done)
             if not got:
-                raise CorruptShardError(
-                    self._path,
-                    os.fstat(self._fd).st_size,
-                    "F2",
-                    "the file ends here since it was opened; it was cut short: restore it",
-                )
+                detail = "the file ends here since it was opened; it was cut short: restore it"
+                raise CorruptShardError(self._path, os.fstat(self._fd).st_size, "F2", detail)
             done += got
 
     def __del__(self) -> None:
@@ -218,13 +198,8 @@ def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
 def check_size(path: str, found: int, expected: int) -> None:
     """CorruptShardError (rule F2) unless a file has the size that the header says."""
     if found != expected:
-        raise CorruptShardError(
-            path,
-            min(found, expected),
-            "F2",
-            f"file has {found} bytes, expected {expected}; "
-            "it was cut short, changed, or is of another shard: restore it",
-        )
+        detail = f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard"
+        raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it")
 
 
 class naming:  # noqa: N801
@@ -293,7 +268,7 @@ def open_array(
 
     Raises:
         CorruptShardError: the file has another size (rule F2).
-        FormatError: unknown backend.
+        FormatError: another backend.
         OSError: the file cannot be opened.
     """
     if backend not in ("mmap", "pread"):
@@ -330,8 +305,8 @@ class OutputFile:
         self.path = path
         self._durable = durable
         # Not to wait for the other end where somebody has put a pipe there.
-        begin = os.O_NONBLOCK if keep else os.O_CREAT | os.O_EXCL
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | begin, 0o666)
+        how = os.O_NONBLOCK if keep else os.O_CREAT | os.O_EXCL
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
             self.close()
             raise FormatError(f"{path}: no regular file; remove it, or choose another name")
@@ -401,11 +376,7 @@ def sync_folder(folder: str | Path) -> None:
 
 
 class StreamHash:
-    """The hash of bytes that come one after the other, and how many they are.
-
-    Attributes:
-        nbytes: bytes so far.
-    """
+    """The hash of bytes that come one after the other; ``nbytes`` is how many there were."""
 
     def __init__(self) -> None:
         self.nbytes, self._hash = 0, xxhash.xxh3_128()
@@ -430,11 +401,7 @@ class StreamHash:
 
 
 class HashedFile(StreamHash):
-    """Writes to a file and hashes what it writes; ``update`` takes in what the file held before.
-
-    Attributes:
-        file: the file.
-    """
+    """Writes to ``file`` and hashes what it writes; ``update`` takes in what the file held before."""
 
     def __init__(self, file: OutputFile) -> None:
         super().__init__()
@@ -448,13 +415,7 @@ class HashedFile(StreamHash):
 
 
 def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
-    """Size and checksum of a local file from a byte offset on.
-
-    Args:
-        path: the file.
-        offset: in bytes.
-        advance: told how many bytes were read since it was last called.
-    """
+    """Size and checksum of a local file from a byte offset on; ``advance`` is told how many bytes more were read."""
     stream = StreamHash()
     with open_regular(path) as file:
         file.seek(offset)
@@ -496,14 +457,7 @@ class ReopenedArray(CopiedArray):
     """
 
     def __init__(
-        self,
-        path: str,
-        dtype: np.dtype[Any],
-        count: int,
-        nbytes: int,
-        confirm: Callable[[], None],
-        *,
-        offset: int = 0,
+        self, path: str, dtype: np.dtype[Any], count: int, nbytes: int, confirm: Callable[[], None], offset: int = 0
     ) -> None:
         super().__init__(dtype, count)
         self._path, self._file_nbytes, self._confirm, self.offset = path, nbytes, confirm, offset
@@ -514,29 +468,26 @@ class ReopenedArray(CopiedArray):
         check_size(self._path, file.nbytes, self._file_nbytes)
         return file
 
-    def look_again(self) -> None:
-        """After a read that met another file. FormatError, OSError: what is there now is not this array."""
+    def look_again(self, looks: int) -> None:
+        """After a read that met another file, and so many looks in vain.
+
+        Raises:
+            FormatError, OSError: what is there now is not this array, or is another file at every look.
+        """
+        if looks == _MOST_LOOKS:
+            raise FormatError(f"{self._path}: the file was changed at every one of {looks} looks; let its writer end")
         try:
             file = self._look()
-        except FileNotFoundError:
+        finally:
             self._confirm()
-            raise
-        self._confirm()
         self.file = file
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
         """See ``CopiedArray``. FormatError, OSError: what is there now is not this array."""
-        for _ in range(_MOST_LOOKS):
-            if self.file.read(self.offset + offset, out):
-                return
-            self.look_again()
-        raise self.restless()
-
-    def restless(self) -> FormatError:
-        """What to say of a file that never was the one that had just been looked at."""
-        return FormatError(
-            f"{self._path}: the file was changed at every one of {_MOST_LOOKS} looks; let its writer end"
-        )
+        looks = 0
+        while not self.file.read(self.offset + offset, out):
+            self.look_again(looks)
+            looks += 1
 
 
 def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
@@ -558,7 +509,7 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
     if int(counts.sum()) != len(out):
         raise ValueError(f"runs of {counts.sum()} items do not fill an output of {len(out)}")
     files = [array for array in arrays if isinstance(array, ReopenedArray)]
-    size, end = out.dtype.itemsize, 0
+    size, end, done, looks = out.dtype.itemsize, 0, 0, 0
     if len(files) < len(arrays):
         for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
             if isinstance(array, CopiedArray):
@@ -568,14 +519,10 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
             end += count
         return
     begins, nbytes = np.array([array.offset for array in files], np.int64) + starts * size, counts * size
-    done, looks = 0, 0
     while done < len(files):
         stamped = tuple([array.file for array in files[done:]])
-        room = out[int(counts[:done].sum()) :] if done else out
-        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], room)
+        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], out[int(counts[:done].sum()) :])
         done, looks = done + more, 0 if more else looks
         if done < len(files):
-            if looks == _MOST_LOOKS:
-                raise files[done].restless()
-            files[done].look_again()
+            files[done].look_again(looks)
             looks += 1

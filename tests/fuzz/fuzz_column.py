@@ -11,7 +11,7 @@ from fuzz.contract import refused, scratch
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnHeader, column_rows
+from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, column_rows
 from megatron_sft_idx.shard import Shard
 
 PACKS = demo_samples(3)
@@ -29,7 +29,7 @@ def _shard() -> str:
 def repair_column(data: bytes, shard_id: bytes) -> bytes:
     """With magic, version, shard id and checksum as readers want them; all else is as it was."""
     raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
-    size = ColumnHeader.peek(COLUMN_MAGIC + raw[8:])
+    size = COLUMN.peek(COLUMN_MAGIC + raw[8:])
     if size % 64 or not _LEAST_NBYTES <= size <= len(raw):
         size = _LEAST_NBYTES
     raw[:8] = COLUMN_MAGIC
