@@ -64,24 +64,10 @@ def test_how_a_set_is_held_does_not_depend_on_other_sets(tmp_path: Path, monkeyp
     both = ShardSet.joined([first, second])
     both[0]
     assert is_held(both) == "held"
-    nbytes = both.held.tokens.nbytes + both.held.loss.nbytes + sum(both._index_nbytes)
+    nbytes = both.held.tokens.nbytes + both.held.loss.nbytes + sum(header.index_nbytes for header in both.headers)
     for most, how in ((nbytes, "held"), (nbytes - 1, "reopened")):
         monkeypatch.setattr(shard_set, "MEMORY_NBYTES", most)
         assert [is_held(ShardSet.joined([first, second])) for _ in range(2)] == [how, how]
-
-
-def test_index_arrays_are_held_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = write(tmp_path)
-    shards = ShardSet.open(tmp_path, backend="reopen")
-    largest = max(shards._index_nbytes)
-    monkeypatch.setattr(shard_set, "INDEX_NBYTES", 2 * largest)
-    for i in [*range(len(packs)), *reversed(range(len(packs))), 5]:
-        assert_is(shards[i], packs[i])
-        assert len(shards._shards) <= 2
-    shards[len(packs) - 1]
-    shards[5]
-    shards[12]
-    assert list(shards._shards) == [0, 3]  # the one unused for longest went
 
 
 _WITHOUT_ROOM = """

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ from megatron_sft_idx.storage import (
 )
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, new_file
-from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
+from megatron_sft_idx.storage.remote import RemoteArray, open_store
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.reader import Shard
@@ -122,12 +122,7 @@ def write_column(
 
 
 class Rows:
-    """Rows of a column that is not mapped; every slice is read when it is asked for.
-
-    Args:
-        items: an item a row.
-        spec: of the column.
-    """
+    """Rows of a column that is not mapped; every slice is read when it is asked for. ``items`` has one a row."""
 
     def __init__(self, items: Array, spec: ColumnSpec) -> None:
         self._items, self._spec = items, spec
@@ -178,13 +173,7 @@ class ShardColumn:
 
 
 def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap") -> ShardColumn:
-    """Open a column of a shard.
-
-    Args:
-        paths: of the shard.
-        name: of the column.
-        header: of the shard.
-        backend: how it is read.
+    """Open a column of the shard that has this header.
 
     Raises:
         ShardNotFoundError: the shard has no such column.
@@ -192,78 +181,57 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
         StorageError: an object store does not answer.
     """
     path = paths.column(name)
-    if (file := _look(path)) is None:
+    listed = listed_columns(header.metadata).get(name)
+    if (file := read_start(path, COLUMN)) is None:
         remedy = f"the shard has no column {name}; write_column attaches one"
-        if name in listed_columns(header.metadata):
+        if listed is not None:
             remedy = f"the shard was written with column {name} (rule C8): restore the file"
         raise ShardNotFoundError(paths.prefix, [path], remedy)
-    column, checksum = file.header, file.checksum
+    column, checksum = ColumnHeader.decode(file.raw, path), file.raw[-CHECKSUM_NBYTES:].hex()
     if column.shard_id != header.shard_id:
         detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
         raise CorruptShardError(path, 16, "C6", detail)
     if column.rows != (expected := column_rows(header, column.spec.per)):
         detail = f"{column.rows} rows, expected {expected}: one a {column.spec.per}; restore the file"
         raise CorruptShardError(path, 40, "C5", detail)
-    listed = listed_columns(header.metadata).get(name)
-    if listed is not None and listed != checksum:
+    if listed not in (None, checksum):
         detail = f"header checksum {checksum}, expected {listed} by .seq.idx; restore the file that was written with it"
         raise CorruptShardError(path, column.spec.header_nbytes - CHECKSUM_NBYTES, "C8", detail)
     check_size(path, file.nbytes, column.nbytes)
 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
-        if (now := _look(path)) is None or now.checksum != checksum:
+        if (now := read_start(path, COLUMN)) is None or now.raw != file.raw:
             raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
 
-    spec, items = column.spec, column.rows
+    spec, rows = column.spec, column.rows
     item, begin = spec.dtype if spec.width == 1 else np.dtype((np.void, spec.row_nbytes)), spec.header_nbytes
-    array: Array
     if file.info is not None:
-        array = RemoteArray(*open_store(path), item, items, file.info.etag, offset=begin)
-    else:
-        array = open_items(path, item, items, file.nbytes, backend, confirm, begin)
-    return ShardColumn(name, column, array)
+        return ShardColumn(name, column, RemoteArray(*open_store(path), item, rows, file.info.etag, offset=begin))
+    return ShardColumn(name, column, open_items(path, item, rows, file.nbytes, backend, confirm, begin))
 
 
-class _Found(NamedTuple):
-    """A column file: its header, the checksum of that in hex, its size, and the object that it is, where it is one."""
-
-    header: ColumnHeader
-    checksum: str
-    nbytes: int
-    info: ObjectInfo | None
-
-
-def _look(path: str, *, strangers: bool = True) -> _Found | None:
-    """What is at a path; None for nothing, and without ``strangers`` for what does not begin as a column does.
+def _shard_of(path: str) -> bytes | None:
+    """The id of the shard that a column at a path belongs to; None for nothing, and for what does not begin as one.
 
     Errors as ``ColumnHeader.decode``.
     """
     start = read_start(path, COLUMN)
-    if start is None or not (strangers or start.raw.startswith(COLUMN_MAGIC)):
-        return None
-    checksum = start.raw[-CHECKSUM_NBYTES:].hex()
-    return _Found(ColumnHeader.decode(start.raw, path), checksum, start.nbytes, start.info)
+    return ColumnHeader.decode(start.raw, path).shard_id if start and start.raw.startswith(COLUMN_MAGIC) else None
 
 
 def is_of_another_shard(path: str, shard_id: bytes) -> bool:
     """Whether a column at a path belongs to another shard than this, or is too damaged to say; False for strangers."""
     try:
-        found = _look(path, strangers=False)
+        return _shard_of(path) not in (None, shard_id)
     except FormatError:
         return True
-    return found is not None and found.header.shard_id != shard_id
 
 
 class ShardColumns(Mapping[str, ShardColumn]):
     """The columns of a shard by name, opened when they are asked for.
 
     Those that it was written with are always there; local ones that were attached are looked for in its folder.
-
-    Args:
-        paths: of the shard.
-        header: of the shard.
-        backend: how they are read.
     """
 
     # Nothing here holds the shard, which holds this: a reader that is let go lets go of its files at once.
@@ -327,8 +295,8 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
     listed = set(listed_columns(header.metadata))
     if beside is None:
         beside = columns_beside([paths.prefix])[paths.prefix]
-    files = {name: _look(paths.column(name), strangers=False) for name in {*beside} - listed}
-    return sorted(listed | {name for name, file in files.items() if file and file.header.shard_id == header.shard_id})
+    attached = {name for name in {*beside} - listed if _shard_of(paths.column(name)) == header.shard_id}
+    return sorted(listed | attached)
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:

@@ -78,11 +78,11 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
 
 
 def open_items(
-    path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, same: Callable[[], None], begin: int = 0
+    path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, same: Callable[[], None], begin: int
 ) -> Array:
     """Items of a local file, read the way that was chosen; ``same`` raises where others are there by now."""
     if backend == "reopen":
-        return ReopenedArray(path, dtype, count, nbytes, same, offset=begin)
+        return ReopenedArray(path, dtype, count, nbytes, same, begin)
     return open_array(path, dtype, count, nbytes=nbytes, offset=begin, backend=backend)
 
 
@@ -122,10 +122,9 @@ def _missing(paths: ShardPaths) -> list[str]:
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     """What is missing at a prefix, and what would help."""
     missing = _missing(paths)
-    remote, headless = is_remote(paths.prefix), not missing or paths.seq_idx in missing
-    if remote:
-        whole = len(missing) == len(paths.all)
-        remedy = "check the path: the prefix without .seq.idx" if whole else "copy all five files, .seq.idx last"
+    headless, remedy = not missing or paths.seq_idx in missing, "copy all five files, .seq.idx last"
+    if is_remote(paths.prefix):
+        remedy = "check the path: the prefix without .seq.idx" if len(missing) == len(paths.all) else remedy
     elif headless and is_journal(paths.journal):
         remedy = (
             "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
@@ -135,8 +134,8 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
         remedy = where_to_look(paths)
     elif headless and (len(missing) == 1 or paths.loss in missing):
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
-    else:
-        remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
+    elif missing == [paths.idx]:
+        remedy = paths.index_remedy
     return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
 
 
@@ -185,14 +184,12 @@ class Files(NamedTuple):
     token_pair: _Pair
     first_reads: FirstReads | None = None  # where the kernel decides what is read ahead
 
-    @classmethod
-    def of(
-        cls, header: Header, tokens: Array, loss: Array, starts: Array, sequence_offsets: Array, token_offsets: Array
-    ) -> Files:
-        """What follows from the header and the arrays."""
-        counts = header.num_packs, header.num_sequences, header.num_tokens
-        pairs = _pair(sequence_offsets), _pair(token_offsets)
-        return cls(header, *counts, tokens, loss, starts, sequence_offsets, token_offsets, *pairs)
+
+def _files(header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array]) -> Files:
+    """``offsets`` are those of sequences, then those of tokens."""
+    sequences, packs = offsets
+    counts = header.num_packs, header.num_sequences, header.num_tokens
+    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs))
 
 
 _Pair = Callable[[int], tuple[int, int]]
@@ -214,13 +211,7 @@ def _pair(offsets: Array) -> _Pair:
 def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> Files:
     """The files of a shard, wherever it lies; of a remote one in seven small requests, and what the cache lacks.
 
-    Args:
-        paths: of the files.
-        options: how they are read.
-        index_cache: of a remote shard, as of ``Shard``.
-
-    Raises:
-        ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
+    Arguments and errors as of ``Shard``.
     """
     seq_idx = _look(paths)
     header = Header.decode(seq_idx.raw, paths.seq_idx)
@@ -251,25 +242,22 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     def same() -> None:
         require_same(paths.prefix, read_header(paths.prefix).shard_id, header.shard_id)
 
-    def array(path: str, dtype: np.dtype[Any], count: int, offset: int = 0) -> Array:
-        return open_items(path, dtype, count, sizes[path], options.backend, same, offset)
+    def array(path: str, dtype: Any, count: int, offset: int = 0) -> Array:
+        return open_items(path, np.dtype(dtype), count, sizes[path], options.backend, same, offset)
 
-    int64, count, second = np.dtype("<i8"), header.num_packs + 1, header.token_offsets_offset
-    offsets: tuple[Array, Array]
+    begins, count = (header.nbytes, header.token_offsets_offset), header.num_packs + 1
     if options.backend == "pread":
-        offsets = array(paths.seq_idx, int64, count, header.nbytes), array(paths.seq_idx, int64, count, second)
+        offsets = [array(paths.seq_idx, "<i8", count, begin) for begin in begins]
     else:
         # Both arrays live in one file: one map, or one read, serves them.
-        whole = array(paths.seq_idx, np.dtype("u1"), sizes[paths.seq_idx])[:]
-        offsets = whole[header.nbytes : header.nbytes + 8 * count].view(int64), whole[second:].view(int64)
-    starts = array(paths.starts, np.dtype("<u4"), header.num_sequences)
-    tokens, loss = (
-        array(paths.tokens, header.token_dtype, header.num_tokens),
-        array(paths.loss, header.mask_dtype, header.num_tokens),
-    )
+        whole = array(paths.seq_idx, "u1", sizes[paths.seq_idx])[:]
+        offsets = [whole[begin : begin + 8 * count].view("<i8") for begin in begins]
+    tokens = array(paths.tokens, header.token_dtype, header.num_tokens)
+    loss = array(paths.loss, header.mask_dtype, header.num_tokens)
+    starts = array(paths.starts, "<u4", header.num_sequences)
     for data in (tokens, loss):
         advise_order(data, options.advice, huge_pages=options.huge_pages)
-    files = Files.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, *offsets)
+    files = _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets)
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
         files = files._replace(first_reads=FirstReads(tokens, loss))
     return files
@@ -294,16 +282,16 @@ def _open_remote(
         how: Backend = "mmap" if backend == "mmap" else "pread"
         return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=how)[:]
 
-    arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
-    offsets = index(arrays, seq_idx, header.nbytes, paths.seq_idx)
-    starts = index(header.digests[3], found[paths.starts], 0, paths.starts)
-    first, second = offsets[: 8 * (header.num_packs + 1)], offsets[header.token_offsets_offset - header.nbytes :]
+    behind = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
+    both = index(behind, seq_idx, header.nbytes, paths.seq_idx)
+    begins, nbytes = (0, header.token_offsets_offset - header.nbytes), 8 * (header.num_packs + 1)
+    offsets = [both[begin : begin + nbytes].view("<i8") for begin in begins]
+    starts = index(header.digests[3], found[paths.starts], 0, paths.starts).view("<u4")
     tokens, loss = (
         RemoteArray(store, found[path].key, dtype, header.num_tokens, found[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    views = (raw.view(dtype) for raw, dtype in ((starts, "<u4"), (first, "<i8"), (second, "<i8")))
-    return Files.of(header, tokens, loss, *views)
+    return _files(header, tokens, loss, starts, offsets)
 
 
 def _object_at(path: str) -> ObjectInfo | None:
@@ -423,21 +411,16 @@ def _prune(folder: Path) -> None:
 
 
 def _is_good(path: Path, digest: FileDigest) -> bool:
+    """Whether a copy is there and whole; it is read once in a process, unless the system says that it changed."""
     try:
-        if (stamp := _stamp(path, digest)) in _found_good:
-            return True
-        if not has_digest(str(path), digest):
+        stat = path.stat()
+        stamp = path, digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        if stamp not in _found_good and not has_digest(str(path), digest):
             return False
-        if time.time() - path.stat().st_mtime > _DAY:
-            with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
-                os.utime(path)
-                stamp = _stamp(path, digest)
-        _found_good.add(stamp)
     except (OSError, FormatError):
         return False
+    if time.time() - stat.st_mtime > _DAY:
+        with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
+            os.utime(path)
+    _found_good.add(stamp)
     return True
-
-
-def _stamp(path: Path, digest: FileDigest) -> tuple[Any, ...]:
-    stat = path.stat()
-    return path, digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -91,33 +91,25 @@ class Shard:
     ) -> None:
         self._paths = ShardPaths.of(prefix)
         options = ReadOptions.of(self._paths.prefix, backend, advice=advice, huge_pages=huge_pages)
-        self._take(options, copy, index_cache, tuple(columns))
-        self._files: Files | None = self._open_files()
+        self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, tuple(columns)
+        self._files: Files | None = open_files(self._paths, options, index_cache)
         self._shard_id = self._files.header.shard_id
         for name in self._chosen:
             self.columns.open(check_name(name))
-
-    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None, columns: tuple[str, ...]) -> None:
-        self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, columns
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache, self._chosen
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        prefix, options, copy, self._shard_id, *rest = state
-        self._paths = ShardPaths(prefix)
-        self._take(ReadOptions(*options), copy, *rest)
-        self._files = None
-
-    def _open_files(self) -> Files:
-        return open_files(self._paths, self._options, self._index_cache)
+        prefix, options, self._copy, self._shard_id, self._index_cache, self._chosen = state
+        self._paths, self._options, self._files = ShardPaths(prefix), ReadOptions(*options), None
 
     @property
     def files(self) -> Files:
         """The open files. Two threads that come first both open them; either result serves."""
         files = self._files
         if files is None:
-            files = self._open_files()
+            files = open_files(self._paths, self._options, self._index_cache)
             require_same(self._paths.prefix, files.header.shard_id, self._shard_id)
             self._files = files
         return files
@@ -280,12 +272,8 @@ class Shard:
         ):
             first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
             if (first, last) != (0, total):
-                raise CorruptShardError(
-                    self._paths.seq_idx,
-                    base,
-                    rule,
-                    f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}",
-                )
+                found = f"{what} offsets go from {first} to {last}, expected 0 to {total}"
+                raise CorruptShardError(self._paths.seq_idx, base, rule, f"{found}; {self._paths.index_remedy}")
 
     def pack_bounds(self) -> NDArray[np.int64]:
         """``token_offsets`` that divide the tokens from end to end into packs no longer than the header's longest.

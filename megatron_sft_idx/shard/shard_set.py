@@ -34,8 +34,6 @@ from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, t
 MAPPED_SHARDS = 32
 # Tokens, masks and index arrays of a set that is held in memory because its shards are too many to map.
 MEMORY_NBYTES = 1 << 30
-# Of the index arrays that a set holds of shards that are opened for each read: 13 million sequences take 80 MB.
-INDEX_NBYTES = 256 << 20
 # Remote shards that are being opened at a time; a few requests of each are under way.
 OPENED_AT_ONCE = 16
 
@@ -87,7 +85,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         if any(threads().map(exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
             return [prefix]
     if not remote:
-        paths = _in_local_folder(path) if is_folder else _matching_local(path, marks)
+        paths = [entry.path for entry in os.scandir(path)] if is_folder else _matching_local(path, marks)
     elif is_glob:
         paths = matching(path + "*") if is_folder else matching(path, "/*", *marks)
     else:
@@ -107,16 +105,12 @@ def _prefix(path: str) -> str:
     return ShardPaths.of(path.removesuffix(_JOURNAL)).prefix
 
 
-def _in_local_folder(folder: str) -> list[str]:
-    return [os.path.join(folder, name) for name in os.listdir(folder)]
-
-
 def _matching_local(pattern: str, marks: tuple[str, ...]) -> list[str]:
     """Files are taken for their shards, so ``data/*`` and ``data/train-*`` both work; folders for what they hold."""
     found = [path for mark in marks for path in glob.glob(pattern + mark)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
-            found += _in_local_folder(path)
+            found += [entry.path for entry in os.scandir(path)]
         else:
             found += [file for mark in marks if os.path.exists(file := _prefix(path) + mark)]
     return found
@@ -164,8 +158,8 @@ class ShardSet:
     - shards of a set that is small in number are mapped, as long as the system allows one map more;
     - of one that is small in bytes, each is read into memory when it is first needed (``held``), unless columns are
       asked for;
-    - of any other only the index arrays are, up to ``INDEX_NBYTES``; tokens and masks are read from files that are
-      opened for each read and closed again.
+    - of any other only the index arrays are; tokens and masks are read from files that are opened for each read and
+      closed again.
 
     So thousands of shards take no map and no descriptor. A set pickles as its paths and a fingerprint; whoever
     unpickles it finds the same content or an error. Threads may share one.
@@ -204,26 +198,20 @@ class ShardSet:
         options = ReadOptions.of(os.fspath(prefixes[0]), backend)
         named = tuple(ShardPaths.of(prefix).prefix for prefix in prefixes)
         self._take(named, options, b"", index_cache, tuple(columns))
+        different = "they come from different tokenizers"
         if alike:
-            self._check(same_capacity)
-        else:
-            _ = self.headers
-        _ = self.columns
+            self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards with one dtype")
+            self.agree_on("pad id is", lambda header: header.pad_id, different)
+            self.agree_on("tokenizer is", lambda header: header.tokenizer, different)
+        if alike and same_capacity:
+            remedy = "pack them again for one --seq-length, or let training pack them when it starts"
+            self.agree_on("capacity is", lambda header: header.capacity, remedy)
+        _ = self.headers, self.columns  # looked at now
 
     @classmethod
-    def open(
-        cls,
-        source: Source,
-        *,
-        backend: BackendName | ReadOptions = "mmap",
-        same_capacity: bool = True,
-        index_cache: str | None = None,
-        columns: Sequence[str] = (),
-    ) -> ShardSet:
+    def open(cls, source: Source, **options: Any) -> ShardSet:
         """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
-        found = find_prefixes(source)
-        shape: dict[str, Any] = {"same_capacity": same_capacity, "columns": columns}
-        return cls(found, backend=backend, index_cache=index_cache, **shape)
+        return cls(find_prefixes(source), **options)
 
     def _take(
         self,
@@ -233,18 +221,15 @@ class ShardSet:
         index_cache: str | None,
         columns: tuple[str, ...],
     ) -> None:
-        self.prefixes, self._chosen = prefixes, columns
-        self._index_cache = index_cache
+        self.prefixes, self._options, self._index_cache, self._chosen = prefixes, options, index_cache, columns
         self.remote = any(map(is_remote, prefixes))
-        self._options = options
         self._expected = fingerprint  # empty: whatever is there
-        # Entries come and go one by one, which threads may do at once: no lock that a fork could catch in their hands.
+        # Entries come one by one, which threads may do at once: no lock that a fork could catch in their hands.
         self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> _State:
         # A path holds no zero byte; thousands of strings would each add their own few.
-        options = tuple(self._options)
-        return "\0".join(self.prefixes), options, self._fingerprint, self._index_cache, self._chosen
+        return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
         prefixes, options, fingerprint, index_cache, columns = state
@@ -260,31 +245,20 @@ class ShardSet:
     @classmethod
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
         """The shards of several sets, one set after the other, read as the first one is."""
-        found = cls.__new__(cls)
+        found, first = cls.__new__(cls), sets[0]
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
-        found._take(prefixes, sets[0]._options, b"", sets[0]._index_cache, sets[0]._chosen)
+        found._take(prefixes, first._options, b"", first._index_cache, first._chosen)
         found.headers = [header for one in sets for header in one.headers]
         found.columns = joined_columns(sets)
         return found
 
-    def _check(self, same_capacity: bool) -> None:
-        self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
-        self.agree_on("pad id is", lambda header: header.pad_id, "they come from different tokenizers")
-        self.agree_on("tokenizer is", lambda header: header.tokenizer, "they come from different tokenizers")
-        if same_capacity:
-            remedy = "pack them again for one --seq-length, or let training pack them when it starts"
-            self.agree_on("capacity is", lambda header: header.capacity, remedy)
-
     def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
         """FormatError where two shards that both know a value differ in it."""
-        first: tuple[str, Any] | None = None
-        for prefix, header in zip(self.prefixes, self.headers, strict=True):
-            value = value_of(header)
-            if value is None:
-                continue
-            first = first or (prefix, value)
-            if value != first[1]:
-                raise FormatError(f"{prefix}: {what} {value}, in {first[0]} {first[1]}; {remedy}")
+        values = ((prefix, value_of(header)) for prefix, header in zip(self.prefixes, self.headers, strict=True))
+        known = [each for each in values if each[1] is not None]
+        for prefix, value in known:
+            if value != known[0][1]:
+                raise FormatError(f"{prefix}: {what} {value}, in {known[0][0]} {known[0][1]}; {remedy}")
 
     @cached_property
     def headers(self) -> list[Header]:
@@ -292,7 +266,7 @@ class ShardSet:
         # Remote ones take a request or two each, local ones no time worth a thread.
         each = threads().map if self.remote else map
         headers = list(each(read_header, self.prefixes))
-        if self._expected and self._expected != _digest(headers):
+        if self._expected not in (b"", _digest(headers)):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
                 f"{self.prefixes[0]}{others}: the content is another one than when this dataset was opened; another"
@@ -308,18 +282,16 @@ class ShardSet:
             ShardNotFoundError: a shard has no such column.
             FormatError: it is of another kind in another shard.
         """
-        names, numbers = self._chosen, range(len(self.prefixes))
+        names = self._chosen
 
-        def look(number: int) -> list[ColumnSpec]:
-            paths, header = ShardPaths(self.prefixes[number]), self.headers[number]
-            return [open_column(paths, check_name(name), header, "reopen").spec for name in names]
+        def look(prefix: str, header: Header) -> list[ColumnSpec]:
+            return [open_column(ShardPaths(prefix), check_name(name), header, "reopen").spec for name in names]
 
         if not names:
             return {}
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
-            found = list(pool.map(look, numbers) if pool else map(look, numbers))
-        columns = {name: [specs[place] for specs in found] for place, name in enumerate(names)}
-        return alike_columns(self.prefixes, columns)
+            found = list((pool.map if pool else map)(look, self.prefixes, self.headers))
+        return alike_columns(self.prefixes, dict(zip(names, map(list, zip(*found, strict=True)), strict=True)))
 
     @property
     def _fingerprint(self) -> bytes:
@@ -369,10 +341,8 @@ class ShardSet:
         alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         if self._mapped or self.remote or self._options.backend == "reopen" or not alike or self._chosen:
             return None
-        if (
-            sum(sum(digest.nbytes for digest in header.digests[:2]) + header.index_nbytes for header in headers)
-            > MEMORY_NBYTES
-        ):
+        data = sum(digest.nbytes for header in headers for digest in header.digests[:2])
+        if data + sum(header.index_nbytes for header in headers) > MEMORY_NBYTES:
             return None
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
@@ -415,17 +385,6 @@ class ShardSet:
                 array.base[part] = values
             held.is_read[number] = 1
 
-    @property
-    def _index_nbytes(self) -> list[int]:
-        return [header.index_nbytes for header in self.headers]
-
-    @cached_property
-    def _most_held(self) -> int:
-        """Shards that are held at once: all, unless their index arrays alone would take too much memory."""
-        if self._mapped or sum(self._index_nbytes) <= INDEX_NBYTES:
-            return len(self.prefixes)
-        return max(INDEX_NBYTES // max(self._index_nbytes), 1)
-
     def _open(self, number: int, options: ReadOptions) -> Shard:
         """FormatError where another one was published over it."""
         columns = self._chosen
@@ -435,9 +394,7 @@ class ShardSet:
 
     def shard(self, number: int) -> Shard:
         """Shard ``number``, open."""
-        held = self._shards
-        shard = held.get(number)
-        if shard is None:
+        if (shard := self._shards.get(number)) is None:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
             try:
                 shard = self._open(number, options)
@@ -446,19 +403,12 @@ class ShardSet:
                 if options.backend != "mmap" or refused.errno != errno.ENOMEM:
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
-        elif self._most_held == len(self.prefixes):
-            return shard
-        else:
-            held.pop(number, None)
-        held[number] = shard  # last: in the order of their use
-        # Views of a shard outlive it, so one that is let go may still be in use.
-        for oldest in list(held)[: -self._most_held]:
-            held.pop(oldest, None)
+            self._shards[number] = shard
         return shard
 
     def opened(self, numbers: Sequence[int]) -> list[Shard]:
         """These shards, open; remote ones at once, as each takes several requests one after another."""
-        if not self.remote or sum(number not in self._shards for number in numbers) < 2:
+        if not self.remote or len({*numbers} - self._shards.keys()) < 2:
             return [self.shard(number) for number in numbers]
         # Not the pool of requests, whose threads must not wait for each other.
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
@@ -531,10 +481,8 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
     """The columns of all shards of several sets. FormatError: one is of another kind in another shard."""
-    prefixes = [prefix for one in sets for prefix in one.prefixes]
-    return alike_columns(
-        prefixes, {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
-    )
+    columns = {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
+    return alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
 
 
 def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
