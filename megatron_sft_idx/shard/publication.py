@@ -267,12 +267,6 @@ def _unlink_locked(path: str, lock: int) -> None:
             os.unlink(path)
 
 
-def _empty_journal(paths: ShardPaths, lock: int) -> None:
-    """Empty a journal whose lock is held; what it named is gone, or has its name."""
-    with naming(paths.journal):
-        os.ftruncate(lock, 0)
-
-
 # ---- what goes ----
 
 
@@ -363,7 +357,8 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
             raise left(paths, head)
     _remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
-    _empty_journal(paths, lock)
+    with naming(paths.journal):
+        os.ftruncate(lock, 0)
 
 
 def left(paths: ShardPaths, head: Head) -> FormatError:
@@ -384,9 +379,9 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     """
     for path in _remove_seq_idx(paths, head, durable=durable):
         if path == paths.seq_idx:
-            _sync_folder(paths, durable)
+            sync_folder(paths.folder, durable)
         put(paths.temporary(path), path, identity(path))
-    _sync_folder(paths, durable)
+    sync_folder(paths.folder, durable)
     _remove_temporaries(named_by(paths, head), head)
 
 
@@ -406,16 +401,11 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
     if paths.seq_idx in pending:
         if inode_of(paths.seq_idx) is not None:
             os.unlink(paths.seq_idx)
-            _sync_folder(paths, durable)
+            sync_folder(paths.folder, durable)
         for path, inode in head.done.items():
             if paths.temporary(path) not in head.files and inode_of(path) == inode:
                 os.unlink(path)
     return pending
-
-
-def _sync_folder(paths: ShardPaths, durable: bool) -> None:
-    if durable:
-        sync_folder(paths.folder)
 
 
 def _pending(paths: ShardPaths, head: Head) -> list[str]:
@@ -509,7 +499,7 @@ class Publication:
             described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, files)}
             self.journal.write(encode_head({**content, **described}))
             self.journal.sync()
-            _sync_folder(self.paths, self.durable)
+            sync_folder(self.paths.folder, self.durable)
         except BaseException:
             if self.closed:
                 if not os.fstat(self._lock).st_size:
@@ -636,7 +626,7 @@ class Publication:
                 " choose another prefix"
             )
         # The journal is believed from here on: before it says so, the files and their names are on disk.
-        _sync_folder(self.paths, self.durable)
+        sync_folder(self.paths.folder, self.durable)
         self._head = self._head._replace(done=found)
         self.journal.write(encode_done(_by_suffix(paths, found)))
         self.journal.sync()
@@ -681,7 +671,7 @@ class Publication:
     def _end_journal(self) -> None:
         """Remove the journal, or leave it empty to whoever has its lock."""
         if self._borrowed:
-            _empty_journal(self.paths, self._lock)
+            self.journal.cut(0)
         else:
             _unlink_locked(self.paths.journal, self._lock)
 

@@ -31,6 +31,7 @@ from megatron_sft_idx.layout.journal import (
     read_blocks,
     read_head,
 )
+from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile, open_regular
@@ -204,15 +205,15 @@ class ShardWriter:
                 added = False
             if added:
                 return
-        self._add(tokens, loss_mask, seq_starts, None, None, mask_alignment, columns)
+        self.add_packs(tokens, loss_mask, seq_starts, None, None, mask_alignment=mask_alignment, columns=columns)
 
     def add_packs(
         self,
         tokens: ArrayLike,
         loss_mask: ArrayLike,
         seq_starts: ArrayLike,
-        pack_lengths: ArrayLike,
-        pack_sequences: ArrayLike,
+        pack_lengths: ArrayLike | None,
+        pack_sequences: ArrayLike | None,
         *,
         mask_alignment: MaskAlignment = "label",
         columns: Mapping[str, ArrayLike] | None = None,
@@ -223,7 +224,7 @@ class ShardWriter:
             tokens: ids of all packs [sum of lengths].
             loss_mask: their masks [sum of lengths].
             seq_starts: positions inside each pack [sum of sequence counts].
-            pack_lengths: tokens in each pack [packs].
+            pack_lengths: tokens in each pack [packs]; None, as for the next, where all of it is one pack.
             pack_sequences: sequences in each pack [packs].
             mask_alignment: as in ``add_pack``.
             columns: as in ``add_pack``, for all packs end to end.
@@ -231,19 +232,6 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
-        self._add(tokens, loss_mask, seq_starts, pack_lengths, pack_sequences, mask_alignment, columns)
-
-    def _add(
-        self,
-        tokens: ArrayLike,
-        loss_mask: ArrayLike,
-        seq_starts: ArrayLike,
-        pack_lengths: ArrayLike | None,
-        pack_sequences: ArrayLike | None,
-        mask_alignment: MaskAlignment,
-        columns: Mapping[str, ArrayLike] | None,
-    ) -> None:
-        """As ``add_packs``; one pack where its lengths are None."""
         self._require_ready(mask_alignment)
 
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
@@ -280,37 +268,19 @@ class ShardWriter:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
 
         Raises:
-            FormatError: the other shard lacks one of them, or was written with one that this writer does not take.
+            FormatError: the other shard lacks one of them, or was written with one that this writer does not take; or
+                its offsets and starts do not divide its files (rules O1, O2, P2 to P4).
             SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
-            CorruptShardError: the other shard's offsets do not cover its files (rules O1, O2).
         """
-        files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
-        shard.check_ends()
-        theirs = {
-            name: shard.columns.get(name) for name in {*self._options.columns, *listed_columns(shard.header.metadata)}
-        }
-        for name, column in theirs.items():
-            mine = self._options.columns.get(name)
+        columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
+        for name in columns:
+            mine, column = self._options.columns.get(name), shard.columns.get(name)
             if mine is None or column is None or column.spec.kind != mine.kind:
                 raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
-        first = 0
-        while first < len(shard):
-            last = int(np.searchsorted(tokens, tokens[first] + STAGE_TOKENS, side="right")) - 1
-            last = min(max(last, first + 1), first + STAGE_TOKENS)
-            rows = {
-                "token": slice(tokens[first], tokens[last]),
-                "sequence": slice(sequences[first], sequences[last]),
-                "pack": slice(first, last),
-            }
-            self.add_packs(
-                files.tokens[tokens[first] : tokens[last]],
-                files.loss[tokens[first] : tokens[last]],
-                files.starts[sequences[first] : sequences[last]],
-                np.diff(tokens[first : last + 1]),
-                np.diff(sequences[first : last + 1]),
-                columns={name: column.values[rows[column.spec.per]] for name, column in theirs.items() if column},
-            )
-            first = last
+        for window in windows(shard, STAGE_TOKENS, columns):
+            counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
+            values = {name: column.values for name, column in window.columns.items()}
+            self.add_packs(*window.content(), window.starts(), *counts, columns=values)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
         """Take in the first packs of the remains as if they had just been added: checked, counted and hashed.
@@ -505,10 +475,7 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
 class RowFiles:
     """What of a shard grows as packs come, each file with its hash: tokens, masks, starts, and columns.
 
-    Args:
-        publication: of the shard; its paths have the columns.
-        options: dtypes, and the columns.
-        keep: go on after what the files hold: ``take_in`` comes first.
+    With ``keep`` it goes on after what the files hold: ``take_in`` comes first.
     """
 
     def __init__(self, publication: Publication, options: BuildOptions, *, keep: bool = False) -> None:
@@ -539,11 +506,7 @@ class RowFiles:
     def finish(self, header: Header) -> Header:
         """Write the indexes, for the packs that the journal records, and the headers of the columns.
 
-        Args:
-            header: of the shard, but for digests, checksums, and the list of the columns.
-
-        Returns:
-            The header as it is written.
+        ``header`` lacks digests, checksums, and the list of the columns; it is returned as it is written.
         """
         paths, packs = self._publication.paths, JournalPacks(self._publication.journal.path, header.num_packs)
         code, dtype = token_dtype_of(header.token_dtype)

@@ -362,8 +362,10 @@ class OutputFile:
             os.close(fd)
 
 
-def sync_folder(folder: str | Path) -> None:
-    """Make renames and unlinks in ``folder`` durable."""
+def sync_folder(folder: str | Path, durable: bool = True) -> None:
+    """Make renames and unlinks in ``folder`` durable, unless they need not be."""
+    if not durable:
+        return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with naming(folder):

@@ -1,8 +1,9 @@
 """``RemoteStore``: objects by key, read by ranges and written, with retries and errors that people understand.
 
-Below it is a ``Transport``: what one library can do with one bucket, a single attempt at a time. It translates between
-its library and some failures, which say what whoever called can do. They carry a status or the name of an exception,
-never a library's own message: those may quote request headers. Above it are objects as arrays and as files.
+Below it is a transport, ``S3`` or ``MultiStorage``: what one library can do with one bucket, a single attempt at a
+time. Threads may share one, processes may not. It translates between its library and some failures, which say what
+whoever called can do. They carry a status or the name of an exception, never a library's own message: those may quote
+request headers. Above it are objects as arrays and as files.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,12 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.storage.local import SCHEME_STARTS
 
+if TYPE_CHECKING:
+    from megatron_sft_idx.storage.remote.msc import MultiStorage
+    from megatron_sft_idx.storage.remote.s3 import S3
 
-@dataclass(frozen=True, slots=True)
-class RemotePath:
+
+class RemotePath(NamedTuple):
     """A path in an object store, taken apart.
 
     Attributes:
@@ -122,45 +125,13 @@ class Refused(Failure):
     """Any other answer, which the same request would get again."""
 
 
-class Transport(Protocol):
-    """One library on one bucket; threads may share one, processes may not."""
-
-    conditional: bool
-    """Whether ``get`` holds the object to the etag. Where not, the store asks for the etag again after reading."""
-
-    def head(self, key: str) -> ObjectInfo:
-        """What is at a key."""
-        ...
-
-    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
-        """Bytes of an object, possibly fewer than wanted; ``nbytes`` is above zero."""
-        ...
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with a prefix, in any order."""
-        ...
-
-    def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
-        """As ``RemoteStore.put``; sends a part again by itself, for so many seconds."""
-
-    def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object where there is none; ``Changed`` where there is."""
-
-    def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
-
-    def abort_uploads(self, key: str) -> int:
-        """As ``RemoteStore.abort_uploads``."""
-
-
 # ---- trying again ----
 
 _T = TypeVar("_T")
 _SECONDS = "SFT_IDX_STORAGE_SECONDS"
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(NamedTuple):
     """Back-off that doubles, with jitter, under a bound of the whole.
 
     Attributes:
@@ -176,16 +147,12 @@ class RetryPolicy:
     @classmethod
     def from_environment(cls) -> RetryPolicy:
         """The usual one, with the total bound that ``SFT_IDX_STORAGE_SECONDS`` names, where it does."""
-        text = os.environ.get(_SECONDS, "")
-        if not text:
+        if not (text := os.environ.get(_SECONDS, "")):
             return cls()
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = -1.0
-        if not seconds >= 0:
-            raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
-        return cls(total_seconds=seconds)
+        with contextlib.suppress(ValueError):
+            if (seconds := float(text)) >= 0:
+                return cls(total_seconds=seconds)
+        raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
 
     def run(self, attempt: Callable[[], _T]) -> _T:
         """What ``attempt`` gives once it does not raise ``Temporary``.
@@ -263,7 +230,7 @@ class RemoteStore:
     def __init__(self, scheme: str, bucket: str, policy: RetryPolicy | None = None) -> None:
         self.scheme, self.bucket = scheme, bucket
         self.policy = policy or RetryPolicy.from_environment()
-        self._transport: tuple[int, Transport] | None = None
+        self._transport: tuple[int, S3 | MultiStorage] | None = None
 
     def __reduce__(self) -> tuple[type[RemoteStore], tuple[str, str, RetryPolicy]]:
         return RemoteStore, (self.scheme, self.bucket, self.policy)
@@ -272,23 +239,24 @@ class RemoteStore:
         return f"{type(self).__name__}({self.scheme!r}, {self.bucket!r})"
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> S3 | MultiStorage:
         """This process's; made by the thread that comes first, as that takes longer than a request."""
         made = self._transport
         if made is None or made[0] != os.getpid():
             with _connecting:
                 made = self._transport
                 if made is None or made[0] != os.getpid():
-                    if self.scheme == "msc":
-                        from megatron_sft_idx.storage.remote.msc import MultiStorage
-
-                        connected: Transport = MultiStorage(self.bucket)
-                    else:
-                        from megatron_sft_idx.storage.remote.s3 import S3
-
-                        connected = S3(self.bucket)
-                    made = self._transport = os.getpid(), connected
+                    made = self._transport = os.getpid(), self._connect()
         return made[1]
+
+    def _connect(self) -> S3 | MultiStorage:
+        if self.scheme == "msc":
+            from megatron_sft_idx.storage.remote.msc import MultiStorage
+
+            return MultiStorage(self.bucket)
+        from megatron_sft_idx.storage.remote.s3 import S3
+
+        return S3(self.bucket)
 
     def path(self, key: str) -> str:
         """Of an object, as people write it."""
@@ -407,25 +375,28 @@ class RemoteStore:
             )
         if isinstance(failure, Beyond):
             return FormatError(f"{path}: the object ends before the bytes that are wanted (rule F2); restore it")
-        whose = f"come from where {'the AWS tools look' if self.scheme == 's3' else 'the profile says'}"
-        reading_and_writing: dict[type[Failure], tuple[str, str]] = {
-            Missing: (
-                "no such object; check the path, and that nobody removed it",
-                "there is no such bucket; make it first, or check its name",
-            ),
-            Denied: (
-                f"access denied ({failure}); check the credentials, which {whose}, and what they allow",
-                f"access denied ({failure}); check the credentials, and that they allow writing",
-            ),
-            Temporary: (
-                f"no complete answer ({failure}); is the store up, and the endpoint right?",
-                f"could not be written ({failure}); is the store up, and the endpoint right? The same command goes on"
-                " where this one stopped",
-            ),
-        }
-        refused = f"the store refuses the request ({failure})"
-        why = reading_and_writing.get(type(failure), (refused, refused))[writing]
+        reading, to_write = _REMEDIES.get(type(failure), ("the store refuses the request ({})",) * 2)
+        whose = "the AWS tools look" if self.scheme == "s3" else "the profile says"
+        why = (to_write if writing else reading).format(failure, whose=whose)
         return StorageError(path, why, missing=isinstance(failure, Missing))
+
+
+# What to say to whoever reads, and to whoever writes.
+_REMEDIES: dict[type[Failure], tuple[str, str]] = {
+    Missing: (
+        "no such object; check the path, and that nobody removed it",
+        "there is no such bucket; make it first, or check its name",
+    ),
+    Denied: (
+        "access denied ({}); check the credentials, which come from where {whose}, and what they allow",
+        "access denied ({}); check the credentials, and that they allow writing",
+    ),
+    Temporary: (
+        "no complete answer ({}); is the store up, and the endpoint right?",
+        "could not be written ({}); is the store up, and the endpoint right? The same command goes on where this one"
+        " stopped",
+    ),
+}
 
 
 _connecting = threading.Lock()
@@ -499,17 +470,9 @@ def matching(pattern: str, *endings: str) -> list[str]:
 
 
 class RemoteArray:
-    """An array in an object: every slice is one request, and a fresh copy.
+    """An array of ``count`` items in an object, from ``offset`` bytes on: every slice is one request, and a fresh copy.
 
-    Slices are of the object that was there when the array was made, or an error: see ``RemoteStore.read``.
-
-    Args:
-        store: that holds the object.
-        key: of the object.
-        dtype: of its items.
-        count: how many items there are.
-        etag: of the object.
-        offset: where the first item begins, in bytes.
+    Slices are of the object that the etag names, or an error: see ``RemoteStore.read``.
     """
 
     def __init__(
@@ -547,14 +510,9 @@ _RANGES_AHEAD = 4
 
 
 def read_ahead(
-    store: RemoteStore,
-    info: ObjectInfo,
-    *,
-    offset: int = 0,
-    range_nbytes: int = _RANGE_NBYTES,
-    ahead: int = _RANGES_AHEAD,
+    store: RemoteStore, info: ObjectInfo, *, offset: int = 0, range_nbytes: int = _RANGE_NBYTES
 ) -> Generator[bytes | memoryview, None, None]:
-    """The bytes of an object from ``offset`` on, in order; ``ahead`` ranges are being fetched at any time.
+    """The bytes of an object from ``offset`` on, in order; ``_RANGES_AHEAD`` ranges are being fetched at any time.
 
     Raises:
         FormatError: the object is no longer the one that ``info`` tells of.
@@ -569,7 +527,7 @@ def read_ahead(
             fetched.append(threads().submit(store.read, info.key, begin, nbytes, etag=info.etag))
 
     try:
-        for _ in range(ahead):
+        for _ in range(_RANGES_AHEAD):
             fetch_next()
         while fetched:
             block = fetched.popleft().result()
@@ -583,9 +541,7 @@ def read_ahead(
 class ObjectFile(io.RawIOBase):
     """An object as a file that can be sought in; each read is one request, so wrap it in ``io.BufferedReader``.
 
-    Args:
-        store: where it lies.
-        info: the object; reading another one under its name is an error.
+    Reading another object than ``info`` tells of is an error.
     """
 
     def __init__(self, store: RemoteStore, info: ObjectInfo) -> None:
@@ -599,10 +555,6 @@ class ObjectFile(io.RawIOBase):
     def seekable(self) -> bool:
         """It is."""
         return True
-
-    def tell(self) -> int:
-        """Bytes before the next one that is read."""
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Go to a position, which may lie behind the end."""
