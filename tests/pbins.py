@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from megatron_sft_idx.formats.modalities import Reader
+from megatron_sft_idx.formats.pbin import Reader
 
 
 class Layout(NamedTuple):

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.modalities import Reader, recognise
-from megatron_sft_idx.formats.pbin import framings
+from megatron_sft_idx.formats.pbin import Reader, framings, recognise
 from megatron_sft_idx.packs.run import RUN_TOKENS
 from tests.pbins import documents_of, flat, header_of, merged, pbin_of
 
@@ -253,7 +252,7 @@ def test_indexes_that_are_none(
         (b"", "0 bytes, a header alone has 12"),
         (b"12345678901", "11 bytes"),
         (header_of(0) + bytes(8) + pickle.dumps([(0, 8)]), "its writer was stopped before the end"),
-        (header_of(6, token_nbytes=3) + bytes(6) + pickle.dumps([(0, 6)]), "tokens of 3 bytes, which a few versions"),
+        (header_of(6, token_nbytes=3) + bytes(6) + pickle.dumps([(0, 6)]), "tokens of 3 bytes; expected 1, 2 or 4"),
         (header_of(2**63) + bytes(6) + pickle.dumps([(0, 6)]), "9223372036854775808 bytes of data"),
         (header_of(7) + bytes(7) + pickle.dumps([(0, 7)]), "no .pbin of any generation"),
         (b'{"a": "text"}\n' * 9, "is something else"),

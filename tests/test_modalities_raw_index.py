@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.modalities import RawRows, create_raw_index, recognise, recognise_raw_index
+from megatron_sft_idx.formats.modalities import RawRows, create_raw_index
+from megatron_sft_idx.formats.pbin import recognise
 from megatron_sft_idx.storage import Backend
 from tests.packs import demo_samples, write_samples
 
@@ -59,7 +60,6 @@ def test_rows(made: Made, data: bytes, index: list[tuple[int, int]]) -> None:
     path = made(data)
     report = create_raw_index(path)
     assert index_of(path) == index
-    assert Path(report.index_path).read_bytes() == pickle.dumps(index, 4)
     assert report.num_rows == len(index)
     assert report.num_blank == sum(not line.strip() for line in data.split(b"\n")[: data.count(b"\n")])
     assert list(RawRows(path)) == [data[start : start + length] for start, length in index]
@@ -155,7 +155,6 @@ def test_the_index_of_a_shard_is_neither_replaced_nor_read(tmp_path: Path) -> No
     with pytest.raises(FormatError, match=r"an index of Megatron's \.bin"):
         len(RawRows(path))
     assert (tmp_path / "rows.idx").read_bytes() == before
-    assert recognise_raw_index(str(tmp_path / "rows.idx")) is None
 
 
 def test_only_a_raw_index_is_replaced(made: Made) -> None:
@@ -183,17 +182,10 @@ def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
         create_raw_index(tmp_path / "pipe", tmp_path / "x.idx")
     with pytest.raises(FormatError, match="pipe: neither a file nor a folder"):
         len(RawRows(path, tmp_path / "pipe"))
-    assert recognise_raw_index(str(tmp_path / "pipe")) is None
 
 
-def test_recognised_by_content(made: Made, tmp_path: Path) -> None:
-    path = made(b'{"a":1}\n')
-    create_raw_index(path)
-    index = str(Path(path).with_suffix(".idx"))
-    assert "raw index" in (recognise_raw_index(index) or "")
-    assert recognise(index) is None  # no .pbin
-    assert recognise_raw_index(path) is None
-    assert recognise_raw_index(str(tmp_path)) is None
+def test_an_index_is_no_pbin(made: Made) -> None:
+    assert recognise(create_raw_index(made(b'{"a":1}\n')).index_path) is None
 
 
 # ---- indexes that are not of the file ----

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -628,6 +629,15 @@ def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(out, description)
     return out.getvalue()
+
+
+def pickle_opcodes(value: Any) -> bytes:
+    """The pickle of a value as it stands inside another of protocol 2: no first and last opcode, no memo entries."""
+    file = BytesIO()
+    pickler = pickle.Pickler(file, 2)
+    pickler.fast = True
+    pickler.dump(value)
+    return file.getvalue()[2:-1]
 
 
 def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:

@@ -18,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -34,35 +32,16 @@ from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity, first_outside
 from megatron_sft_idx.formats.pbin import (
-    FORMAT,
-    LIST_HEADS,
     Framing,
-    Reader,
-    Writer,
     find_framing,
     native_tokens,
     place_documents,
     read_pairs,
-    recognise,
     write_pairs,
 )
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
 from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
-
-__all__ = [
-    "FORMAT",
-    "PackedMemMapDatasetContinuous",
-    "PackedMemMapDatasetMegatron",
-    "RawIndexReport",
-    "RawRows",
-    "Reader",
-    "RowRange",
-    "Writer",
-    "create_raw_index",
-    "recognise",
-    "recognise_raw_index",
-]
 
 _BLOCK_NBYTES = 1 << 23
 _JSON_SPACE = b" \t\r\n"
@@ -70,8 +49,7 @@ _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _NEWLINE = 10
 
 
-@dataclass(frozen=True, slots=True)
-class RawIndexReport:
+class RawIndexReport(NamedTuple):
     """What an index was made of.
 
     Attributes:
@@ -103,38 +81,26 @@ class RowRange(NamedTuple):
     num_rows: int
 
 
-def default_index_path(path: str | os.PathLike[str]) -> str:
-    """``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
-    return str(Path(path).with_suffix(".idx"))
+def _index_path(path: str, index_path: str | os.PathLike[str] | None) -> str:
+    """The index that was named, or ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
+    return os.fspath(index_path or Path(path).with_suffix(".idx"))
 
 
-def recognise_raw_index(path: str) -> str | None:
-    """What makes this a raw index, as a sentence; None for other files, Megatron's ``.idx`` among them."""
-    try:
-        with open_regular(path) as file:
-            head = file.read(2)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            last = file.read(1)
-    except (OSError, FormatError):
-        return None
-    return (
-        "a pickled list: a raw index over a JSON-lines file" if head.startswith(LIST_HEADS) and last == b"." else None
-    )
+def _indexed(path: str) -> NDArray[np.int64]:
+    """Offset and length of the rows, int64 [rows, 2], as an index says them."""
+    size = os.stat(path).st_size
+    raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
+    if raw[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC:
+        raise FormatError(f"{path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
+    return read_pairs(path, raw)
 
 
 def _is_whole(path: str) -> bool:
     """Whether a file is a pickled list of pairs and nothing else; other pickles begin and end like one."""
     try:
-        size = os.stat(path).st_size
-        raw = open_array(path, np.dtype(np.uint8), size, nbytes=size)
-        assert isinstance(raw, np.ndarray)
-        return size > 0 and read_pairs(path, raw).ndim == 2
+        return _indexed(path).ndim == 2
     except Exception:  # whatever a stranger's bytes do to the reader
         return False
-
-
-KIND = Kind("a raw index", _is_whole)
 
 
 def create_raw_index(
@@ -149,7 +115,7 @@ def create_raw_index(
 
     Args:
         path: a plain ``.jsonl``; compressed files cannot be read in any order.
-        index_path: where to write; None for ``default_index_path``.
+        index_path: where to write; None for ``X.idx`` beside ``X.jsonl``.
         drop_faulty: leave out lines that are no JSON instead of refusing the file.
         overwrite: replace another raw index; nothing else is ever replaced, indexes of Megatron among it.
         on_progress: called now and then with the bytes and the rows since the last time.
@@ -160,19 +126,26 @@ def create_raw_index(
         OSError: the disk says no.
     """
     name = os.fspath(path)
-    target = os.fspath(index_path) if index_path is not None else default_index_path(path)
+    target = _index_path(name, index_path)
     require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
-    _check_input(name)
+    if not os.path.isfile(name):
+        raise FormatError(f"{name}: no such file; name one JSON-lines file, every one has an index of its own")
+    (file,) = expand_inputs([name])
+    if file.kind != "lines" or file.compression:
+        raise FormatError(
+            f"{name}: {file.compression or file.kind} data; expected plain JSON lines, which alone can be read in any"
+            " order by byte offsets"
+        )
     counts = Counter[str]()
-    with new_file(target, KIND, overwrite=overwrite) as output:
-        blocks = list(_scan(name, drop_faulty, on_progress or (lambda num_bytes, num_rows: None), counts))
-        with contextlib.closing(output.open()) as file:
-            write_pairs(file.write, counts["rows"], blocks)
+    with new_file(target, Kind("a raw index", _is_whole), overwrite=overwrite) as output:
+        blocks = list(_scan(name, drop_faulty, on_progress, counts))
+        with contextlib.closing(output.open()) as out:
+            write_pairs(out.write, blocks)
         output.publish()
     return RawIndexReport(target, counts["rows"], counts["blank"], counts["faulty"])
 
 
-def _scan(path: str, drop_faulty: bool, on_progress: Update, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
+def _scan(path: str, drop_faulty: bool, progress: Update | None, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
     """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
     offset = 0
     with open_regular(path) as file:
@@ -186,7 +159,8 @@ def _scan(path: str, drop_faulty: bool, on_progress: Update, counts: Counter[str
             counts.update(kinds)
             good = [kind == "rows" for kind in kinds]
             yield np.stack([starts + offset, run.ends - starts], axis=1)[good]
-            on_progress(run.num_bytes, sum(good))
+            if progress is not None:
+                progress(run.num_bytes, sum(good))
             offset += len(run.payload) + 1
 
 
@@ -204,17 +178,6 @@ def _kind_of(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
     return "rows"
 
 
-def _check_input(path: str) -> None:
-    if not os.path.isfile(path):
-        raise FormatError(f"{path}: no such file; name one JSON-lines file, every one has an index of its own")
-    (file,) = expand_inputs([path])
-    if file.kind != "lines" or file.compression:
-        raise FormatError(
-            f"{path}: {file.compression or file.kind} data; expected plain JSON lines, which alone can be read in any"
-            " order by byte offsets"
-        )
-
-
 class RawRows(Sequence[bytes]):
     """Rows of a JSON-lines file by number, read where they are.
 
@@ -223,7 +186,7 @@ class RawRows(Sequence[bytes]):
 
     Args:
         path: the file.
-        index_path: its raw index; None for ``default_index_path``.
+        index_path: its raw index; None for ``X.idx`` beside ``X.jsonl``.
         backend: ``mmap``, or ``pread`` where mapping is slow or refused.
 
     Raises:
@@ -240,7 +203,7 @@ class RawRows(Sequence[bytes]):
         backend: Backend = "mmap",
     ) -> None:
         self.path = os.fspath(path)
-        self.index_path = os.fspath(index_path) if index_path is not None else default_index_path(path)
+        self.index_path = _index_path(self.path, index_path)
         self._backend: Backend = backend
         self._num_bytes = os.stat(self.path).st_size
         self._opened: tuple[NDArray[np.int64], Array] | None = None
@@ -260,31 +223,10 @@ class RawRows(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         rows, data = self._open()
         if isinstance(index, slice):
-            return [self._read(rows, data, number) for number in range(*index.indices(len(rows)))]
+            return [self[number] for number in range(*index.indices(len(rows)))]
         number = operator.index(index)
         if not -len(rows) <= number < len(rows):
             raise IndexError(f"{self.path}: row {number} of {len(rows)}")
-        return self._read(rows, data, number % len(rows))
-
-    def ranges(self, num_ranges: int) -> list[RowRange]:
-        """The file in ranges of about as many bytes, for as many readers: together every byte and every row once.
-
-        A range begins with a row, but for the first, which begins with the file; lines that are in no row go with the
-        row before them. With fewer rows than ranges, some are empty.
-        """
-        if num_ranges < 1:
-            raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
-        starts = self._open()[0][:, 0]
-        targets = np.arange(1, num_ranges, dtype=np.float64) * (self._num_bytes / num_ranges)
-        cuts = [0, *np.searchsorted(starts, targets).tolist(), len(starts)]
-        edges = [
-            0,
-            *(int(starts[cut]) if cut < len(starts) else self._num_bytes for cut in cuts[1:-1]),
-            self._num_bytes,
-        ]
-        return [RowRange(edges[i], edges[i + 1], cuts[i], cuts[i + 1] - cuts[i]) for i in range(num_ranges)]
-
-    def _read(self, rows: NDArray[np.int64], data: Array, number: int) -> bytes:
         start, length = rows[number].tolist()
         stop = start + length
         around = data[max(start - 1, 0) : stop + 1].tobytes()
@@ -296,44 +238,50 @@ class RawRows(Sequence[bytes]):
             )
         return row
 
+    def ranges(self, num_ranges: int) -> list[RowRange]:
+        """The file in ranges of about as many bytes, for as many readers: together every byte and every row once.
+
+        A range begins with a row, but for the first, which begins with the file; lines that are in no row go with the
+        row before them. With fewer rows than ranges, some are empty.
+        """
+        if num_ranges < 1:
+            raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
+        starts = self._open()[0][:, 0]
+        targets = np.arange(1, num_ranges, dtype=np.float64) * (self._num_bytes / num_ranges)
+        inner = np.searchsorted(starts, targets)
+        cuts = [0, *inner.tolist(), len(starts)]
+        edges = [0, *np.append(starts, self._num_bytes)[inner].tolist(), self._num_bytes]
+        return [RowRange(edges[i], edges[i + 1], cuts[i], cuts[i + 1] - cuts[i]) for i in range(num_ranges)]
+
     def _open(self) -> tuple[NDArray[np.int64], Array]:
+        """The index, and the bytes of the file."""
         if self._opened is None:
-            if (size := os.stat(self.path).st_size) != self._num_bytes:
+            nbytes = self._num_bytes
+            if (size := os.stat(self.path).st_size) != nbytes:
                 raise FormatError(
-                    f"{self.path}: {size} bytes, {self._num_bytes} when it was first named; it changed: make its index"
-                    " again, then start again"
+                    f"{self.path}: {size} bytes, {nbytes} when it was first named; it changed: make its index again,"
+                    " then start again"
                 )
-            rows = self._read_index()
-            data = open_array(
-                self.path, np.dtype(np.uint8), self._num_bytes, nbytes=self._num_bytes, backend=self._backend
-            )
+            rows = _indexed(self.index_path)
+            starts, lengths = rows[:, 0], rows[:, 1]
+            # A row has a byte at least, and a newline is between rows.
+            number = first_outside(starts, np.where(lengths < 1, -1, lengths), nbytes, apart=1)
+            if number is not None:
+                raise FormatError(
+                    f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
+                    f" rows in order and apart, within the {nbytes} bytes of {self.path}; the index is of another file,"
+                    " make it again"
+                )
+            data = open_array(self.path, np.dtype(np.uint8), nbytes, nbytes=nbytes, backend=self._backend)
             self._opened = rows, data
         return self._opened
-
-    def _read_index(self) -> NDArray[np.int64]:
-        size = os.stat(self.index_path).st_size
-        raw = open_array(self.index_path, np.dtype(np.uint8), size, nbytes=size)
-        assert isinstance(raw, np.ndarray)
-        if raw[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC:
-            raise FormatError(f"{self.index_path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
-        rows = read_pairs(self.index_path, raw)
-        starts, lengths = rows[:, 0], rows[:, 1]
-        # A row has a byte at least, and a newline is between rows.
-        number = first_outside(starts, np.where(lengths < 1, -1, lengths), self._num_bytes, apart=1)
-        if number is not None:
-            raise FormatError(
-                f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected rows"
-                f" in order and apart, within the {self._num_bytes} bytes of {self.path}; the index is of another"
-                " file, make it again"
-            )
-        return rows
 
 
 # ---- blocks of tokens ----
 
 
-class _Blocks(ABC):
-    """Blocks of ``block_size`` tokens of one file, each by the position of its first token.
+class _Blocks:
+    """Blocks of ``block_size`` tokens of one file, each by the position of its first token (``_place``).
 
     Pickled as path and options; whoever unpickles it, such as a DataLoader's worker, opens the file on first use.
     """
@@ -380,9 +328,8 @@ class _Blocks(ABC):
             self._opened = framing.open_tokens(self.path), starts
         return self._opened
 
-    @abstractmethod
     def _place(self) -> tuple[Framing, Sequence[int]]:
-        """Find the tokens, and where blocks start among them."""
+        raise NotImplementedError
 
 
 class PackedMemMapDatasetContinuous(_Blocks):
@@ -417,8 +364,8 @@ class PackedMemMapDatasetMegatron(_Blocks):
     block again as a whole; only where it is longer than a block, the next block goes on right behind this one. What is
     left at the end is not used.
 
-    The arithmetic is that of Modalities up to June 2024. Its later versions count blocks in the same way but read them
-    from the wrong place: offsets of the file and of the data, bytes and tokens got mixed.
+    The arithmetic is that of Modalities up to June 2024. Its later versions count blocks alike, but mix up offsets of
+    the file and of the data, bytes and tokens, and read them from the wrong place.
 
     Args:
         path: a ``.pbin`` of any generation.

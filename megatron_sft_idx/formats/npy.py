@@ -30,6 +30,7 @@ from megatron_sft_idx.formats.base import (
     file_identity,
     npy_header,
     npy_header_bytes,
+    pickle_opcodes,
     require_same_length,
     unplaced_note,
 )
@@ -40,21 +41,10 @@ from megatron_sft_idx.storage.publish import Kind
 
 KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
-# Protocol 2: values stand in the stream as they are, without the frames of protocol 4.
-_PROTOCOL = 2
 # The number of packs as an eight-byte number, whatever it is.
 _COUNT = struct.Struct("<2sq")
 # What may stand between a list and its first element.
 _BETWEEN = ("MARK", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
-
-
-def _opcodes(value: Any) -> bytes:
-    """The pickle of a value as it stands inside another: no first and last opcode, no memo entries."""
-    file = BytesIO()
-    pickler = pickle.Pickler(file, _PROTOCOL)
-    pickler.fast = True
-    pickler.dump(value)
-    return file.getvalue()[2:-1]
 
 
 def _count(number: int) -> bytes:
@@ -65,16 +55,16 @@ def _count(number: int) -> bytes:
 # The module has its older name, which newer numpy knows too.
 _ARRAY = b"".join(
     (
-        pickle.PROTO + bytes([_PROTOCOL]),
+        pickle.PROTO + b"\x02",
         pickle.GLOBAL + b"numpy.core.multiarray\n_reconstruct\n",
         pickle.GLOBAL + b"numpy\nndarray\n",
-        _opcodes((0,)),
-        _opcodes("b"),
+        pickle_opcodes((0,)),
+        pickle_opcodes("b"),
         pickle.TUPLE3 + pickle.REDUCE,
-        pickle.MARK + _opcodes(1),
+        pickle.MARK + pickle_opcodes(1),
     )
 )
-_AFTER_SHAPE = pickle.TUPLE1 + _opcodes(np.dtype(object)) + pickle.NEWFALSE + pickle.EMPTY_LIST
+_AFTER_SHAPE = pickle.TUPLE1 + pickle_opcodes(np.dtype(object)) + pickle.NEWFALSE + pickle.EMPTY_LIST
 _END = pickle.TUPLE + pickle.BUILD + pickle.STOP
 
 
@@ -309,7 +299,7 @@ class LegacyPickleWriter(PackedWriter):
         for i in range(len(run)):
             pack = run.part(i, i + 1)
             values = (pack.tokens.tolist(), pack.loss_mask.tolist(), pack.seq_starts.tolist())
-            self._file.write(_opcodes(dict(zip(KEYS, values, strict=True))) + pickle.APPEND)
+            self._file.write(pickle_opcodes(dict(zip(KEYS, values, strict=True))) + pickle.APPEND)
 
     def _finish(self) -> None:
         self._file.write(_END)

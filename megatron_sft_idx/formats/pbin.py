@@ -32,10 +32,8 @@ damage of its merge tool visible: it moves the index entries of each further fil
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,50 +48,32 @@ from megatron_sft_idx.formats.base import (
     file_identity,
     first_outside,
     joined_ranges,
+    pickle_opcodes,
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-# What a pickled list begins with: protocol 2 and later, then 0, then 1.
-LIST_HEADS = (b"\x80", b"(l", b"]")
-HEADER_NBYTES = 12  # of all generations but the first
-_LENGTH_NBYTES = 8
-_TOKEN_NBYTES = (1, 2, 4)
-
+FORMAT = "pbin"
+MaskRule = Literal["all"]
 ByteOrder = Literal["big", "little"]
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One layout of the file.
-
-    Attributes:
-        number: 1 to 4.
-        since: when it was first written.
-        byte_order: of the header and the tokens.
-        header_nbytes: 8 or 12.
-        first_offset: what the index says of the data's first byte.
-    """
-
-    number: int
-    since: str
-    byte_order: ByteOrder
-    header_nbytes: int
-    first_offset: int
+# What a pickled list begins with: protocol 2 and later, then 0, then 1.
+_LIST_HEADS = (b"\x80", b"(l", b"]")
+_LENGTH_NBYTES = 8
+_HEADER_NBYTES = 12  # of all generations but the first
+_TOKEN_NBYTES = (1, 2, 4)
+# By byte order and bytes of the header, newest first: what the index says of the data's first byte, and which
+# generation says so.
+_GENERATIONS: dict[tuple[ByteOrder, int], dict[int, int]] = {
+    ("little", _HEADER_NBYTES): {0: 4, _HEADER_NBYTES: 3},
+    ("big", _HEADER_NBYTES): {_HEADER_NBYTES: 2},
+    ("big", _LENGTH_NBYTES): {_LENGTH_NBYTES: 1},
+}
 
 
-GENERATIONS = (
-    Generation(1, "December 2023", "big", 8, 8),
-    Generation(2, "January 2024", "big", HEADER_NBYTES, 12),
-    Generation(3, "April 2024", "little", HEADER_NBYTES, 12),
-    Generation(4, "June 2024", "little", HEADER_NBYTES, 0),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
+class Framing(NamedTuple):
     """Where the three parts of a file are: all that can be told without the index.
 
     Attributes:
@@ -147,49 +127,38 @@ def framings(path: str) -> list[Framing]:
         FormatError: it is no regular file.
         OSError: it cannot be read.
     """
-    layouts: tuple[tuple[ByteOrder, int], ...] = (("little", 12), ("big", 12), ("big", _LENGTH_NBYTES))
     found = []
     with open_regular(path) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
         if size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
             return []
-        head = os.pread(fd, HEADER_NBYTES, 0)
-        for order, header_nbytes in layouts:
+        head = os.pread(fd, _HEADER_NBYTES, 0)
+        for order, header_nbytes in _GENERATIONS:
             data_nbytes = int.from_bytes(head[:_LENGTH_NBYTES], order)
-            token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == HEADER_NBYTES else 4
+            token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == _HEADER_NBYTES else 4
             # A pickle takes at least a byte to begin and one to stop.
             index = header_nbytes + data_nbytes
             believable = token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and index < size - 1
-            if believable and os.pread(fd, 2, index).startswith(LIST_HEADS):
+            if believable and os.pread(fd, 2, index).startswith(_LIST_HEADS):
                 found.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
     return found
 
 
 def find_framing(path: str) -> list[Framing]:
-    """The same, at least one.
-
-    Raises:
-        FormatError: none; says what was found.
-        OSError: it cannot be read.
-    """
+    """The same, at least one. FormatError says what was found instead."""
     if found := framings(path):
         return found
     with open_regular(path) as file:
-        head = file.read(HEADER_NBYTES)
+        head = file.read(_HEADER_NBYTES)
         size = file.seek(0, os.SEEK_END)
     little, big = (int.from_bytes(head[:_LENGTH_NBYTES], order) for order in ("little", "big"))
-    token_nbytes = min(int.from_bytes(head[_LENGTH_NBYTES:], order) for order in ("little", "big"))
-    if len(head) < HEADER_NBYTES:
-        reason = f"{size} bytes, a header alone has {HEADER_NBYTES}; the file was cut short or is something else"
+    if len(head) < _HEADER_NBYTES:
+        reason = f"{size} bytes, a header alone has {_HEADER_NBYTES}; the file was cut short or is something else"
     elif little == 0:
         reason = "its header says no data, though some follows: its writer was stopped before the end; make it again"
-    elif token_nbytes == 3:
-        reason = (
-            "tokens of 3 bytes, which a few versions of Modalities wrote in December 2024 and none reads;"
-            " make it again with a current one"
-        )
     else:
+        token_nbytes = min(int.from_bytes(head[_LENGTH_NBYTES:], order) for order in ("little", "big"))
         reason = (
             f"its header would say {little} bytes of data (little-endian) or {big} (big-endian), in tokens of"
             f" {token_nbytes} bytes; expected 1, 2 or 4, and a pickled index between there and the end of {size} bytes;"
@@ -198,8 +167,7 @@ def find_framing(path: str) -> list[Framing]:
     raise FormatError(f"{path}: no .pbin of any generation: {reason}")
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Documents of one file, in tokens from the data's start.
 
     ``modalities data merge_packed_data`` joins files and gets the index wrong: it moves the entries of each further
@@ -209,19 +177,33 @@ class Placement:
 
     Attributes:
         framing: of the file.
-        generation: of the file.
+        first_offset: what the index says of the data's first byte.
         starts: int64 [documents].
         lengths: int64 [documents]; 0 is possible.
         num_moved: documents whose place in the file was wrong and is set right here.
-        num_unused: tokens of the data that no document holds.
     """
 
     framing: Framing
-    generation: Generation
+    first_offset: int
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     num_moved: int
-    num_unused: int
+
+    @property
+    def generation(self) -> int:
+        """1 to 4."""
+        return _GENERATIONS[self.framing.byte_order, self.framing.header_nbytes][self.first_offset]
+
+    def notes(self) -> Iterator[str]:
+        """What was understood, as sentences."""
+        yield f".pbin of generation {self.generation} of 4: {self.framing}"
+        yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
+        if self.num_moved:
+            yield f"{self.num_moved} documents placed by their lengths: the index was damaged by merging"
+        if empty := int(np.count_nonzero(self.lengths == 0)):
+            yield f"{empty} documents without a token left out"
+        if unused := self.framing.num_tokens - int(self.lengths.sum()):
+            yield f"{unused} tokens that no document holds left out"
 
 
 def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
@@ -246,29 +228,29 @@ def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
 
 
 def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
-    offset, nbytes = framing.index_offset, framing.file_nbytes
-    index = open_array(path, np.dtype(np.uint8), nbytes - offset, nbytes=nbytes, offset=offset)
+    begin, size, data_nbytes = framing.index_offset, framing.file_nbytes, framing.data_nbytes
+    index = open_array(path, np.dtype(np.uint8), size - begin, nbytes=size, offset=begin)
     pairs = read_pairs(path, np.asarray(index))
-    generation = _generation(path, framing, pairs)
-    lengths = pairs[:, 1]
+    offsets, lengths = pairs[:, 0], pairs[:, 1]
+    base = _first_offset(path, framing, offsets)
     # Every length is at most the data's before they are added, and the sum is first taken in floats: no overflow.
-    too_long = (lengths < 0) | (lengths > framing.data_nbytes)
+    too_long = (lengths < 0) | (lengths > data_nbytes)
     total = float(lengths.sum(dtype=np.float64))
-    if too_long.any() or total > 2 * framing.data_nbytes:
+    if too_long.any() or total > 2 * data_nbytes:
         document = int(np.argmax(too_long))
         raise FormatError(
             f"{path}: document {document} has {lengths[document]} bytes and all together {total:.0f}, the data has"
-            f" {framing.data_nbytes}; the index is not of this file, make it again"
+            f" {data_nbytes}; the index is not of this file, make it again"
         )
     tiled = np.cumsum(lengths) - lengths
-    starts, early = pairs[:, 0], _early(framing, generation, pairs, tiled)
+    early = _early(framing, offsets, tiled + base) if int(lengths.sum()) == data_nbytes else None
     if early is None:
-        offsets, starts = starts, starts - generation.first_offset
-        if (misplaced := first_outside(starts, lengths, framing.data_nbytes)) is not None:
+        starts = offsets - base
+        if (misplaced := first_outside(starts, lengths, data_nbytes)) is not None:
             raise FormatError(
                 f"{path}: document {misplaced} has {lengths[misplaced]} bytes at offset {offsets[misplaced]}; expected"
-                f" to follow the one before and to end within {framing.data_nbytes} bytes of data; the index is damaged"
-                " or not of this file, make it again"
+                f" to follow the one before and to end within {data_nbytes} bytes of data; the index is damaged or not"
+                " of this file, make it again"
             )
     elif repair_merge:
         starts = tiled
@@ -277,62 +259,48 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
         raise FormatError(
             f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the"
             f" one in front ends, and {np.count_nonzero(early)} documents in all are too early, by at most"
-            f" {early.max()} bytes. Modalities' merge_packed_data loses {HEADER_NBYTES} bytes a file in the index;"
+            f" {early.max()} bytes. Modalities' merge_packed_data loses {_HEADER_NBYTES} bytes a file in the index;"
             " data and lengths are whole: pass repair_merge=True (--repair-merge) to place the documents by their"
             " lengths, or merge with another tool"
         )
-    if ((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)).any():
-        document = int(np.argmax((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)))
+    nbytes = framing.token_nbytes
+    if (uneven := (starts % nbytes) | (lengths % nbytes)).any():
+        document = int(np.argmax(uneven != 0))
         raise FormatError(
             f"{path}: document {document} has {lengths[document]} bytes from {starts[document]} on, no whole tokens of"
-            f" {framing.token_nbytes} bytes"
+            f" {nbytes} bytes"
         )
     num_moved = 0 if early is None else int(np.count_nonzero(early))
-    unused = (framing.data_nbytes - int(lengths.sum())) // framing.token_nbytes
-    starts, lengths = starts // framing.token_nbytes, lengths // framing.token_nbytes
-    return Placement(framing, generation, starts, lengths, num_moved, unused)
+    return Placement(framing, base, starts // nbytes, lengths // nbytes, num_moved)
 
 
-def _generation(path: str, framing: Framing, pairs: NDArray[np.int64]) -> Generation:
-    """The generation, by the header and the first offset."""
-    candidates = [
-        each
-        for each in GENERATIONS
-        if (each.byte_order, each.header_nbytes) == (framing.byte_order, framing.header_nbytes)
-    ]
-    if not len(pairs):
-        return candidates[-1]
-    first = int(pairs[0, 0])
-    for generation in candidates:
-        if first == generation.first_offset:
-            return generation
+def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> int:
+    """What the index says of the data's first byte, where some generation would say so."""
+    known = _GENERATIONS[framing.byte_order, framing.header_nbytes]
+    newest = next(iter(known))
+    if not len(offsets):
+        return newest
+    first = int(offsets[0])
+    if first in known:
+        return first
     # A merge whose first files are empty moves its first document, too.
-    if candidates[-1].number == 4 and first < 0 and first % HEADER_NBYTES == 0:
-        return candidates[-1]
-    expected = " or ".join(str(each.first_offset) for each in candidates)
+    if newest == 0 and first < 0 and first % _HEADER_NBYTES == 0:
+        return newest
+    expected = " or ".join(map(str, known))
     raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
 
 
-def _early(
-    framing: Framing, generation: Generation, pairs: NDArray[np.int64], tiled: NDArray[np.int64]
-) -> NDArray[np.int64] | None:
+def _early(framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """By how many bytes each document begins too early in an index that was damaged by merging; None for others.
 
-    The lengths then fill the data exactly, and every place is whole headers too early, some at least one. No sound
-    index looks so: a document that begins before the one before it ends shares bytes with it.
+    Every place is whole headers earlier than the lengths before it say, some at least one. No sound index looks so: a
+    document that begins before the one before it ends shares bytes with it.
     """
-    starts, lengths = pairs[:, 0], pairs[:, 1]
     # Bounds first, so that the difference cannot overflow.
-    outside = (starts < -framing.file_nbytes) | (starts > framing.file_nbytes)
-    if int(lengths.sum()) != framing.data_nbytes or outside.any():
+    if ((offsets < -framing.file_nbytes) | (offsets > framing.file_nbytes)).any():
         return None
-    early = tiled - (starts - generation.first_offset)
-    return early if early.any() and ((early >= 0) & (early % HEADER_NBYTES == 0)).all() else None
-
-
-FORMAT = "pbin"
-
-MaskRule = Literal["all"]
+    early = tiled - offsets
+    return early if early.any() and ((early >= 0) & (early % _HEADER_NBYTES == 0)).all() else None
 
 
 def recognise(path: str) -> str | None:
@@ -351,9 +319,6 @@ def _is_whole(path: str) -> bool:
     except Exception:  # whatever a stranger's bytes do to the reader
         return False
     return True
-
-
-KIND = Kind("a Modalities .pbin", _is_whole)
 
 
 def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
@@ -409,8 +374,8 @@ class Reader(PackedReader):
         small = self._tokens.dtype.itemsize <= 2
         self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.uint8)
         self.identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
-        self._generation = placement.generation.number
-        self.notes += _notes(placement)
+        self._generation = placement.generation
+        self.notes += placement.notes()
 
     @property
     def spec(self) -> PackedSpec:
@@ -430,26 +395,10 @@ class Reader(PackedReader):
         return PackRun(tokens, all_trained(lengths), ones - 1, lengths, ones)
 
 
-def _notes(placement: Placement) -> Iterator[str]:
-    generation = placement.generation
-    offsets = "the data" if generation.first_offset == 0 else "the file"
-    yield (
-        f".pbin of generation {generation.number} (since {generation.since}): {placement.framing}; its first offset"
-        f" is counted from the start of {offsets}"
-    )
-    yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
-    if placement.num_moved:
-        yield f"{placement.num_moved} documents placed by their lengths: the index was damaged by merging"
-    if empty := int(np.count_nonzero(placement.lengths == 0)):
-        yield f"{empty} documents without a token left out"
-    if placement.num_unused:
-        yield f"{placement.num_unused} tokens that no document holds left out"
-
-
 class Writer(PackedWriter):
-    """A ``.pbin`` of the current generation, as Modalities' own ``TokenizedFileWriter`` makes it, byte for byte.
+    """A ``.pbin`` of the current generation; every sequence becomes a document.
 
-    Every sequence becomes a document. Keeps 8 bytes a sequence in memory until the index is written.
+    Keeps 8 bytes a sequence in memory until the index is written.
 
     Args:
         allow_loss: write, though loss masks and which sequences shared a pack are lost.
@@ -461,7 +410,7 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
-    reader, kind = Reader, KIND
+    reader, kind = Reader, Kind("a Modalities .pbin", _is_whole)
 
     def _begin(self, *, token_nbytes: int | None = None) -> None:
         if not self._allow_loss:
@@ -495,8 +444,8 @@ class Writer(PackedWriter):
             self.lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
 
     def _finish(self) -> None:
-        data_nbytes = self._file.nbytes - len(encode_header(0, 1))
-        write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
+        data_nbytes = self._file.nbytes - _HEADER_NBYTES
+        write_pairs(self._file.write, self._pairs())
         # Last, as the real writer: a file without its length is one that was not finished.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
@@ -516,14 +465,8 @@ class Writer(PackedWriter):
 
 # ---- the index: a pickled list of pairs, read without unpickling ----
 
-_PROTOCOL = 4
-_HEAD = b"\x80\x04"
-_FRAME_NBYTES = 1 << 16  # CPython closes a frame before the first value past this many bytes
-_LEAST_FRAME_NBYTES = 4  # and gives shorter ones no header
-_BATCH = 1000  # items CPython appends to a list at once
-# Bytes of a non-negative integer: BININT1, BININT2, BININT, then LONG1 of 5 to 8 bytes.
-_LIMITS = np.array([2**8, 2**16, 2**31, 2**39, 2**47, 2**55], np.int64)
-_NBYTES = np.array([2, 3, 5, 7, 8, 9, 10], np.int64)
+# Pairs that are tuples of Python's at once.
+_PAIRS = 1 << 12
 
 
 def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -545,73 +488,18 @@ def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
         ) from None
 
 
-def write_pairs(write: Callable[[bytes], None], count: int, blocks: Iterable[NDArray[np.int64]]) -> None:
-    """Write a list of pairs of integers from 0 to 2**63 - 1, as ``pickle.dumps`` would.
+def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.int64]]) -> None:
+    """Write a pickled list of pairs of integers, block by block.
 
     Args:
         write: takes the bytes in order.
-        count: pairs in all.
         blocks: the pairs, int64 [some, 2].
     """
-    frames = _Frames(write)
-    write(_HEAD)
-    frames.add(b"]\x94", np.empty(0, np.int64))
-    for block in _rebatched(blocks):
-        opcodes = _opcodes_of(block)
-        sizes = _NBYTES[np.searchsorted(_LIMITS, block, side="right")]
-        first = np.cumsum(sizes.sum(axis=1) + 2) - (sizes.sum(axis=1) + 2)
-        values = np.stack([first, first + sizes[:, 0]], axis=1).reshape(-1)
-        if count == 1:
-            frames.add(opcodes + b"a", values)
-        else:
-            frames.add(b"(" + opcodes + b"e", values + 1)
-    frames.add(b".", np.empty(0, np.int64))
-    frames.close()
-
-
-def _rebatched(blocks: Iterable[NDArray[np.int64]]) -> Iterable[NDArray[np.int64]]:
-    """The same pairs, ``_BATCH`` at a time."""
-    held = np.empty((0, 2), np.int64)
+    beginning, empty_list = b"\x80\x02", b"]"
+    write(beginning + empty_list)
     for block in blocks:
-        held = np.concatenate([held, block])
-        whole = len(held) - len(held) % _BATCH
-        yield from (held[i : i + _BATCH] for i in range(0, whole, _BATCH))
-        held = held[whole:]
-    if len(held):
-        yield held
-
-
-def _opcodes_of(block: NDArray[np.int64]) -> bytes:
-    """What pushes the pairs; tuples are memoized without a number, so it is the same anywhere in a pickle."""
-    pairs: list[Any] = list(zip(*block.T.tolist(), strict=True))
-    # A batch is far smaller than a frame: head, frame header, empty list, [mark,] tuples, append, stop.
-    start = len(_HEAD) + 9 + 2 + (len(pairs) > 1)
-    return pickle.dumps(pairs, _PROTOCOL)[start:-2]
-
-
-class _Frames:
-    """Opcodes in frames, cut where CPython cuts them."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
-        self._frame = bytearray()
-
-    def add(self, opcodes: bytes, values: NDArray[np.int64]) -> None:
-        """``values``: where in ``opcodes`` a value begins, ascending; a frame ends nowhere else."""
-        start = 0
-        while True:
-            missing = max(_FRAME_NBYTES - len(self._frame), 0)
-            at = int(np.searchsorted(values, start + missing))
-            if at == len(values):
-                break
-            cut = int(values[at])
-            self._frame += opcodes[start:cut]
-            self.close()
-            start = cut
-        self._frame += opcodes[start:]
-
-    def close(self) -> None:
-        if len(self._frame) >= _LEAST_FRAME_NBYTES:
-            self._write(b"\x95" + len(self._frame).to_bytes(8, "little"))
-        self._write(bytes(self._frame))
-        self._frame.clear()
+        for i in range(0, len(block), _PAIRS):
+            pairs = list(zip(*block[i : i + _PAIRS].T.tolist(), strict=True))
+            # What appends them to the list that is there already.
+            write(pickle_opcodes(pairs).removeprefix(empty_list))
+    write(b".")

@@ -35,7 +35,7 @@ def _documents(path: Path, raw: bytes, repair_merge: bool) -> list[list[int]]:
     framing = placement.framing
     at, documents = 0, []
     for offset, length in twin(raw[framing.index_offset :]):
-        start = at if placement.num_moved else offset - placement.generation.first_offset
+        start = at if placement.num_moved else offset - placement.first_offset
         data = raw[framing.header_nbytes + start :][:length]
         tokens = [data[i : i + framing.token_nbytes] for i in range(0, length, framing.token_nbytes)]
         documents.append([int.from_bytes(token, framing.byte_order) for token in tokens])

@@ -12,7 +12,7 @@ from fuzz.pieces import split
 from pickled_pairs_twin import twin
 
 from megatron_sft_idx.chat.inputs import parse_json
-from megatron_sft_idx.formats.modalities import RawRows, create_raw_index, recognise_raw_index
+from megatron_sft_idx.formats.modalities import RawRows, create_raw_index
 
 _SPACE, _MARK = b" \t\r\n", b"\xef\xbb\xbf"
 
@@ -22,7 +22,6 @@ def run(data: bytes) -> None:
     path, index_path = scratch("raw-index") / "x.jsonl", scratch("raw-index") / "x.idx"
     path.write_bytes(lines)
     index_path.write_bytes(index)
-    recognise_raw_index(str(index_path))
     _hold_rows(path, index_path, index, lines)
     for drop_faulty in (False, True):
         _hold_made(path, index_path, lines, drop_faulty)
