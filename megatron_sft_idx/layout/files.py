@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +250,10 @@ class Broken(NamedTuple):
 Checks = Iterable[tuple[str, str, bool, str]]
 
 
+# Of every form they follow the eight bytes of the magic.
+_VERSION_AND_SIZE = struct.Struct("<II")
+
+
 class HeaderForm:
     """Fixed fields, a JSON block, zeros up to a multiple of 64, a checksum: the header of ``.seq.idx``, or of a column.
 
@@ -308,7 +312,8 @@ class HeaderForm:
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
         """The JSON block's object, not to be changed; None where it is not one in canonical form."""
-        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + self.values(raw)["json_nbytes"]])
+        (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
+        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
     def outline(self, raw: bytes) -> Broken | None:
         """What keeps the first bytes of a file, as many as the fixed fields have, from being read as a header."""
@@ -317,8 +322,7 @@ class HeaderForm:
             return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
         if len(raw) < self.fixed_nbytes:
             return Broken(len(raw), rule, f"a file that ends after {len(raw)} bytes", f"at least {self.fixed_nbytes}")
-        values, least = self.values(raw), self.fixed_nbytes + CHECKSUM_NBYTES
-        found, size = values["version"], values["header_nbytes"]
+        (found, size), least = _VERSION_AND_SIZE.unpack_from(raw, 8), self.fixed_nbytes + CHECKSUM_NBYTES
         if found != self.version:
             return Broken(self.offsets["version"], version, f"format version {found}", str(self.version))
         if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
@@ -328,7 +332,7 @@ class HeaderForm:
 
     def peek(self, raw: bytes) -> int:
         """How many bytes the header has by its fixed fields; no more than those where they are of no such header."""
-        return self.fixed_nbytes if self.outline(raw) else int(self.values(raw)["header_nbytes"])
+        return self.fixed_nbytes if self.outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
     def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
         """What is wrong with a header whose outline is right: the end of the file inside it, or all else.
@@ -417,7 +421,7 @@ FIELDS, MAGIC, HEADER_FIXED_NBYTES = SEQ_IDX.fields, SEQ_IDX.magic, SEQ_IDX.fixe
 _DIGESTS = ("tokens", "loss", "idx", "starts")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Header:
     """What ``X.seq.idx`` says of its shard.
 
@@ -462,7 +466,7 @@ class Header:
         """16 bytes derived from the content: xxh3_128 over the four data checksums."""
         return xxhash.xxh3_128_digest(b"".join(digest.checksum for digest in self.digests))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the header: where ``sequence_offsets`` begin."""
         return SEQ_IDX.nbytes(self.metadata)
@@ -521,7 +525,7 @@ class Header:
 
     def encode(self) -> bytes:
         """The header's bytes, checksum included."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(type(self), name)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(self, name)}
         values |= {
             "token_dtype": token_dtype_of(self.token_dtype)[0],
             "mask_dtype": mask_dtype_of(self.mask_dtype)[0],

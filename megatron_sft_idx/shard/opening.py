@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from stat import S_ISREG
@@ -38,9 +39,8 @@ from megatron_sft_idx.storage import (
     check_size,
     is_remote,
     open_array,
-    open_regular,
 )
-from megatron_sft_idx.storage.local import HashedFile, has_digest
+from megatron_sft_idx.storage.local import HashedFile, has_digest, naming, open_descriptor
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import exists, read_ahead, threads
@@ -52,11 +52,15 @@ _HEADER_NBYTES = 16 << 10
 
 
 class Start(NamedTuple):
-    """The header of a file or an object, as far as that reaches, its size in bytes, and the object that it is."""
+    """The header of a file or an object, as far as that reaches, and its size in bytes.
+
+    Of an object what the store says of it, of a local file what tells it from another one under its name.
+    """
 
     raw: bytes
     nbytes: int
     info: ObjectInfo | None
+    stamp: tuple[int, ...] = ()
 
 
 def read_start(path: str, form: HeaderForm) -> Start | None:
@@ -70,11 +74,21 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
             raw += store.read(key, len(raw), size - len(raw), etag=info.etag)
         return Start(raw[:size], info.nbytes, info)
     try:
-        with open_regular(path) as file:
-            raw, nbytes = file.read(form.fixed_nbytes), os.fstat(file.fileno()).st_size
-            return Start(raw + file.read(min(form.peek(raw), nbytes) - len(raw)), nbytes, None)
+        fd, status = open_descriptor(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    try:
+        with naming(path):
+            raw = os.pread(fd, _HEADER_NBYTES, 0)
+            if len(raw) < (size := min(form.peek(raw), status.st_size)):
+                raw += os.pread(fd, size - len(raw), len(raw))
+        return Start(raw[:size], status.st_size, None, _stamp(status))
+    finally:
+        os.close(fd)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def open_items(
@@ -168,7 +182,8 @@ def require_same(prefix: str, found: bytes, expected: bytes) -> None:
 # ---- an open shard ----
 
 
-class Files(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Files:
     """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
 
     header: Header
@@ -185,11 +200,13 @@ class Files(NamedTuple):
     first_reads: FirstReads | None = None  # where the kernel decides what is read ahead
 
 
-def _files(header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array]) -> Files:
+def _files(
+    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], first: FirstReads | None
+) -> Files:
     """``offsets`` are those of sequences, then those of tokens."""
     sequences, packs = offsets
     counts = header.num_packs, header.num_sequences, header.num_tokens
-    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs))
+    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs), first)
 
 
 _Pair = Callable[[int], tuple[int, int]]
@@ -218,7 +235,7 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            same = _look(paths).raw == seq_idx.raw
+            same = _stamp(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
             same = (now := _object_at(paths.seq_idx)) is not None and now.etag == seq_idx.info.etag
@@ -257,10 +274,10 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     starts = array(paths.starts, "<u4", header.num_sequences)
     for data in (tokens, loss):
         advise_order(data, options.advice, huge_pages=options.huge_pages)
-    files = _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets)
+    first = None
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
-        files = files._replace(first_reads=FirstReads(tokens, loss))
-    return files
+        first = FirstReads(tokens, loss)
+    return _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, first)
 
 
 def _open_remote(
@@ -291,7 +308,7 @@ def _open_remote(
         RemoteArray(store, found[path].key, dtype, header.num_tokens, found[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return _files(header, tokens, loss, starts, offsets)
+    return _files(header, tokens, loss, starts, offsets, None)
 
 
 def _object_at(path: str) -> ObjectInfo | None:
@@ -414,7 +431,7 @@ def _is_good(path: Path, digest: FileDigest) -> bool:
     """Whether a copy is there and whole; it is read once in a process, unless the system says that it changed."""
     try:
         stat = path.stat()
-        stamp = path, digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        stamp = path, digest, _stamp(stat)
         if stamp not in _found_good and not has_digest(str(path), digest):
             return False
     except (OSError, FormatError):

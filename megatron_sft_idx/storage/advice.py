@@ -60,7 +60,8 @@ def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> N
     if isinstance(array, PreadArray):
         array.advise(_ADVICE[advice][1])
     elif (mapped := _map_of(array)) is not None:
-        mapped.madvise(_ADVICE[advice][0])
+        if advice != "normal":  # which a new map has
+            mapped.madvise(_ADVICE[advice][0])
         with contextlib.suppress(OSError):  # a kernel without them
             if huge_pages:
                 mapped.madvise(mmap.MADV_HUGEPAGE)

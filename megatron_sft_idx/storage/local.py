@@ -6,6 +6,7 @@ was cut short is an error when opening and not a SIGBUS later.
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -237,16 +238,24 @@ class _NamedFile(io.FileIO):
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file that a user named, open for reading; never waits, as opening a FIFO does for its other end.
+    """A file that a user named, open for reading. Errors as ``open_descriptor``."""
+    return io.BufferedReader(_NamedFile(path, "rb", opener=lambda name, _: open_descriptor(name)[0]), _BUFFER_NBYTES)
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+    """A file open for reading, which the caller closes; never waits, as opening a FIFO does for its other end.
 
     Raises:
         FormatError: what is there is no file.
         OSError: there is nothing, a folder, or what may not be read.
     """
-    file = _NamedFile(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return io.BufferedReader(file, _BUFFER_NBYTES)
-    file.close()
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        return fd, status
+    os.close(fd)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
 
 
@@ -273,17 +282,16 @@ def open_array(
     """
     if backend not in ("mmap", "pread"):
         raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        check_size(path, size, nbytes)
+    fd, status = open_descriptor(path)
+    try:
+        check_size(path, status.st_size, nbytes)
         if backend == "pread":
             return PreadArray(path, dtype, count, offset)
         if not count:
-            empty = np.empty(0, dtype)
-            empty.flags.writeable = False
-            return empty
-        mapped = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, dtype, count, offset)
+            return np.frombuffer(b"", dtype)
+        return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype, count, offset)
+    finally:
+        os.close(fd)
 
 
 class OutputFile:
