@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.inputs import expand_inputs, total_bytes
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces, total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
@@ -122,7 +121,7 @@ def test_pieces_are_small_and_add_up(tmp_path, container):
 
 @given(st.binary(max_size=200), st.integers(1, 50), st.lists(st.integers(1, 9)))
 def test_cuts_do_not_depend_on_how_the_bytes_arrive(data, piece_nbytes, sizes):
-    from megatron_sft_idx.chat.pieces import cut_lines
+    from megatron_sft_idx.chat.inputs import cut_lines
 
     def runs(blocks):
         cut = cut_lines(iter(blocks), path="x", piece_nbytes=piece_nbytes, max_row_nbytes=1000)

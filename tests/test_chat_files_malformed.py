@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megatron_sft_idx.chat.inputs import expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 
 LINES = b"".join(b'{"n": %d}\n' % i for i in range(1000))
@@ -42,8 +41,8 @@ BROKEN_FILES = {
     "gz-no-trailer": ("a.jsonl.gz", GZ[:-4], "broken gzip data"),
     "gz-head-only": ("a.jsonl.gz", GZ[:8], "broken gzip data"),
     "gz-flipped": ("a.jsonl.gz", GZ[:300] + bytes([GZ[300] ^ 255]) + GZ[301:], "broken gzip data"),
-    "gz-wrong-sum": ("a.jsonl.gz", GZ[:-8] + b"\0\0\0\0" + GZ[-4:], "broken gzip data: CRC check failed"),
-    "gz-junk-after": ("a.jsonl.gz", GZ + b"junk", "broken gzip data: Not a gzipped file"),
+    "gz-wrong-sum": ("a.jsonl.gz", GZ[:-8] + b"\0\0\0\0" + GZ[-4:], "broken gzip data: .*incorrect data check"),
+    "gz-junk-after": ("a.jsonl.gz", GZ + b"junk", "broken gzip data: .*incorrect header check"),
     "zst-cut": ("a.jsonl.zst", ZST[:-20], "broken zstd data: ends inside a frame"),
     "zst-head-only": ("a.jsonl.zst", ZST[:6], "broken zstd data: ends inside a frame"),
     "zst-flipped": ("a.jsonl.zst", ZST[:60] + bytes([ZST[60] ^ 255]) + ZST[61:], "broken zstd data"),

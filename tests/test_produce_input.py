@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces, stream_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.produce.feed import Feed, FixedFiles, GrowingFolder, InputLog, Position, TakenFile
 from megatron_sft_idx.tokenize import NOT_YET

@@ -16,8 +16,7 @@ from object_folders import serve_folder
 from test_chat_files import CONTAINERS, write_rows
 
 from megatron_sft_idx.chat import inputs
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces
 from megatron_sft_idx.errors import FormatError
 
 # Text that hardly shrinks, so that compressed files take many ranges too.

@@ -13,7 +13,7 @@ import pytest
 from chats import CHATS, TOKENIZER, command, files_of, preprocess, write_rows
 from packs import demo_samples, write_samples
 
-from megatron_sft_idx.chat.pieces import JsonPiece
+from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.tokenize import cut

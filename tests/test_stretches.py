@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_folders import serve_folder
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import cut
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces

@@ -1,47 +1,54 @@
-"""What the user names as input, here or in object stores, made into files of a known kind, and read in blocks.
+"""What the user names as input, here or in object stores: found, recognised, and read in pieces of whole rows.
 
-Files are recognised by their content; a suffix only says how a text that could be either is meant. What a row says is
-not looked at here.
+Files are recognised by their content; a suffix only says how a text that could be either is meant. Which pieces there
+are depends on the content of the files and on ``piece_nbytes`` alone, so the number of worker processes, which turn
+pieces into rows, changes nothing. What a row says is not looked at here.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import io
 import json
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from io import BufferedReader
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
+import numpy as np
 import orjson
+import xxhash
+from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx._native import scan_json_array
+from megatron_sft_idx.chat.tables import table_pieces
+from megatron_sft_idx.chat.types import Piece
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.store import ObjectFile, exists, in_folder, matching, read_ahead
 
 Kind = Literal["lines", "array", "parquet", "arrow"]
+Compression = Literal["", "gzip", "zstd"]
+# Each with the bytes of the file, as it is on disk, up to its end.
+Blocks = Iterator[tuple[bytes, int]]
 
-_MAGIC_NBYTES = 8
-_HEAD_NBYTES = 1 << 16
+# No chat is this long; a file without line ends must not fill the memory before it is found out.
+MAX_ROW_NBYTES = 1 << 30
+UTF8_BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = b" \t\r\n"
-_FOREIGN = {
-    b"BZh": "bzip2 data",
-    b"\xfd7zXZ": "xz data",
-    b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-    b"\x89HDF": "an HDF5 file",
-    b"\x93NUMPY": "a numpy file",
-}
+_BLOCK_NBYTES = 1 << 20
+# Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
+_FEED_NBYTES = 1 << 15
+# For a look at the beginning.
+_PEEK_NBYTES = 1 << 17
+_HEAD_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,9 @@ def total_bytes(files: Iterable[InputFile]) -> int:
     return sum(file.num_bytes for file in files)
 
 
+# ---- names to files ----
+
+
 def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
     """Finds the files that paths, globs (``**`` too) and ``save_to_disk`` folders stand for.
 
@@ -87,7 +97,9 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     found_by: dict[str, str] = {}
     for given in patterns:
         pattern = os.fspath(given)
-        for path in _paths_of(pattern):
+        if not pattern.strip():
+            raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
+        for path in _objects_of(pattern) if is_remote(pattern) else _paths_of(pattern):
             real = path if is_remote(path) else os.path.realpath(path)
             if other := found_by.get(real):
                 raise FormatError(f"{path}: named twice, by {other!r} and {pattern!r}; its rows would be used twice")
@@ -97,23 +109,19 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
 
 
 def _paths_of(pattern: str) -> list[str]:
-    if not pattern.strip():
-        raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
-    if is_remote(pattern):
-        return _objects_of(pattern)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        return files_of_folder(path)
+        return _files_of_folder(path)
     if os.path.lexists(path):
         return [path]
     if not re.search(r"[*?\[]", path):
         raise FormatError(f"{pattern}: no such file or folder")
     matches = sorted(glob.glob(path, recursive=True))
-    folders = {match for match in matches if is_saved_dataset(match)}
+    folders = {match for match in matches if any(os.path.isfile(os.path.join(match, name)) for name in _SAVED_NAMES)}
     paths: list[str] = []
     for match in matches:
         if match in folders:
-            paths += files_of_folder(match)
+            paths += _files_of_folder(match)
         # Plain folders are what ** runs into; what lies in a dataset's folder came with that.
         elif not os.path.isdir(match) and os.path.dirname(match) not in folders:
             paths.append(match)
@@ -124,13 +132,12 @@ def _paths_of(pattern: str) -> list[str]:
 
 def _objects_of(pattern: str) -> list[str]:
     if pattern.endswith("/"):
-        found = in_folder(pattern)
-        names = {os.path.basename(path) for path in found}
-        if saved := names & SAVED_DATASET_NAMES:
+        by_name = {os.path.basename(path): path for path in in_folder(pattern)}
+        if saved := by_name.keys() & _SAVED_NAMES:
             raise FormatError(
                 f"{pattern}: holds {min(saved)}, so it was made by save_to_disk; name its data: {pattern}*.arrow"
             )
-        found = [path for path in found if not os.path.basename(path).startswith(("_", "."))]
+        found = [path for name, path in by_name.items() if not name.startswith(("_", "."))]
     elif not glob.has_magic(pattern) or exists(pattern):
         return [pattern]
     elif "**" in pattern:
@@ -142,90 +149,20 @@ def _objects_of(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _recognise(path: str) -> InputFile:
-    """A file by its content; reads no more than its beginning."""
-    if is_remote(path):
-        info = find_object(path)
-        with io.BufferedReader(open_object(path, info.etag), _PEEK_NBYTES) as file:
-            return _recognise_content(path, file, info.nbytes, info.etag)
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FormatError(f"{path}: not a regular file; pipes and devices cannot be read twice")
-        with open_regular(path) as file:
-            return _recognise_content(path, file, os.fstat(file.fileno()).st_size)
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+# One of these in a folder tells that it is a dataset that was saved, or a folder of splits.
+_SAVED_NAMES = {_STATE, _INFO, _SPLITS}
 
 
-def _recognise_content(path: str, file: BinaryIO, num_bytes: int, etag: str | None = None) -> InputFile:
-    magic = file.read(_MAGIC_NBYTES)
-    if magic.startswith(b"PAR1"):
-        return InputFile(path, "parquet", "", num_bytes, etag)
-    if magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-        return InputFile(path, "arrow", "", num_bytes, etag)
-    compression = _compression_of(magic)
-    file.seek(0)
-    head = b""
-    for block, _ in _without_mark(_blocks_of(path, file, compression)):
-        head += block
-        if len(head) >= _HEAD_NBYTES:
-            break
-    return InputFile(path, _kind_of_text(path, head[:_HEAD_NBYTES]), compression, num_bytes, etag)
-
-
-def _kind_of_text(path: str, head: bytes) -> Kind:
-    text = head.lstrip(_JSON_SPACE)
-    means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.|$)", path, re.IGNORECASE))
-    # A line of JSON lines is an object, so an array of objects is one array whatever the file is called.
-    if re.match(rb"\[\s*(\{|\]|$)", text) or (text.startswith(b"[") and not means_lines):
-        return "array"
-    for start, what in _FOREIGN.items():
-        if text.startswith(start):
-            raise FormatError(f"{path}: this is {what}; expected {KNOWN_FILES}")
-    if not text or means_lines:
-        return "lines"
-    if not text.startswith(b"{"):
-        raise FormatError(f"{path}: starts like no known file, {text[:20]!r}; expected {KNOWN_FILES}")
-    line = text.partition(b"\n")[0].rstrip()
-    if len(line) < len(text.rstrip()) and line.endswith((b"{", b"[", b",")):
-        raise FormatError(
-            f"{path}: one JSON object over several lines; expected an object a line, or an array of objects. "
-            "If a key of it holds the rows: jq -c '.KEY[]' FILE > rows.jsonl"
-        )
-    return "lines"
-
-
-# ---- folders that datasets made ----
-
-KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
-
-_STATE = "state.json"
-_INFO = "dataset_info.json"
-_SPLITS = "dataset_dict.json"
-# One of these in a folder tells that it is a saved dataset, or a folder of splits.
-SAVED_DATASET_NAMES = {_STATE, _INFO, _SPLITS}
-
-
-def is_saved_dataset(folder: str | os.PathLike[str]) -> bool:
-    """Whether ``files_of_folder`` has something to say about this folder; a folder of splits included."""
-    path = Path(folder)
-    return any((path / name).is_file() for name in SAVED_DATASET_NAMES)
-
-
-def files_of_folder(folder: str) -> list[str]:
-    """The Arrow files of a saved dataset, in the dataset's own order.
-
-    Raises:
-        FormatError: another kind of folder, one with several splits, or a dataset that is not complete.
-    """
+def _files_of_folder(folder: str) -> list[str]:
+    """The Arrow files of a saved dataset, in the dataset's own order; FormatError for any other folder."""
     path = Path(folder)
     if (path / _SPLITS).is_file():
-        splits = _read(path / _SPLITS).get("splits")
-        names = splits if isinstance(splits, list) else []
-        choices = ", ".join(os.path.join(folder, str(name)) for name in names)
+        splits = _read_object(path / _SPLITS).get("splits")
+        choices = ", ".join(os.path.join(folder, str(name)) for name in (splits if isinstance(splits, list) else []))
         raise FormatError(f"{folder}: a dataset with several splits; name the one you mean: {choices}")
     if (state := path / _STATE).is_file():
-        content = _read(state)
+        content = _read_object(state)
         if content.get("_indices_data_files"):
             raise FormatError(f"{state}: the dataset is a selection of rows; call flatten_indices() and save it again")
         try:
@@ -245,7 +182,7 @@ def files_of_folder(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_bytes())
     except OSError as error:
@@ -257,10 +194,84 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-# ---- opened, and read in blocks ----
+# ---- what kind of file ----
 
-# For a look at the beginning.
-_PEEK_NBYTES = 1 << 17
+_KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
+_FOREIGN = {
+    b"BZh": "bzip2 data",
+    b"\xfd7zXZ": "xz data",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a numpy file",
+}
+
+
+def _recognise(path: str) -> InputFile:
+    """A file by its content; reads no more than its beginning."""
+    if is_remote(path):
+        info = find_object(path)
+        with io.BufferedReader(open_object(path, info.etag), _PEEK_NBYTES) as source:
+            return InputFile(path, *_kind_of(path, source), info.nbytes, info.etag)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FormatError(f"{path}: not a regular file; pipes and devices cannot be read twice")
+        with open_regular(path) as source:
+            return InputFile(path, *_kind_of(path, source), os.fstat(source.fileno()).st_size)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _kind_of(path: str, source: BinaryIO) -> tuple[Kind, Compression]:
+    magic = source.read(8)
+    if magic.startswith(b"PAR1"):
+        return "parquet", ""
+    if magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow", ""
+    source.seek(0)
+    compression, head = _compression_of(magic), b""
+    blocks = _with_positions(iter(partial(source.read, _FEED_NBYTES), b""))
+    for block, _ in _text_of(path, compression, blocks):
+        head += block
+        if len(head) >= _HEAD_NBYTES:
+            break
+    return _kind_of_text(path, head[:_HEAD_NBYTES]), compression
+
+
+def _compression_of(head: bytes) -> Compression:
+    """How a file that starts with these bytes is compressed; names lie, magic numbers do not."""
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    # A zstd file may start with a skippable frame, as pzstd writes them.
+    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
+        return "zstd"
+    return ""
+
+
+def _kind_of_text(path: str, head: bytes) -> Kind:
+    text = head.lstrip(_JSON_SPACE)
+    means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.|$)", path, re.IGNORECASE))
+    # A line of JSON lines is an object, so an array of objects is one array whatever the file is called.
+    if re.match(rb"\[\s*(\{|\]|$)", text) or (text.startswith(b"[") and not means_lines):
+        return "array"
+    for start, what in _FOREIGN.items():
+        if text.startswith(start):
+            raise FormatError(f"{path}: this is {what}; expected {_KNOWN_FILES}")
+    if not text or means_lines:
+        return "lines"
+    if not text.startswith(b"{"):
+        raise FormatError(f"{path}: starts like no known file, {text[:20]!r}; expected {_KNOWN_FILES}")
+    line = text.partition(b"\n")[0].rstrip()
+    if len(line) < len(text.rstrip()) and line.endswith((b"{", b"[", b",")):
+        raise FormatError(
+            f"{path}: one JSON object over several lines; expected an object a line, or an array of objects. "
+            "If a key of it holds the rows: jq -c '.KEY[]' FILE > rows.jsonl"
+        )
+    return "lines"
+
+
+# ---- bytes to blocks of text ----
 
 
 def find_object(path: str, etag: str | None = None) -> ObjectInfo:
@@ -284,102 +295,47 @@ def open_object(path: str, etag: str | None = None) -> ObjectFile:
     return ObjectFile(open_store(path)[0], find_object(path, etag))
 
 
-class _BlockFile(io.RawIOBase):
-    """Blocks of bytes as a file that is read once."""
-
-    def __init__(self, blocks: Iterator[bytes | memoryview]) -> None:
-        self._blocks, self._rest, self._position = blocks, memoryview(b""), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        if not self._rest:
-            self._rest = memoryview(next(self._blocks, b""))
-        view = memoryview(buffer).cast("B")
-        taken = min(len(view), len(self._rest))
-        view[:taken], self._rest = self._rest[:taken], self._rest[taken:]
-        self._position += taken
-        return taken
-
-
-Compression = Literal["", "gzip", "zstd"]
-
-_BLOCK_NBYTES = 1 << 20
-# Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
-_ZSTD_FEED_NBYTES = 1 << 15
-UTF8_BOM = b"\xef\xbb\xbf"
-
-
-def _compression_of(head: bytes) -> Compression:
-    """How a file that starts with these bytes is compressed; names lie, magic numbers do not."""
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip"
-    # A zstd file may start with a skippable frame, as pzstd writes them.
-    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
-        return "zstd"
-    return ""
-
-
-def read_blocks(file: InputFile) -> Iterator[tuple[bytes, int]]:
-    """Yields non-empty blocks of a file's text and the bytes read so far of the file as it is on disk.
-
-    A byte order mark at the beginning is left out.
-
-    Raises:
-        FormatError: the file cannot be read, is no longer the object that it was, or compressed data is broken or
-            ends early.
-    """
-    with _open_stream(file.path, file.etag) as stream:
-        yield from _without_mark(_blocks_of(file.path, stream, file.compression))
-
-
-def stream_blocks(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
-    """As ``read_blocks``, of what comes in a pipe, as it comes.
-
-    Raises:
-        FormatError: it is compressed, or cannot be read.
-    """
-
-    def arriving() -> Iterator[tuple[bytes, int]]:
-        position = 0
-        try:
-            while block := stream.read1(_BLOCK_NBYTES):
-                if not position and (compression := _compression_of(block)):
-                    raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
-                position += len(block)
-                yield block, position
-        except OSError as error:
-            raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
-
-    yield from _without_mark(arriving())
-
-
-@contextmanager
-def _open_stream(path: str, etag: str | None) -> Iterator[BinaryIO]:
-    """A file to be read once, from front to back; ``tell`` is where reading has come to."""
-    if not is_remote(path):
-        try:
-            with open_regular(path) as file:
-                yield file
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+def _read_blocks(file: InputFile) -> Blocks:
+    """Blocks of a file's text. FormatError where it cannot be read, changed, or its compressed data is broken."""
+    nbytes = _FEED_NBYTES if file.compression else _BLOCK_NBYTES
+    if is_remote(file.path):
+        with closing(read_ahead(open_store(file.path)[0], find_object(file.path, file.etag))) as fetched:
+            parts = (bytes(some[at : at + nbytes]) for some in fetched for at in range(0, len(some), nbytes))
+            yield from _text_of(file.path, file.compression, _with_positions(parts))
         return
-    blocks = read_ahead(open_store(path)[0], find_object(path, etag))
     try:
-        yield cast(BinaryIO, _BlockFile(blocks))
-    finally:
-        blocks.close()
+        with open_regular(file.path) as source:
+            blocks = _with_positions(iter(partial(source.read, nbytes), b""))
+            yield from _text_of(file.path, file.compression, blocks)
+    except OSError as error:
+        raise FormatError(f"{file.path}: cannot be read: {error.strerror or error}") from None
 
 
-def _without_mark(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+def _stream_blocks(stream: io.BufferedReader, name: str) -> Blocks:
+    """As ``_read_blocks``, of text that comes in a pipe, as it comes."""
+    arriving = _with_positions(iter(partial(stream.read1, _BLOCK_NBYTES), b""))
+    try:
+        for block, at in _text_of(name, "", arriving):
+            if at == len(block) and (compression := _compression_of(block)):
+                raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
+            yield block, at
+    except OSError as error:
+        raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
+
+
+def _with_positions(blocks: Iterable[bytes]) -> Blocks:
+    position = 0
+    for block in blocks:
+        position += len(block)
+        yield block, position
+
+
+def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
+    """Blocks of text, none empty; a byte order mark at the beginning is left out."""
+    blocks = _unpacked(path, compression, raw) if compression else raw
     head, position = b"", 0
     for block, at in blocks:
-        position = at
-        head += block
+        head, position = head + block, at
         if len(head) >= len(UTF8_BOM):
             break
     if head := head.removeprefix(UTF8_BOM):
@@ -387,40 +343,214 @@ def _without_mark(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, 
     yield from blocks
 
 
-def _blocks_of(path: str, file: BinaryIO, compression: Compression) -> Iterator[tuple[bytes, int]]:
+def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
+    """What gzip members or zstd frames, any number of them end to end, expand to."""
+    make: Callable[[], Any] = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
+    broken: type[Exception] = zlib.error
+    if compression == "zstd":
+        try:
+            import zstandard
+        except ImportError:
+            raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
+        make, broken = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
+    frame, reason = None, "ends inside a frame"
     try:
-        if compression == "zstd":
-            yield from _zstd_blocks(path, file)
+        for packed, position in raw:
+            left = packed
+            # Between the members of a gzip file there may be zeros.
+            while left := left.lstrip(b"\0") if frame is None and compression == "gzip" else left:
+                frame = frame or make()
+                if block := frame.decompress(left):
+                    yield block, position
+                left, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame is None:
             return
-        source = gzip.GzipFile(fileobj=file) if compression == "gzip" else file
-        while block := source.read(_BLOCK_NBYTES):
-            yield block, file.tell()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FormatError(f"{path}: broken gzip data: {error}; make or download the file again") from None
+    except broken as error:
+        reason = str(error)
+    raise FormatError(f"{path}: broken {compression} data: {reason}; make or download the file again")
 
 
-def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    try:
-        import zstandard
-    except ImportError:
-        raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
-    # stream_reader() takes a file that ends inside a frame for a complete one; a decompressobj says.
-    frame = None
-    try:
-        while data := file.read(_ZSTD_FEED_NBYTES):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                if block := frame.decompress(data):
-                    yield block, file.tell()
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise FormatError(f"{path}: broken zstd data: {error}; make or download the file again") from None
-    if frame is not None:
-        raise FormatError(f"{path}: broken zstd data: ends inside a frame; make or download the file again")
+# ---- blocks to pieces ----
 
 
-# ---- JSON ----
+@dataclass(frozen=True, slots=True, eq=False)
+class JsonPiece(Piece):
+    """JSON lines, or elements of a JSON array.
+
+    Attributes:
+        ends: where each row ends in the payload, int64 [rows]; one separator byte follows.
+        is_array: a blank row is then an error; a blank line is not.
+    """
+
+    ends: NDArray[np.int64]
+    is_array: bool
+
+    def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
+        """See ``Piece.rows``."""
+        start = 0
+        for position, end in enumerate(self.ends.tolist(), self.first):
+            raw, start = self.payload[start:end].strip(_JSON_SPACE), end + 1
+            if raw:
+                try:
+                    row = parse_json(raw)
+                except ValueError as error:
+                    row = SequenceError(self.path, position, str(error))
+                yield position, row
+            elif self.is_array:
+                reason = "nothing where an element should be: a comma too many in the array"
+                yield position, SequenceError(self.path, position, reason)
+
+    def fingerprint(self) -> str:
+        """See ``Piece.fingerprint``."""
+        return xxhash.xxh3_128_hexdigest(self.payload)
+
+
+def iter_pieces(
+    files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20, max_row_nbytes: int = MAX_ROW_NBYTES
+) -> Iterator[Piece]:
+    """Cuts the files into pieces of about ``piece_nbytes`` of decompressed data, in order.
+
+    A piece holds whole rows: a longer row is a piece of its own. Memory is bounded by the piece, or the
+    longest row.
+
+    Raises:
+        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. Pieces
+            before that were already yielded.
+        SFTIndexError: an extra that the file needs is not installed.
+    """
+    if piece_nbytes < 1 or max_row_nbytes < 1:
+        raise ValueError(f"piece and row sizes must be positive, got {piece_nbytes} and {max_row_nbytes}")
+    for file in files:
+        if file.kind in ("parquet", "arrow"):
+            source = open_object(file.path, file.etag) if is_remote(file.path) else None
+            yield from table_pieces(file.path, file.kind, source, piece_nbytes)
+        else:
+            cut = cut_array if file.kind == "array" else cut_lines
+            yield from cut(_read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+
+
+def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
+    """As ``iter_pieces``, of JSON lines that come in a pipe.
+
+    Where the pieces are cut depends on the bytes alone, not on how they came.
+
+    Raises:
+        FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``MAX_ROW_NBYTES``.
+    """
+    yield from cut_lines(_stream_blocks(stream, name), path=name, piece_nbytes=piece_nbytes)
+
+
+# A block, where rows end in it (at these separator bytes), and the bytes of the file read so far.
+_Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
+
+
+def cut_lines(
+    blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int = MAX_ROW_NBYTES
+) -> Iterator[JsonPiece]:
+    """Cuts at newlines; blank lines are rows too. The last line may lack its newline."""
+    marked = ((block, np.flatnonzero(np.frombuffer(block, np.uint8) == 10), at) for block, at in blocks)
+    return _cut(marked, path, piece_nbytes, max_row_nbytes, is_array=False)
+
+
+def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[JsonPiece]:
+    """Cuts between the elements of the one JSON array that the stream holds.
+
+    Only brackets and strings are followed: what stands between two commas may be anything, blank included.
+
+    Raises:
+        FormatError: no array, or it is never closed, or something follows it.
+    """
+    pieces = _cut(_mark_elements(blocks, path), path, piece_nbytes, max_row_nbytes, is_array=True)
+    first = next(pieces)
+    # ``[]`` looks like one blank element. A blank one before others is a comma too many.
+    if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
+        if (second := next(pieces, None)) is None:
+            return
+        yield first
+        first = second
+    yield first
+    yield from pieces
+
+
+def _mark_elements(blocks: Blocks, path: str) -> _Marked:
+    depth, in_string, escaped = 0, False, False
+    offset = 0
+    for whole, at in blocks:
+        block = whole
+        if depth == 0:
+            block = whole.lstrip(_JSON_SPACE)
+            if block and not block.startswith(b"["):
+                raise FormatError(f"{path}: expected a JSON array, it starts with {block[:20]!r}")
+            depth, block = int(bool(block)), block[1:]
+        if depth:
+            ends, depth, in_string, escaped = scan_json_array(np.frombuffer(block, np.uint8), depth, in_string, escaped)
+            if depth == 0:
+                close = int(ends[-1])
+                if block[close : close + 1] != b"]":
+                    raise FormatError(f"{path}: the JSON array ends with '}}', expected ']'; a bracket is missing")
+                rest = block[close + 1 :]
+                while not (found := rest.strip(_JSON_SPACE)):
+                    rest, at = next(blocks, (b"", at))  # noqa: PLW2901 - all of the file goes into the last piece
+                    if not rest:
+                        yield block[: close + 1], ends, at
+                        return
+                raise FormatError(
+                    f"{path}: something follows the end of the JSON array: {found[:20]!r}; keep one array a file, "
+                    "or write one object a line (.jsonl)"
+                )
+            yield block, ends, at
+        offset += len(whole)
+    raise FormatError(
+        f"{path}: the JSON array is not closed after {offset} bytes; the file was cut short, or a quote or "
+        "bracket is missing"
+    )
+
+
+def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
+    buffer = bytearray()
+    start = 0  # of the buffer, in the stream
+    ends = np.empty(0, np.int64)  # of the rows in the buffer, in the stream
+    num_cut = position = consumed = 0
+
+    def require_short(nbytes: int) -> None:
+        if nbytes > max_row_nbytes:
+            raise FormatError(
+                f"{path}: row {num_cut + 1} is longer than {max_row_nbytes} bytes; expected one JSON object a line, "
+                "or one array of objects"
+            )
+
+    def cut_one() -> JsonPiece:
+        """As many rows as fit a piece, or one that does not fit."""
+        nonlocal start, ends, num_cut, consumed
+        take = max(1, int(np.searchsorted(ends, start + piece_nbytes, side="right")))
+        chosen, ends = ends[:take] - start, ends[take:]
+        cut = int(chosen[-1])
+        if cut > piece_nbytes:
+            require_short(cut)
+        with memoryview(buffer) as view:
+            payload = bytes(view[:cut])
+        del buffer[: cut + 1]
+        start += cut + 1
+        piece = JsonPiece(path, num_cut + 1, position - consumed, payload, chosen, is_array)
+        num_cut, consumed = num_cut + take, position
+        return piece
+
+    for block, marks, at in marked:
+        position = at
+        ends = np.concatenate([ends, marks + (start + len(buffer))])
+        buffer += block
+        while len(buffer) > piece_nbytes and ends.size:
+            yield cut_one()
+        if not ends.size:
+            require_short(len(buffer))
+    end = start + len(buffer)
+    if buffer and (not ends.size or ends[-1] != end - 1):
+        ends = np.append(ends, end)
+    while ends.size:
+        yield cut_one()
+
+
+# ---- one row ----
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 # The shortest integers outside 64 bits have 19 digits (below -2**63).
@@ -442,19 +572,16 @@ def parse_json(raw: bytes) -> Any:
         if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
             value = json.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise ValueError(_reason(raw, error)) from None
+        try:
+            raw.decode()
+        except UnicodeDecodeError as bad:
+            reason = f"not valid UTF-8: {bad.reason} (byte {bad.start + 1} of the row); convert the file to UTF-8"
+            raise ValueError(reason) from None
+        reason = f"not valid JSON: {error.msg} (character {error.pos + 1} of the row)"
+        if b"NaN" in raw or b"Infinity" in raw:
+            reason += "; NaN and Infinity are not JSON, write null"
+        raise ValueError(reason) from None
     except (RecursionError, ValueError) as error:
         # Only from json: nesting that orjson still takes, integers of thousands of digits.
         raise ValueError(f"cannot be parsed: {error}") from None
     return value
-
-
-def _reason(raw: bytes, error: json.JSONDecodeError) -> str:
-    try:
-        raw.decode()
-    except UnicodeDecodeError as bad:
-        return f"not valid UTF-8: {bad.reason} (byte {bad.start + 1} of the row); convert the file to UTF-8"
-    reason = f"not valid JSON: {error.msg} (character {error.pos + 1} of the row)"
-    if any(word in raw for word in (b"NaN", b"Infinity")):
-        reason += "; NaN and Infinity are not JSON, write null"
-    return reason

@@ -1,14 +1,42 @@
-"""What passes between the steps of ``chat``: conversations, rendered text, token ids with their masks."""
+"""What passes between the steps of ``chat``: pieces of input, conversations, rendered text, ids with their masks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SequenceError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece(ABC):
+    """Some consecutive rows of one file; picklable.
+
+    Attributes:
+        path: the file, as error messages name it.
+        first: position of the first row: the line number in JSON-lines files, else the row number; from 1.
+        num_bytes: bytes of the file as it is on disk that went into this piece, for progress; over a file
+            they sum to its size or less.
+        payload: the bytes that hold the rows.
+    """
+
+    path: str
+    first: int
+    num_bytes: int
+    payload: bytes
+
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
+        """Yields (position, row), the error in place of a row that cannot be read; blank lines only count."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Says whether two pieces hold the same rows, wherever they come from: xxh3_128 in hex."""
 
 
 @dataclass(frozen=True, slots=True)

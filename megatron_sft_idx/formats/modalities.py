@@ -27,8 +27,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs import expand_inputs, parse_json
-from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
+from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs, parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity, first_outside
 from megatron_sft_idx.formats.pbin import (
@@ -150,7 +149,7 @@ def _scan(path: str, drop_faulty: bool, progress: Update | None, counts: Counter
     offset = 0
     with open_regular(path) as file:
         data = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
-        for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES, max_row_nbytes=MAX_ROW_NBYTES):
+        for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES):
             starts = np.append(0, run.ends[:-1] + 1)
             kinds = [
                 _kind_of(run.payload[start:end], run.first + i, path, drop_faulty)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.pieces import JsonPiece
+from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import checked_run
 from megatron_sft_idx.formats.jsonl_chunks import (

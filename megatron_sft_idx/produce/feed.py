@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import Piece, iter_pieces, stream_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
+from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record
 from megatron_sft_idx.shard.shard_set import natural_key

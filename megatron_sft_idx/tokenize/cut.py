@@ -14,8 +14,17 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from megatron_sft_idx.chat.inputs import UTF8_BOM, InputFile, find_object, open_object, total_bytes
-from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, Piece, cut_lines, iter_pieces
+from megatron_sft_idx.chat.inputs import (
+    MAX_ROW_NBYTES,
+    UTF8_BOM,
+    InputFile,
+    cut_lines,
+    find_object,
+    iter_pieces,
+    open_object,
+    total_bytes,
+)
+from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.local import StreamHash
@@ -193,7 +202,7 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
         return
     path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
     blocks, nbytes = _blocks(stretch), cutting.piece_nbytes
-    for piece in cut_lines(blocks, path=path, piece_nbytes=nbytes, max_row_nbytes=MAX_ROW_NBYTES):
+    for piece in cut_lines(blocks, path=path, piece_nbytes=nbytes):
         yield replace(piece, path=stretch.name)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import check_free

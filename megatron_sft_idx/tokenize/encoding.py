@@ -13,11 +13,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
-from megatron_sft_idx.chat.pieces import Piece
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.plan import row_hash

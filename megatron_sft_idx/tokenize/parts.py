@@ -37,7 +37,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.chat.pieces import JsonPiece, Piece
+from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash

@@ -20,8 +20,7 @@ from packs import five_files
 from swift_server import SwiftServer
 
 from megatron_sft_idx.chat import inputs
-from megatron_sft_idx.chat.inputs import expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces
 from megatron_sft_idx.errors import FormatError
 
 pytestmark = pytest.mark.cloud

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from fuzz.contract import refused, scratch
 
-from megatron_sft_idx.chat.inputs import expand_inputs
-from megatron_sft_idx.chat.pieces import JsonPiece, iter_pieces
+from megatron_sft_idx.chat.inputs import JsonPiece, expand_inputs, iter_pieces
 from megatron_sft_idx.errors import SequenceError
 
 _NAMES = ("x.jsonl", "x.json", "x.jsonl.gz", "x.json.zst", "x")

@@ -11,7 +11,7 @@ from fuzz.fuzz_json_lines import same
 from json_scan_twin import array_ends
 
 from megatron_sft_idx._native import scan_json_array
-from megatron_sft_idx.chat.pieces import cut_array
+from megatron_sft_idx.chat.inputs import cut_array
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.json"

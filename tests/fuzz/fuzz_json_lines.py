@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.pieces import cut_lines
+from megatron_sft_idx.chat.inputs import cut_lines
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.jsonl"
