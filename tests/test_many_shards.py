@@ -18,7 +18,7 @@ from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, w
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, shard_set
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Backend
@@ -158,14 +158,13 @@ def test_a_file_that_goes_while_a_shard_is_opened_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Backend
 ) -> None:
     write_samples(tmp_path / "x", PACKS[:3], capacity=64)
-    look = ShardPaths.missing
+    sizes = Header.sizes
 
-    def late(paths: ShardPaths) -> list[str]:
-        found = look(paths)
+    def late(header: Header, paths: ShardPaths) -> dict[str, int]:
         Path(paths.loss).unlink(missing_ok=True)
-        return found
+        return sizes(header, paths)
 
-    monkeypatch.setattr(ShardPaths, "missing", late)
+    monkeypatch.setattr(Header, "sizes", late)
     with pytest.raises(ShardNotFoundError, match=r"x: no shard here, missing .*x\.loss\.bin"):
         Shard(tmp_path / "x", backend=backend)
 

@@ -501,7 +501,7 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
     """Some ranges of an array end to end; a view where they lie so."""
     if not len(starts):
         return values[:0]
-    if (starts[1:] == stops[:-1]).all():
+    if len(starts) == 1 or (starts[1:] == stops[:-1]).all():
         return values[starts[0] : stops[-1]]
     return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
 

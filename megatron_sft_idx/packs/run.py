@@ -107,8 +107,11 @@ class PackRun:
 
     def pack(self, index: int) -> Pack:
         """Pack ``index`` of the run with its columns; but for the boundaries, as read-only views."""
-        start, stop = self.token_offsets[index : index + 2].tolist()
-        first, last = self.sequence_offsets[index : index + 2].tolist()
+        if len(self) == 1 and index == 0:  # as readers of one pack have it: no offsets to sum up
+            start, stop, first, last = 0, len(self.tokens), 0, len(self.seq_starts)
+        else:
+            start, stop = self.token_offsets[index : index + 2].tolist()
+            first, last = self.sequence_offsets[index : index + 2].tolist()
         boundaries = np.empty(last - first + 1, np.int32)
         boundaries[:-1] = self.seq_starts[first:last]
         boundaries[-1] = stop - start

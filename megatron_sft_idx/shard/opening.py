@@ -250,8 +250,6 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
 
 
 def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Files:
-    if paths.missing():
-        raise _not_found(paths)
     sizes = header.sizes(paths)
     # Megatron's index is not read here, only held to its size.
     check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
