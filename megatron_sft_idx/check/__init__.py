@@ -10,15 +10,3 @@ from megatron_sft_idx.check.restore import Known
 from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.storage.progress import Advance, Watch
-
-__all__ = [
-    "Advance",
-    "FileState",
-    "Finding",
-    "Known",
-    "Rebuilt",
-    "Report",
-    "Watch",
-    "rebuild",
-    "verify_shard",
-]

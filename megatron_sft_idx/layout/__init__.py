@@ -18,18 +18,3 @@ from megatron_sft_idx.layout.files import (
     token_dtype_for_vocabulary,
     token_dtype_of,
 )
-
-__all__ = [
-    "FIELDS",
-    "FORMAT_VERSION",
-    "HEADER_FIXED_NBYTES",
-    "MASK_DTYPES",
-    "TOKEN_DTYPES",
-    "FileDigest",
-    "Header",
-    "ShardPaths",
-    "align",
-    "mask_dtype_of",
-    "token_dtype_for_vocabulary",
-    "token_dtype_of",
-]

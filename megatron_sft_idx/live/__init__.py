@@ -29,26 +29,3 @@ from megatron_sft_idx.live.catalog import (
     looks,
     shard_name,
 )
-
-__all__ = [
-    "END",
-    "PRODUCER",
-    "Ack",
-    "Base",
-    "Catalog",
-    "Leftover",
-    "Limits",
-    "ProducerState",
-    "Record",
-    "State",
-    "Stopped",
-    "Waiter",
-    "ack_folder",
-    "completed",
-    "default_max_sequences",
-    "looks",
-    "read_acks",
-    "require_consumer",
-    "shard_name",
-    "write_ack",
-]

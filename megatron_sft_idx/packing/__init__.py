@@ -5,5 +5,3 @@ seed that is handed in.
 """
 
 from megatron_sft_idx.packing.pack import METHODS, PackPlan, WindowPacker, pack_sequences
-
-__all__ = ["METHODS", "PackPlan", "WindowPacker", "pack_sequences"]

@@ -5,5 +5,3 @@ producer going: its place in the input, the room it has, what it says of itself.
 """
 
 from megatron_sft_idx.produce.production import ProduceOptions, ProduceSummary, own_files, produce
-
-__all__ = ["ProduceOptions", "ProduceSummary", "own_files", "produce"]

@@ -10,19 +10,3 @@ from megatron_sft_idx.shard.publication import check_free, remove_remains, remov
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.shard.writer import ShardWriter
-
-__all__ = [
-    "Pack",
-    "Remains",
-    "Shard",
-    "ShardColumn",
-    "ShardWriter",
-    "check_free",
-    "find_remains",
-    "pair_numbers",
-    "read_header",
-    "recover",
-    "remove_remains",
-    "remove_shard",
-    "write_column",
-]

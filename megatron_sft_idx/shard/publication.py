@@ -147,7 +147,7 @@ def check_free(
     Args:
         paths: of the shard, with the columns that it will have.
         overwrite: whether a shard may be replaced.
-        only: the files that will be written, and columns that go; None for all files, and all columns there go.
+        only: the files that will be written, and columns that go; None for all of both.
         any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
         nbytes: what will be written at least.
 
@@ -474,7 +474,7 @@ class Publication:
         drops: Collection[str] = (),
         lock: int | None = None,
     ) -> None:
-        self._set(paths, durable, borrowed=lock is not None)
+        self._set(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
         check_free(paths, only=only, **options)
         make_folders(paths.prefix)
@@ -488,15 +488,12 @@ class Publication:
             _remove_temporaries(present, None)
             self.journal = OutputFile(paths.journal, durable=durable, keep=True)
             self.closed = False
-            files = {}
             for path in paths.all:
                 if only is None or path in only:
                     name = paths.temporary(path)
                     self._files[name] = OutputFile(name, durable=durable)
-                    files[name] = os.fstat(self._files[name].fileno()).st_ino
-                    self._inodes.add(files[name])
-            self._head = Head({}, work, files, None)
-            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, files)}
+                    self._head.files[name] = os.fstat(self._files[name].fileno()).st_ino
+            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, self._head.files)}
             self.journal.write(encode_head({**content, **described}))
             self.journal.sync()
             sync_folder(self.paths.folder, self.durable)
@@ -508,13 +505,11 @@ class Publication:
             self.abandon()
             raise
 
-    def _set(self, paths: ShardPaths, durable: bool, *, borrowed: bool) -> None:
-        self.paths, self.durable, self._borrowed = paths, durable, borrowed
+    def _set(self, paths: ShardPaths, durable: bool, head: Head, *, borrowed: bool = False) -> None:
+        self.paths, self.durable, self._head, self._borrowed = paths, durable, head, borrowed
         self._files: dict[str, OutputFile] = {}
-        self._inodes: set[int] = set()
         self._replaced = {}
-        self._process = os.getpid()
-        self.closed = True
+        self._process, self.closed = os.getpid(), True
 
     @classmethod
     def take_up(
@@ -533,18 +528,16 @@ class Publication:
             CorruptShardError: its head is torn.
             FormatError: a living writer is at work, or a temporary file is not the one that the journal names.
         """
-        self = cls.__new__(cls)
-        self._set(paths, durable=True, borrowed=False)
-        self._lock = lock_journal(paths, create=False)
+        self, lock = cls.__new__(cls), lock_journal(paths, create=False)
         try:
-            head = Head.read(paths)
-            if head is None:
+            if (head := Head.read(paths)) is None:
                 raise FileNotFoundError(paths.journal)
-            self._head, self._inodes = head, set(head.files.values())
-            self.paths = paths = named_by(paths, head)
+            paths = named_by(paths, head)
+            self._set(paths, True, head)
+            self._lock = lock
             for path, inode in _inodes(paths.unpublished.all).items():
                 # What is written to may have no other name: it would change there too.
-                if not copied and (inode not in self._inodes or os.lstat(path).st_nlink > 1):
+                if not copied and (inode not in head.files.values() or os.lstat(path).st_nlink > 1):
                     raise FormatError(
                         f"{path}: not the file that {paths.journal} names, or one that has another name too (a hard"
                         " link); recover the build where it was made, or, where all of it was copied, with"
@@ -554,7 +547,7 @@ class Publication:
                 self._replaced = check_free(paths, overwrite=True, only=only)
             self.journal = OutputFile(paths.journal, keep=True)
         except BaseException:
-            os.close(self._lock)
+            os.close(lock)
             raise
         self.closed = False
         if copied:
@@ -595,7 +588,7 @@ class Publication:
         with open_regular(paths.journal) as stream:
             content = read_head(stream, paths.journal) | {"files": _by_suffix(paths, files)}
             begin = stream.tell()
-        self._head, self._inodes = self._head._replace(files=files), set(files.values())
+        self._head = self._head._replace(files=files)
         _remove_shorter(paths)
         new = OutputFile(paths.journal + _SHORTER, durable=self.durable)
         new.write(encode_head(content))
@@ -619,7 +612,7 @@ class Publication:
         written = [path for path in paths.all if paths.temporary(path) in self._files]
         for path in written:
             self._files[paths.temporary(path)].sync()
-        found = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
+        found = _inodes({*written, *(self._replaced.keys() - {*paths.all})})
         if strange := [path for path in found if found[path] != self._replaced.get(path)]:
             raise FormatError(
                 f"{paths.prefix}: {', '.join(strange)} exist already, which were not there when this was begun;"
@@ -663,7 +656,7 @@ class Publication:
         if os.getpid() == self._process:
             for path in self.paths.unpublished.all:
                 with contextlib.suppress(FileNotFoundError):
-                    if os.lstat(path).st_ino in self._inodes:
+                    if os.lstat(path).st_ino in self._head.files.values():
                         os.unlink(path)
             self._end_journal()
         self.close()

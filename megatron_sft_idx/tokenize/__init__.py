@@ -33,38 +33,3 @@ from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions
 from megatron_sft_idx.tokenize.report import CorpusReport, Summary, check_summary
-
-__all__ = [
-    "FROM_ZERO",
-    "NOT_YET",
-    "CorpusReport",
-    "EncodedPiece",
-    "EncodingOptions",
-    "Local",
-    "NotYet",
-    "Output",
-    "PackOptions",
-    "PreprocessOptions",
-    "Preview",
-    "RowEncoder",
-    "Rows",
-    "Summary",
-    "available_cpus",
-    "check_summary",
-    "differences",
-    "downloaded",
-    "encode_piece",
-    "encoding_options",
-    "inputs_of",
-    "make_shards",
-    "option_differences",
-    "pack_shard",
-    "packing_differences",
-    "packing_options",
-    "preprocess",
-    "preprocess_options",
-    "preview",
-    "reads_of",
-    "remember_encoder",
-    "run_job",
-]

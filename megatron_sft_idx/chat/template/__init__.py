@@ -6,5 +6,3 @@ proven is an error of its row and never a guess. Text and characters only: token
 
 from megatron_sft_idx.chat.template.chat_template import ChatTemplate
 from megatron_sft_idx.chat.types import MaskOptions
-
-__all__ = ["ChatTemplate", "MaskOptions"]

@@ -6,5 +6,3 @@ Chat templates and messages are not known here.
 
 from megatron_sft_idx.chat.tokenizer.tokenizer import Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend
-
-__all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]

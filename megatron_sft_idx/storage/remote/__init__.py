@@ -14,13 +14,3 @@ from megatron_sft_idx.storage.remote.store import (
     forget_stores,
     open_store,
 )
-
-__all__ = [
-    "ObjectInfo",
-    "RemoteArray",
-    "RemotePath",
-    "RemoteStore",
-    "RetryPolicy",
-    "forget_stores",
-    "open_store",
-]
