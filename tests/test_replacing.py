@@ -289,7 +289,7 @@ def test_a_mark_is_never_made_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_put_over_nothing(tmp_path: Path) -> None:
-    plan = PlacedPlan.empty(0, 0, 0)
+    plan = PlacedPlan.of(0, 0, 0)
     path = Path(plan_path(str(tmp_path), "key"))
 
     def make() -> PlacedPlan:

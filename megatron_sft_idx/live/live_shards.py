@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,11 +52,7 @@ class OpenPacks(NamedTuple):
 
 
 class LiveShards(ABC):
-    """A folder of numbered shards, some of which are not there yet. It pickles, for worker processes.
-
-    Attributes:
-        folder: its path.
-    """
+    """A folder of numbered shards, some of which are not there yet. It pickles, for worker processes."""
 
     folder: str
 
@@ -84,14 +79,6 @@ class LiveShards(ABC):
             Stopped: the waiter is to stop.
         """
 
-    def least_packs(self) -> int:
-        """Packs that every shard has but the last one; 1 where nobody says more."""
-        return 1
-
-    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
-        """Whether the producer may not publish a shard before some of ``uncompleted``, which precede it, are."""
-        return False
-
     @abstractmethod
     def numbers(self) -> list[int]:
         """The shards that are there now, ascending."""
@@ -103,6 +90,14 @@ class LiveShards(ABC):
     @abstractmethod
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Open a shard that is there, with some of its columns, and ask the kernel for its pages."""
+
+    def least_packs(self) -> int:
+        """Packs that every shard has but the last one; 1 where nobody says more."""
+        return 1
+
+    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+        """Whether the producer may not publish a shard before some of ``uncompleted``, which precede it, are."""
+        return False
 
     def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
         """What these columns are, by a shard that is there; waits for one. None where none is nor will be.
@@ -142,8 +137,8 @@ class OpenShards:
         self._like = columns or (0, {})
         self.columns = {name: [spec] for name, spec in self._like[1].items()}
         self._numbered = any(spec.per == "sequence" for spec in self._like[1].values())
+        # Shards that are open, by number, ascending; the numbers, and where their packs are at the moment.
         self._open: dict[int, OpenPacks] = {}
-        # Of the shards that are open, ascending: their numbers, and where their packs are at the moment.
         self._numbers = np.zeros(0, np.int64)
         self._found: list[tuple[Index, Arrays] | None] = []
 
@@ -166,11 +161,10 @@ class OpenShards:
         first, like = self._like
         names = [f"{self._shards.folder}: {self._shards.name(shard)}" for shard in (first, number)]
         alike_columns(names, {name: [like[name], spec] for name, spec in columns.items()})
-        pair = [specs["source"] for specs in (like, columns) if "source" in specs]
-        if not any(map(is_source, pair)):
+        if not any("source" in specs and is_source(specs["source"]) for specs in (like, columns)):
             return
-        known, here = (spec.metadata.get("files", []) for spec in pair)
         # Batches have the numbers as they are stored: which other shards will come, and what they name, nobody knows.
+        known, here = (specs["source"].metadata.get("files", []) for specs in (like, columns))
         if known[: len(here)] != here[: len(known)]:
             raise FormatError(
                 f"{names[1]}: the files of its column source are not those of shard {first}, and nobody could tell what"
@@ -230,20 +224,22 @@ class CatalogShards(Catalog, LiveShards):
         self.max_wait, self.producer_timeout, self._backend = max_wait, producer_timeout, backend
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
-        # What the producer said when it was last looked at, and since when its beat is that; None before the first
-        # look, which shows no more than that somebody was here once.
+        # What the producer said when it was last looked at, and since when its beat is that.
         self._state: ProducerState | None = None
         self._beat_since: float | None = None
-        self._looked = self._seen_alive = False
+        # None before the first look, which shows no more than that somebody was here once.
+        self._seen_alive: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_counts": {}}
 
+    # ---- what is there ----
+
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """What the producer promises; of a finished catalog without one, what the shards have."""
         if self._limits is None:
-            header = self._of_any(self.newest_header, waiter)
-            if (producer := self.producer()) is not None:
+            header, producer = self.newest(self._header, waiter), self.producer()
+            if producer is not None:
                 self._limits = producer.limits, None if header is None else header.pad_id
             elif self.end() is None:
                 raise SFTIndexError(
@@ -251,18 +247,12 @@ class CatalogShards(Catalog, LiveShards):
                     " most, and no _END.json, after which nobody need say it; fill it with megatron-sft-idx produce, or"
                     " train on the folder as on any other"
                 )
+            elif not (headers := [self._header(number) for number in self.numbers()]):
+                raise FormatError(f"{self.folder}: a finished catalog without a shard, there is nothing to train on")
             else:
-                headers = [read_header(self.shard_prefix(number)) for number in self.numbers()]
-                if not headers:
-                    raise FormatError(
-                        f"{self.folder}: a finished catalog without a shard, there is nothing to train on"
-                    )
-                limits = Limits(
-                    max(header.capacity for header in headers),
-                    max(header.most_sequences for header in headers),
-                    math.gcd(*(header.sequence_multiple for header in headers)),
-                )
-                self._limits = limits, headers[0].pad_id
+                capacity, most = (max(map(of, headers)) for of in (lambda h: h.capacity, lambda h: h.most_sequences))
+                multiple = math.gcd(*(header.sequence_multiple for header in headers))
+                self._limits = Limits(capacity, most, multiple), headers[0].pad_id
         return self._limits
 
     def least_packs(self) -> int:
@@ -288,44 +278,47 @@ class CatalogShards(Catalog, LiveShards):
             return False
         return (len(uncompleted) + 1) * max(map(self.shard_nbytes, uncompleted), default=0) > nbytes
 
+    def _header(self, number: int) -> Header:
+        return read_header(self.shard_prefix(number))
+
+    def newest(self, read: Callable[[int], _Found], waiter: Waiter | None = None) -> _Found | None:
+        """What is read of the newest shard that is there, by its number; who waits, waits for one.
+
+        Returns:
+            None where no shard is there; for who waits, where all are freed and no more will come.
+        """
+        while True:
+            for number in reversed(self.numbers()):
+                try:
+                    return read(number)
+                except ShardNotFoundError:
+                    # One that is listed may be freed in between, or not be there for all that a listing says.
+                    if self.is_published(number):
+                        raise
+            producer = self.producer()
+            if waiter is None or not self.wait(0 if producer is None else producer.published, waiter):
+                return None
+            if waiter.pause(0.05):
+                raise Stopped
+
     def newest_header(self) -> Header | None:
         """The header of the newest shard that is there now; None where there is none."""
-        for number in reversed(self.numbers()):
-            # One that is listed may be freed in between, or not be there for all that a listing says.
-            with contextlib.suppress(ShardNotFoundError):
-                return read_header(self.shard_prefix(number))
-        return None
+        return self.newest(self._header)
 
     def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
         """See ``LiveShards``; as the newest shard has them."""
 
-        def look() -> Columns | None:
-            for number in reversed(self.numbers()):
-                try:
-                    columns = Shard(self.shard_prefix(number), columns=names).columns
-                    return number, {name: columns[name].spec for name in names}
-                except ShardNotFoundError:
-                    if self.is_published(number):  # and was not freed in between
-                        raise
-            return None
+        def read(number: int) -> Columns:
+            columns = Shard(self.shard_prefix(number), columns=names).columns
+            return number, {name: columns[name].spec for name in names}
 
-        return self._of_any(look, waiter)
-
-    def _of_any(self, look: Callable[[], _Found | None], waiter: Waiter) -> _Found | None:
-        """What is found of the newest shard; waits for one. None where all are freed and no more will come."""
-        while (found := look()) is None:
-            producer = self.producer()
-            if not self.wait(0 if producer is None else producer.published, waiter):
-                return None
-            if waiter.pause(0.05):
-                raise Stopped
-        return found
+        return self.newest(read, waiter)
 
     def count(self, number: int) -> int | None:
         """Packs in a shard, from its header; None where it is not there."""
         if number not in self._counts:
             try:
-                self._counts[number] = read_header(self.shard_prefix(number)).num_packs
+                self._counts[number] = self._header(number).num_packs
             except ShardNotFoundError:
                 return None
         return self._counts[number]
@@ -359,10 +352,10 @@ class CatalogShards(Catalog, LiveShards):
 
     def look(self, waiter: Waiter) -> ProducerState | None:
         """What the producer says now; a beat that is another than at the last look is noted as a sign of life."""
-        state = self.producer()
+        state, first = self.producer(), self._seen_alive is None
         if state is not None and (self._state is None or state.beat != self._state.beat):
-            self._beat_since, self._seen_alive = waiter.clock(), self._looked
-        self._state, self._looked = state, True
+            self._beat_since, self._seen_alive = waiter.clock(), not first
+        self._state, self._seen_alive = state, bool(self._seen_alive)
         return state
 
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
@@ -376,7 +369,7 @@ class CatalogShards(Catalog, LiveShards):
         """
         if self.is_published(number):
             return True
-        what, begin = f"{self.folder}: {waiter.who} waits for {shard_name(number)}", waiter.clock()
+        begin = waiter.clock()
         missing, stuck = Still(waiter.clock), Still(waiter.clock)
         for waited in waiter.looks(lambda: f"shard {number}; {self._describe(waiter)}"):
             state, end = self.look(waiter), self.end()
@@ -385,30 +378,31 @@ class CatalogShards(Catalog, LiveShards):
                 return True
             if end is not None and number >= end:
                 return False
-            now = waiter.clock()
+            why = None
             # Nobody looked before the wait began: silence is counted from then on.
-            silent = now - max(begin, begin if self._beat_since is None else self._beat_since)
+            silent = waiter.clock() - max(begin, self._beat_since or begin)
             if end is not None or (state is not None and number < state.published):
-                if (why := self._why_gone(number, end, missing.seconds("missing"))) is not None:
-                    raise SFTIndexError(f"{what}: {why}")
+                why = self._why_gone(number, end, missing.seconds("missing"))
             elif state is not None and state.state == "failed":
-                raise SFTIndexError(
-                    f"{what}: the producer failed: {state.reason or 'no reason given'}; mend that, start the same"
-                    " command again, and go on from the last checkpoint"
+                why = (
+                    f"the producer failed: {state.reason or 'no reason given'}; mend that, start the same command"
+                    " again, and go on from the last checkpoint"
                 )
             elif silent >= self.producer_timeout:
-                raise SFTIndexError(f"{what}: {self._why_dead(silent)}")
+                why = self._why_dead(silent)
             elif state is not None:
                 # The producer waits for us, and we wait for it; not an error at once, a commit may be under way.
                 count = uncommitted() if state.state == "waiting for consumers" else 0
                 seconds = stuck.seconds((state.published, count))
                 if count and seconds >= self.producer_timeout:
-                    raise SFTIndexError(f"{what}: {_why_stuck(state.limits, count, seconds)}")
-            if self.max_wait is not None and waited >= self.max_wait:
-                raise SFTIndexError(
-                    f"{what}: not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
+                    why = _why_stuck(state.limits, count, seconds)
+            if why is None and self.max_wait is not None and waited >= self.max_wait:
+                why = (
+                    f"not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
                     f" {self._describe(waiter)}; raise it, or let the producer make shards faster (--workers)"
                 )
+            if why is not None:
+                raise SFTIndexError(f"{self.folder}: {waiter.who} waits for {shard_name(number)}: {why}")
         raise AssertionError("looks never end by themselves")
 
     def _describe(self, waiter: Waiter) -> str:
@@ -446,22 +440,17 @@ class CatalogShards(Catalog, LiveShards):
                 f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
             )
         if state.state == "stopped":
-            return (
-                f"the producer was stopped ({state.reason or 'no reason given'}) and has not been started again for"
-                f" {silent:.0f} s, {state.published} published; start the same command again"
-            )
-        return (
-            f"the producer is dead: no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s),"
-            f" {state.published} published; start the same command again, it goes on where it was"
-        )
+            said = f"was stopped ({state.reason or 'no reason given'}) and has not been started again for {silent:.0f} s"
+        else:
+            said = f"is dead: no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s)"
+        return f"the producer {said}, {state.published} published; start the same command again, it goes on where it was"
 
 
 def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:
     shards, nbytes = limits.max_ahead_shards, limits.max_ahead_nbytes
-    limits_said = [f"{shards} shards"] * (shards is not None) + [f"{(nbytes or 0) / 1e9:g} GB"] * (nbytes is not None)
-    ahead = " and ".join(limits_said) or "any number of shards"
+    said = [f"{shards} shards"] * (shards is not None) + [f"{(nbytes or 0) / 1e9:g} GB"] * (nbytes is not None)
     return (
-        f"the producer waits for consumers to complete shards (it may be {ahead} ahead), and this one has read"
-        f" {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints more"
-        " often, or raise --max-ahead-shards or --max-ahead-gb"
+        f"the producer waits for consumers to complete shards (it may be {' and '.join(said)} ahead), and this one has"
+        f" read {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints"
+        " more often, or raise --max-ahead-shards or --max-ahead-gb"
     )

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -117,6 +117,12 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
     return used, shards if own else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 
+def _rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """CSR offsets of rows of so many entries, and all the entries, which lie behind each other from ``begins`` on."""
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+
+
 # ---- packs of shards ----
 
 
@@ -194,7 +200,7 @@ def located(
             here = slots == slot
             if index is not None:
                 firsts[here] = index[0][packs[here]]
-        sequences = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+        sequences = _rows(firsts, np.diff(offsets))[1]
     if numbers is not None and numbers != list(range(len(numbers))):
         shards = np.array(numbers, np.int32)[shards]
     return Segments(offsets, shards, starts, lengths, numbers if len(packs) else None, sequences, packs)
@@ -296,7 +302,6 @@ class PlannedPacks(_ShardPacks):
         self,
         shards: ShardSet,
         options: PlanOptions,
-        *,
         cache: str | os.PathLike[str] | None = None,
         first: int = 0,
         last: int | None = None,
@@ -319,9 +324,8 @@ class PlannedPacks(_ShardPacks):
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
         plan = self.plan
-        begins, ends = plan.offsets[packs], plan.offsets[packs + 1]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - begins)])
-        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
+        begins = plan.offsets[packs]
+        offsets, taken = _rows(begins, plan.offsets[packs + 1] - begins)
         shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
         sequences = plan.sequences[taken] if self._numbered else None
         if (held := self.shards.held) is not None:
@@ -342,17 +346,14 @@ class PlannedPacks(_ShardPacks):
                 pair_numbers(self.shards.shard(number))  # refuses what is no pairs
         made = pack_sequences(lengths, groups=groups, **asdict(self.options))
         starts = _joined([starts[:-1] for _, starts in parts])
-        plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences, self._numbered)
+        plan = PlacedPlan.of(made.num_packs, len(lengths), made.most_sequences, self._numbered)
         plan.offsets[:] = made.offsets
         bounds = self.shards.sequences_before
         for begin in range(0, len(lengths), 1 << 20):  # bounds what fancy indexing allocates
             here = slice(begin, begin + (1 << 20))
             chosen = made.sequences[here]
             plan.starts[here], plan.lengths[here] = starts[chosen], lengths[chosen]
-            if len(parts) > 1:
-                plan.shards[here] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
-            else:
-                plan.shards[here] = parts[0][0]
+            plan.shards[here] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
             if self._numbered:
                 plan.sequences[here] = chosen + self.first - bounds[plan.shards[here]]
         return plan
@@ -396,23 +397,24 @@ class JoinedPacks:
         members = np.searchsorted(self.packs_before, packs, side="right") - 1
         if self._stored is not None:
             return self._stored.segments(packs + self._shift[members])
+        if not len(packs):
+            return self._sources[0].segments(packs)
 
         # Each source is asked once, for its packs together; what it says is put where they stand.
-        order = np.argsort(members, kind="stable")
-        used, firsts = np.unique(members[order], return_index=True)
-        parts = []
-        for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True):
-            part = self._sources[member].segments(packs[rows] - self.packs_before[member])
-            parts.append(replace(part, shards=part.shards + np.int32(self._shards_before[member]), used=None))
-        if len(parts) < 2:
-            return parts[0] if parts else self._sources[0].segments(packs)
-        counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
-        counts[order] = np.concatenate([np.diff(part.offsets) for part in parts])
-        begins[order] = np.cumsum(counts[order]) - counts[order]
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
-        columns = [(part.shards, part.starts, part.lengths) for part in parts]
-        shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
+        used = np.unique(members).tolist()
+        asked = [np.flatnonzero(members == member) for member in used]
+        parts = [
+            self._sources[member].segments(packs[rows] - self.packs_before[member])
+            for member, rows in zip(used, asked, strict=True)
+        ]
+        places = np.argsort(np.concatenate(asked))  # of each pack among the parts
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        offsets, taken = _rows((np.cumsum(counts) - counts)[places], counts[places])
+        moved = [part.shards + np.int32(self._shards_before[member]) for member, part in zip(used, parts, strict=True)]
+        shards, starts, lengths = (
+            np.concatenate(column)[taken]
+            for column in (moved, [part.starts for part in parts], [part.lengths for part in parts])
+        )
         numbered = [part.sequences for part in parts if part.sequences is not None]
         sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
         return Segments(offsets, shards, starts, lengths, None, sequences)
@@ -484,11 +486,11 @@ def reopen(shards: Any, first: int, last: int, cache: str | None = None, *option
     opened = ShardSet.reopen(shards)
     if not options:
         return StoredPacks(opened, first, last)
-    return PlannedPacks(opened, PlanOptions(*options), cache=cache, first=first, last=last)
+    return PlannedPacks(opened, PlanOptions(*options), cache, first, last)
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # as it is where there is one: it may be mapped
 
 
 # ---- plans as files ----
@@ -522,29 +524,22 @@ class PlacedPlan(NamedTuple):
     sequences: NDArray[np.int64]
 
     @classmethod
-    def empty(
-        cls,
-        packs: int,
-        sequences: int,
-        most_sequences: int,
-        numbered: bool = False,
-        room: Callable[[int], NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, np.uint8),
+    def of(
+        cls, packs: int, sequences: int, most: int, numbered: bool = False, raw: NDArray[np.uint8] | None = None
     ) -> PlacedPlan:
-        """A plan to be filled in.
+        """The plan of so many packs that lies in ``raw``, or one to be filled in. ValueError: that is of another size.
 
-        Args:
-            packs: that it has.
-            sequences: that it has.
-            most_sequences: in one pack.
-            numbered: whether it says which sequences of their shards these are.
-            room: gives the bytes that it lies in, as many as it is told.
+        ``numbered`` is whether it says which sequences of their shards these are.
         """
         counts = (packs + 1, sequences, sequences, sequences, sequences if numbered else 0)
         dtypes = [np.dtype(code) for code in ("<i8", "<i8", "<i4", "<i4", "<i8")]
         ends = running_sums(count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)).tolist()
-        raw = room(ends[-1])
+        if raw is None:
+            raw = np.empty(ends[-1], np.uint8)
+        if len(raw) != ends[-1]:
+            raise ValueError(f"{len(raw)} bytes of arrays, expected {ends[-1]}")
         bounds = zip(itertools.pairwise(ends), dtypes, strict=True)
-        return cls(most_sequences, raw, *(raw[begin:end].view(dtype) for (begin, end), dtype in bounds))
+        return cls(most, raw, *(raw[begin:end].view(dtype) for (begin, end), dtype in bounds))
 
 
 def plan_path(folder: str, key: str) -> str:
@@ -594,39 +589,29 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
                     file.write(plan.raw.data)
                 new.publish()
         except (OSError, FormatError) as error:
-            if os.path.exists(path):  # where there are no locks, another process may have been faster
-                return _load(path)
-            logger.warning(
-                "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
-                " can be written: path_to_cache (--data-cache-path)",
-                path,
-                error,
-            )
-            return plan
+            if not os.path.exists(path):  # where there are no locks, another process may have been faster
+                logger.warning(
+                    "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
+                    " can be written: path_to_cache (--data-cache-path)",
+                    path,
+                    error,
+                )
+                return plan
     return _load(path)
 
 
 def _load(path: str) -> PlacedPlan:
-    with open_regular(path) as file:
-        raw = file.read(_HEADER_NBYTES)
     try:
-        fields = json.loads(raw)
-        revision = fields["revision"]
-        packs, sequences, most = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{path}: not a packing plan ({error}); remove it, and it is made anew") from None
-    if revision != _REVISION:
-        raise FormatError(f"{path}: plan revision {revision}, expected {_REVISION}; remove it, and it is made anew")
-
-    def room(nbytes: int) -> NDArray[np.uint8]:
-        expected = _HEADER_NBYTES + nbytes
-        if (found := os.path.getsize(path)) != expected:
-            raise FormatError(
-                f"{path}: {found} bytes, expected {expected}; it was cut short: remove it, and it is made anew"
-            )
-        return open_array(path, np.dtype("u1"), expected, nbytes=expected)[_HEADER_NBYTES:]
-
-    return PlacedPlan.empty(packs, sequences, most, bool(fields.get("numbered")), room)
+        with open_regular(path) as file:
+            fields = json.loads(file.read(_HEADER_NBYTES))
+        if fields["revision"] != _REVISION:
+            raise ValueError(f"of revision {fields['revision']}, expected {_REVISION}")
+        counts = [int(fields[name]) for name in ("packs", "sequences", "most_sequences")]
+        nbytes = os.path.getsize(path)
+        raw = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[_HEADER_NBYTES:]
+        return PlacedPlan.of(*counts, bool(fields.get("numbered")), raw)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew") from None
 
 
 # ---- packs of a legacy file ----
