@@ -75,8 +75,8 @@ def test_negative_and_missing_indices_are_masked_rows(prefix: str) -> None:
         with pytest.raises(IndexError):
             dataset[outside]
         with pytest.raises(IndexError):
-            dataset.rows.batch([0, outside])
-    batch = dataset.rows.batch([99, -1, 5])
+            dataset.rows.__getitems__([0, outside])
+    batch = dataset.rows.__getitems__([99, -1, 5]).whole()
     for at, index in enumerate((99, -1, 5)):
         assert all(torch.equal(batch[key][at], value) for key, value in dataset[index].items())
 
@@ -301,7 +301,7 @@ def test_a_rebuilt_shard_trains_as_the_one_that_was_lost(tmp_path: Path, lost: s
 
     def batches() -> list[str]:
         dataset = train_of(config_of(prefix), 100)
-        return [digest_of(dataset.rows.batch(range(start, start + 20))) for start in range(0, 100, 20)]
+        return [digest_of(dataset.rows.__getitems__(range(start, start + 20)).whole()) for start in range(0, 100, 20)]
 
     wanted = batches()
     os.unlink(prefix + lost)
@@ -323,7 +323,7 @@ def test_indices_that_are_no_range(prefix: str) -> None:
 
 def test_a_dataloader_takes_whole_batches(prefix: str) -> None:
     dataset = train_of(config_of(prefix), 40)
-    wanted = [dataset.rows.batch(range(start, start + 8)) for start in range(0, 40, 8)]
+    wanted = [dataset.rows.__getitems__(range(start, start + 8)).whole() for start in range(0, 40, 8)]
     for collate in (whole_batch, None):
         loader = torch.utils.data.DataLoader(dataset, batch_size=8, collate_fn=collate)
         for batch, expected in zip(loader, wanted, strict=True):
@@ -342,7 +342,7 @@ def test_a_padding_mask_is_true_where_no_token_lies(tmp_path: Path, multiple: in
     rows = pickle.loads(pickle.dumps(build(config, (9, 0, 0))[0]))
     plain = build(config_of(str(tmp_path / "x"), sequence_multiple=multiple), (9, 0, 0))[0]
     for chosen in ([0, 1, 2], [3, 8, 4, 5]):
-        batch = rows.batch(chosen)
+        batch = rows.__getitems__(chosen).whole()
         assert batch["padding_mask"].dtype == torch.bool
         for row, i in enumerate(chosen):
             expected = np.ones(32, np.bool_)

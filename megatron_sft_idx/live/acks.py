@@ -130,12 +130,7 @@ def require_consumer(name: str) -> None:
 
 
 def write_ack(folder: str, ack: Ack) -> None:
-    """Replace a rank's acknowledgement in ``ack_folder(...)``, durably.
-
-    Raises:
-        FormatError: the consumer's name is no name of a folder, or something else lies where it would be.
-        OSError: it may not be written there.
-    """
+    """Replace a rank's acknowledgement in ``ack_folder(...)``, durably; see ``write_document``."""
     require_consumer(ack.consumer)
     write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack, _KIND)
 
@@ -148,21 +143,21 @@ def read_acks(folder: str) -> dict[str, list[Ack]]:
     """
     consumers: dict[str, list[Ack]] = {}
     for consumer in _names(folder):
-        if _CONSUMER.fullmatch(consumer) and (acks := list(_read_consumer(folder, consumer))):
-            newest = max(ack.generation for ack in acks)
-            consumers[consumer] = current = [ack for ack in acks if ack.generation == newest]
-            for ack in current[1:]:
-                if not ack.agrees_with(current[0]):
-                    raise FormatError(
-                        f"{os.path.join(folder, consumer)}: ranks {current[0].rank} and {ack.rank} of generation"
-                        f" {newest} disagree on their size, epochs or base; two runs use the consumer name"
-                        f" {consumer!r}: give each its own"
-                    )
+        home = os.path.join(folder, consumer)
+        if not _CONSUMER.fullmatch(consumer) or not (acks := list(_read_ranks(home))):
+            continue
+        newest = max(ack.generation for ack in acks)
+        consumers[consumer] = current = [ack for ack in acks if ack.generation == newest]
+        for ack in current[1:]:
+            if not ack.agrees_with(current[0]):
+                raise FormatError(
+                    f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their size,"
+                    f" epochs or base; two runs use the consumer name {consumer!r}: give each its own"
+                )
     return consumers
 
 
-def _read_consumer(folder: str, consumer: str) -> Iterator[Ack]:
-    home = os.path.join(folder, consumer)
+def _read_ranks(home: str) -> Iterator[Ack]:
     for name in _names(home):
         path = os.path.join(home, name)
         if (match := _RANK_FILE.fullmatch(name)) and (content := read_document(path)):
@@ -180,15 +175,10 @@ def _names(folder: str) -> list[str]:
 
 
 def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterable[int]) -> list[int]:
-    """Which of the shards ``numbers`` every consumer has completed, in their order.
+    """Which of the shards ``numbers`` every consumer has completed, in their order, by what ``read_acks`` gave.
 
     A shard is complete when its rank has done it in the last epoch, or an earlier generation had. None is before there
     are ``consumers``; where there are more, all of them count.
-
-    Args:
-        acks: of ``read_acks``.
-        consumers: how many are expected.
-        numbers: of shards, such as those that are there.
     """
     if len(acks) < consumers:
         return []
@@ -214,11 +204,9 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
 
 
 def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
-    """The shards before shard ``below`` that one consumer has not completed.
+    """The shards before ``below``, also those still to come, that one consumer has not completed.
 
-    Args:
-        acks: of all its ranks, in one epoch and of one base; the last epoch.
-        below: where to stop; shards that are still to come count too.
+    ``acks`` are those of all its ranks, in one epoch, the last one, and of one base.
     """
     base, size = acks[0].current_base(), acks[0].size
     done = min(ack.items_done for ack in acks) * size

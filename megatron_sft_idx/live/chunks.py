@@ -99,8 +99,6 @@ class LiveChunks(LiveShards):
         self._looks: dict[int, Still] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
-        # A chunk is mostly opened right after it was counted, which has found its lines.
-        self._counted: tuple[int, ChunkFile] | None = None
         # Chunks that are right only if they are the last one.
         self._uneven: dict[int, int] = {}
         self._may_mark = self.acks is not None
@@ -128,20 +126,18 @@ class LiveChunks(LiveShards):
         """Chunks that are there, in order, the one that is being written included."""
         return chunk_numbers(self.folder) if os.path.isdir(self.folder) else []
 
-    def _newest(self) -> int | None:
-        return max(self.numbers(), default=None)
+    def _newest(self) -> int:
+        """The last chunk that is there; -1 where none is."""
+        return max(self.numbers(), default=-1)
 
     def end(self) -> int | None:
-        """How many chunks there are in all, once somebody has said so.
-
-        Raises:
-            FormatError: there are more.
-        """
-        declared, promised = self._declared_end(), self.num_chunks
-        end = min((count for count in (declared, promised) if count is not None), default=None)
-        newest = None if end is None else self._newest()
-        if newest is not None and end is not None and newest >= end:
-            where = "--num-chunks" if end == promised else END
+        """How many chunks there are in all, once somebody has said so. FormatError where there are more."""
+        said = [end for end in (self._declared_end(), self.num_chunks) if end is not None]
+        if not said:
+            return None
+        end, newest = min(said), self._newest()
+        if newest >= end:
+            where = "--num-chunks" if end == self.num_chunks else END
             raise FormatError(
                 f"{self.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}):"
                 f" its producer was not through; resume with a longer --end-after, once {END} is removed"
@@ -154,15 +150,7 @@ class LiveChunks(LiveShards):
         return min((end for end in ends if end is not None), default=None)
 
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
-        """Wait until a chunk is whole: True; or until it is known that it never will be: False.
-
-        What is not committed makes no difference: nobody knows whether a producer of chunks waits for its consumers.
-
-        Raises:
-            FormatError: it is torn, or missing among others, or too many are there.
-            SFTIndexError: it did not come in time.
-            Stopped: the waiter stopped.
-        """
+        """See ``LiveShards``; nobody knows whether a producer of chunks waits for its consumers."""
         for waited in waiter.looks(lambda: f"{self.name(number)}; {self.describe(number)}"):
             end = self.end()
             self._require_even()
@@ -182,11 +170,7 @@ class LiveChunks(LiveShards):
     # ---- which chunks are whole ----
 
     def is_whole(self, number: int, end: int | None) -> bool:
-        """Whether a chunk is there and its producer is done with it.
-
-        Args:
-            number: of the chunk; below the end where that is known.
-            end: how many chunks there are in all; None while that is not known.
+        """Whether a chunk is there and its producer is done with it; ``end`` is how many there are, None if unknown.
 
         Raises:
             FormatError: the chunk is missing though later ones are there, or ends in the middle of a line.
@@ -224,10 +208,8 @@ class LiveChunks(LiveShards):
         return True
 
     def _is_followed(self, number: int) -> bool:
-        if os.path.exists(self.path_of(number + 1)):
-            return True
-        newest = self._newest()  # the next one may have been consumed by another rank, and freed
-        return newest is not None and newest > number
+        # The next one may have been consumed by another rank, and freed.
+        return os.path.exists(self.path_of(number + 1)) or self._newest() > number
 
     def require_unchanged(self) -> None:
         """FormatError where a chunk that was taken as whole has grown since."""
@@ -255,7 +237,7 @@ class LiveChunks(LiveShards):
                 return f"{name} ends in the middle of a line, and has not changed for {age:.0f} s"
             return f"{name} is there, {nbytes:,} bytes, and has not changed for {age:.0f} s"
         newest = self._newest()
-        there = "no chunk is there" if newest is None else f"the newest one is {chunk_name(newest)}"
+        there = "no chunk is there" if newest < 0 else f"the newest one is {chunk_name(newest)}"
         return f"{name} is not there, {there}"
 
     # ---- chunks that are there ----
@@ -263,25 +245,18 @@ class LiveChunks(LiveShards):
     def count(self, number: int) -> int | None:
         """Lines of a chunk; None where it is not there, whole."""
         if number not in self._counts:
-            path = self.path_of(number)
-            if not os.path.exists(path) or not self.is_whole(number, self._declared_end()):
+            if not os.path.exists(self.path_of(number)) or not self.is_whole(number, self._declared_end()):
                 return None
-            chunk = self._opened(number)
-            self._counted, self._counts[number] = (number, chunk), len(chunk)
+            self._counts[number] = len(self._opened(number))
         return self._counts[number]
 
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
-        """Find the lines of a chunk that is whole, which reads all of it.
-
-        Raises:
-            FormatError: it is of another kind, or has another number of lines than every chunk should have.
-        """
+        """Find the lines of a chunk that is whole, which reads all of it. FormatError where it is of another kind."""
         path = self.path_of(number)
         if self.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
-        counted, self._counted = self._counted, None
-        chunk = counted[1] if counted and counted[0] == number else self._opened(number)
+        chunk = self._opened(number)
 
         def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:
             """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
@@ -293,21 +268,15 @@ class LiveChunks(LiveShards):
         return OpenPacks(len(chunk), None, {}, None, load, lambda found: FormatError(f"{chunk.path}: {found}"))
 
     def committed(self) -> None:
-        """Mark every chunk that is there and that every consumer is done with.
-
-        Raises:
-            FormatError: an acknowledgement is damaged.
-        """
+        """Mark every chunk that is there and that every consumer is done with."""
         if self.acks is None or not self._may_mark:
             return
         for number in completed(read_acks(self.acks), self.consumers, chunk_numbers(self.folder)):
             marker = self.path_of(number) + COMPLETED
-            if os.path.exists(marker):
-                continue
             try:
                 OutputFile(marker, durable=False).close()
             except FileExistsError:
-                continue  # another rank's
+                continue
             except OSError as error:
                 self._may_mark = False
                 logger.warning(
@@ -328,10 +297,9 @@ class LiveChunks(LiveShards):
 
     def _require_even(self) -> None:
         """FormatError where a chunk that is not the last one has another number of lines than it should have."""
-        newest, expected = self._newest(), self.samples_per_chunk or 0
+        expected = self.samples_per_chunk or 0
         for number, lines in self._uneven.items():
-            # The last one may be freed already.
-            if lines > expected or (newest is not None and newest > number):
+            if lines > expected or self._newest() > number:
                 raise FormatError(
                     f"{self.path_of(number)}: it has {lines:,} lines, expected {expected:,}"
                     " (--samples-per-chunk) in every chunk but the last; counts are taken from the chunks themselves,"
@@ -409,13 +377,9 @@ class LiveChunks(LiveShards):
 def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> Iterator[None]:
     """Inside, a thread declares the end where the producer writes none: by one process, for all ranks.
 
-    That is when no chunk came and none has grown for a while. Half a line at the end of the newest chunk is no end:
-    those who wait for that chunk say what is wrong with it.
-
-    Args:
-        folder: of the chunks.
-        seconds: without a change, on this process's own clock.
-        end_folders: the document that says how many chunks there are goes into the first one that takes it.
+    That is when no chunk came and none has grown for so many seconds. Half a line at the end of the newest chunk is no
+    end: those who wait for that chunk say what is wrong with it. The document goes into the first of ``end_folders``
+    that takes it.
     """
     stopped = threading.Event()
 
@@ -423,13 +387,11 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
         still = Still()
         while not stopped.wait(min(1.0, seconds / 4)):
             try:
-                newest = max(chunk_numbers(folder), default=None)
-                path = os.path.join(folder, chunk_name(newest or 0))
-                status = None if newest is None else os.stat(path)
-                unchanged = still.seconds(status and (newest, status.st_size, status.st_mtime_ns))
-                if newest is None or status is None or unchanged < seconds:
-                    continue
-                if status.st_size and ends_whole(path):
+                newest = max(chunk_numbers(folder), default=0)
+                path = os.path.join(folder, chunk_name(newest))
+                status = os.stat(path)
+                unchanged = still.seconds((newest, status.st_size, status.st_mtime_ns))
+                if unchanged >= seconds and status.st_size and ends_whole(path):
                     _write_end(end_folders, newest + 1)
                     said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)

@@ -39,7 +39,7 @@ from megatron_sft_idx.live.acks import (
 from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
-from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
+from megatron_sft_idx.training import BatchAssembler, BatchLoader, Tensors, Wanted
 
 logger = logging.getLogger("megatron_sft_idx.live")
 # The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
@@ -74,7 +74,6 @@ class LiveDataset(IterableDataset[Tensors]):
         at_end: what makes all ranks take as many steps: ``pad`` with rows whose loss is masked, or ``drop``.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         pad_id: fills up rows; None for the tokenizer's.
-        form: of the batches; see ``BatchLayout``.
         columns: names of those of the shards' columns that batches have. Values are as stored: every shard numbers the
             files of ``source`` as the others do.
         consumer: name of this training run among those that read the catalog.
@@ -100,7 +99,6 @@ class LiveDataset(IterableDataset[Tensors]):
         at_end: AtEnd = "pad",
         sequence_multiple: int = 1,
         pad_id: int | None = None,
-        form: Form = "wide",
         columns: Sequence[str] = (),
         consumer: str = "train",
         ack_dir: str | os.PathLike[str] | None = None,
@@ -129,7 +127,7 @@ class LiveDataset(IterableDataset[Tensors]):
         if at_end not in ("pad", "drop"):
             raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
         self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
-        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
+        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id}
         self.columns = tuple(map(check_name, columns))
         require_consumer(consumer)
         self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
@@ -193,13 +191,14 @@ class LiveDataset(IterableDataset[Tensors]):
             lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
 
         Raises:
-            FormatError: rows that cannot be made of such packs, or limits with which training must come to a stop.
+            FormatError: limits with which training must come to a stop.
             SFTIndexError: nothing is promised in time.
         """
         if self._limits is None:
             self.require_room(waiter, lagging=lagging)
-            self._limits, state = self.shards.limits(waiter), self.state
-            self.state = dataclasses.replace(state, generation=next_generation(self.newest_acks(), self.ack(state)))
+            self._limits = self.shards.limits(waiter)
+            generation = next_generation(self.newest_acks(), self.ack(self.state))
+            self.state = dataclasses.replace(self.state, generation=generation)
 
     def require_room(self, waiter: Waiter, *, lagging: bool = False) -> None:
         """FormatError where the producer may not be as far ahead as training needs it; see ``prepare``."""
@@ -224,11 +223,8 @@ class LiveDataset(IterableDataset[Tensors]):
         """Whether the rank may need, for its next step, a shard that the producer publishes after a commit only.
 
         What a step needs is taken to be the most that it can be, not what is there already, so that runs with the same
-        data and the same commits say the same, at whatever pace shards come.
-
-        Args:
-            state: between two steps.
-            committed: the states of all ranks that were acknowledged last.
+        data and the same commits say the same, at whatever pace shards come. ``state`` is between two steps,
+        ``committed`` those of all ranks that were acknowledged last.
         """
         last = state.last_shard(state.step_rows, lambda shard: self.shards.count(shard) or 0, self.shards.least_packs())
         return self.shards.may_not_come(last, uncompleted([self.ack(one) for one in committed], last))
@@ -244,42 +240,33 @@ class LiveDataset(IterableDataset[Tensors]):
     def may_acknowledge(self) -> bool:
         """Whether acknowledgements can be written; SFTIndexError where the producer goes by them and they cannot."""
         if self._writes is None:
-            home = os.path.join(self.acks, self.consumer)
+            home, said = os.path.join(self.acks, self.consumer), "acknowledgements cannot be written here"
             with contextlib.suppress(OSError):
                 os.makedirs(home, exist_ok=True)
             self._writes = os.access(home, os.W_OK)
-            remedy = f"{self.acks}: acknowledgements cannot be written here"
             if not self._writes and self.needs_acks:
                 raise SFTIndexError(
-                    f"{remedy}, and the producer waits for them or frees shards by them; give both a folder that this"
-                    " user may write to (--ack-dir)"
+                    f"{self.acks}: {said}, and the producer waits for them or frees shards by them; give both a folder"
+                    " that this user may write to (--ack-dir)"
                 )
             if not self._writes:
-                logger.info("rank %d: %s; nothing depends on them", self.state.rank, remedy)
+                logger.info("rank %d: %s: %s; nothing depends on them", self.state.rank, self.acks, said)
         return self._writes
 
     def deliveries(self, waiter: Waiter, *, thread: bool = False) -> Iterator[tuple[Any, RankState]]:
         """This process's share of the micro-batches, each with the state of the rank after it.
 
-        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows.
-
-        Args:
-            waiter: who waits.
-            thread: prepare them ahead in a thread of this process, whose share is all of them.
+        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows. With
+        ``thread`` they are prepared ahead in a thread of this process, whose share is all of them.
         """
         self.prepare(waiter)
         assert self._limits is not None
         # None of no columns, and where nothing is left to read.
         columns = self.shards.columns(self.columns, waiter) if self.columns else None
         source = OpenShards(self.shards, *self._limits, waiter, columns)
-        walk = Walk(
-            self.shards,
-            self.state,
-            epochs=self.epochs,
-            at_end=self.at_end,
-            acknowledged=lambda state: acknowledged(self.newest_acks(), self.ack(state)),
-            waiter=waiter,
-        )
+        done = lambda state: acknowledged(self.newest_acks(), self.ack(state))  # noqa: E731
+        ends: dict[str, Any] = {"epochs": self.epochs, "at_end": self.at_end}
+        walk = Walk(self.shards, self.state, **ends, acknowledged=done, waiter=waiter)
         try:
             shape = {"width": source.most_sequences + 2, "columns": tuple(source.columns), **self._shape}
             assembler = BatchAssembler(source, self.seq_length, **shape)
@@ -287,8 +274,7 @@ class LiveDataset(IterableDataset[Tensors]):
             raise FormatError(f"{self.shards.folder}: {error}") from None
 
         def batches() -> Iterator[Wanted]:
-            """The packs of one are read before the next is asked for."""
-            for wanted in walk:
+            for wanted in walk:  # the packs of one are read before the next is asked for
                 # All shards that the micro-batch and the group that it ends in are of.
                 source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
                 yield wanted

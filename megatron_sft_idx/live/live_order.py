@@ -58,12 +58,7 @@ def _items_of(base: Base, size: int, rank: int, end: int, first: int = 0) -> Ite
 def next_group(base: Base, size: int, rank: int, items: int, end: int | None) -> Group | None:
     """What a rank reads once it has done so many of its items; None where nothing is left.
 
-    Args:
-        base: of the order.
-        size: data-parallel ranks.
-        rank: one of them.
-        items: of this rank's items that are done.
-        end: shards of the catalog; None while more may come. Its groups are then whole: wait for their shards.
+    ``end`` is how many shards the catalog has; None while more may come. Groups are then whole: wait for their shards.
     """
     if end is None:
         end = base.frontier + (items + base.window + 1) * size
@@ -84,10 +79,7 @@ def least_ahead(state: RankState, least: int, *, lagging: bool = False) -> int:
     all shards before the last of these count that no rank has completed. To end one group a rank may need the first
     packs of its next, and a loader of its own pace commits where it likes: that is asked for in any case.
 
-    Args:
-        state: of any rank.
-        least: packs in a shard, but for the last one.
-        lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
+    ``least`` is of packs in any shard but the last; ``lagging`` as for ``LiveDataset.prepare``.
     """
     window, size = state.base.window, state.size
     groups = 1 - (1 - state.step_rows) // (window * least)
@@ -153,12 +145,9 @@ class RankState(Record):
         return self.rank + (self.items + begun) * self.size
 
     def last_shard(self, rows: int, packs_in: Callable[[int], int], least: int) -> int:
-        """The last shard in which the next packs of the rank may lie.
+        """The last shard in which the next ``rows`` packs of the rank may lie.
 
-        Args:
-            rows: packs that it takes.
-            packs_in: how many a shard has; asked for those of the group that is begun.
-            least: packs in any other shard.
+        ``packs_in`` says how many are in the shards of the group that is begun; any other has ``least``.
         """
         have = sum(map(packs_in, self.shards)) - self.offset
         last, number, fresh = max(self.shards, default=0), self.next_item, 0
@@ -221,8 +210,8 @@ def resume(
     """
     if not states:
         raise FormatError(f"{_NAME}: an empty list; give the states of all data-parallel ranks of one checkpoint")
-    first = states[0]
-    ranks = sorted(state.rank for state in states)
+    states = sorted(states, key=lambda state: state.rank)
+    first, ranks = states[0], [state.rank for state in states]
     if len(ranks) != first.size or ranks != list(range(first.size)):
         raise FormatError(
             f"{_NAME}: states of ranks {ranks[:20]}, expected one of each of the {first.size} data-parallel ranks of"
@@ -236,8 +225,7 @@ def resume(
                 f" {state.rows} rows, epochs {first.base.epoch} and {state.base.epoch}); give the states of one"
                 " checkpoint"
             )
-    states = sorted(states, key=lambda state: state.rank)
-    base, old = states[0].base, len(states)
+    base, old = first.base, len(states)
     begun = [Leftover(state.shards, state.offset) for state in states if state.shards]
     # From this item on nobody has touched any: the last one that a rank has begun is next_item - old.
     beyond = max(len(base.leftovers), *(state.next_item - old + 1 for state in states))
@@ -246,17 +234,11 @@ def resume(
         raise FormatError(f"{_NAME}: one rank is {beyond - least} shards ahead of another, so no state of one run")
     skipped = [base.item(number) for number in range(least, beyond) if number >= states[number % old].next_item]
     begun += [left for left in skipped if left.offset]
-    fresh = dataclasses.replace(
-        base,
-        window=window,
-        leftovers=(
-            *sorted(begun, key=lambda left: left.shards),
-            *sorted((left for left in skipped if not left.offset), key=lambda left: left.shards),
-        ),
-        frontier=base.frontier + beyond - len(base.leftovers),
-    )
-    generation = states[0].generation + 1
-    return RankState(fresh, states[0].shuffle, size, rank, generation, batch_rows, step_rows)
+    untouched = [left for left in skipped if not left.offset]
+    leftovers = tuple(left for part in (begun, untouched) for left in sorted(part, key=lambda left: left.shards))
+    frontier = base.frontier + beyond - len(base.leftovers)
+    fresh = dataclasses.replace(base, window=window, leftovers=leftovers, frontier=frontier)
+    return RankState(fresh, first.shuffle, size, rank, first.generation + 1, batch_rows, step_rows)
 
 
 # ---- a rank's way through the catalog ----
@@ -265,18 +247,9 @@ def resume(
 class Walk:
     """Iterates over the micro-batches of one rank from a state on, through all epochs, waiting for shards.
 
-    Each has packs int64 [rows, 2], shard and number inside it, and the rank's state behind it.
-
-    Args:
-        shards: of the catalog.
-        state: where to begin.
-        epochs: how often everything is read.
-        at_end: how ranks come to take the same number of steps: ``pad`` or ``drop``.
-        acknowledged: items and packs that ranks have acknowledged in the order of a state, by rank.
-        waiter: who waits.
-
-    Attributes:
-        state: behind the last micro-batch, and behind empty shards at the end, which none follows.
+    Each has packs int64 [rows, 2], shard and number inside it, and the rank's state behind it. ``acknowledged`` says
+    which items and packs ranks have acknowledged in the order of a state, by rank. ``state`` is where the rank stands:
+    behind the last micro-batch, and behind empty shards at the end, which none follows.
     """
 
     def __init__(
@@ -318,12 +291,11 @@ class Walk:
 
     def _require_all_there(self) -> None:
         """FormatError where shards that this rank has still to read are gone already."""
-        there = self._shards.numbers()
-        if not there:
+        if not (there := self._shards.numbers()):
             return
-        state, known = self.state, set(there)
+        state = self.state
         mine = _items_of(state.base, state.size, state.rank, there[-1] + 1, state.items)
-        gone = sorted({shard for left in mine for shard in left.shards} - known)
+        gone = sorted({shard for left in mine for shard in left.shards}.difference(there))
         # Looked at again: whoever lists a folder that grows may see a shard and miss an older one.
         if gone := [shard for shard in gone if shard < there[-1] and self._shards.count(shard) is None]:
             shown = ", ".join(map(str, gone[:10])) + (", ..." if len(gone) > 10 else "")
@@ -379,7 +351,7 @@ class Walk:
         self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
 
     def _micro_batch(self, packs: NDArray[np.int64], real: int | None = None) -> Wanted:
-        """What the next rows are; those from ``real`` on only fill up."""
+        """The next rows; those from ``real`` on only fill up."""
         self.state = dataclasses.replace(self.state, rows=self.state.rows + len(packs))
         return Wanted(packs, None if real is None else np.arange(len(packs)) >= real, self.state)
 
@@ -387,11 +359,10 @@ class Walk:
         """A pack for rows of padding: of the rank that is last to end, whose shards are the last to be freed."""
         state, there = self.state, self._shards.numbers()
         most = int(np.argmax([have for _, have in self._counted]))
-        longest = list(_items_of(state.base, state.size, most, self._end or 0))
+        longest = [shard for left in _items_of(state.base, state.size, most, self._end or 0) for shard in left.shards]
         known = set(there)
-        wanted = [shard for left in reversed(longest) for shard in reversed(left.shards) if shard in known]
-        for shard in (*wanted, *reversed(there)):
-            if self._shards.count(shard):
+        for shard in (*reversed(longest), *reversed(there)):
+            if shard in known and self._shards.count(shard):
                 return np.array([[shard, 0]])
         raise FormatError(
             f"{self._shards.folder}: rank {state.rank} pads its last steps and no shard is left to take rows from; let"

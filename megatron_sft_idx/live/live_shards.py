@@ -440,10 +440,12 @@ class CatalogShards(Catalog, LiveShards):
                 f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
             )
         if state.state == "stopped":
-            said = f"was stopped ({state.reason or 'no reason given'}) and has not been started again for {silent:.0f} s"
+            why = state.reason or "no reason given"
+            said = f"was stopped ({why}) and has not been started again for {silent:.0f} s"
         else:
             said = f"is dead: no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s)"
-        return f"the producer {said}, {state.published} published; start the same command again, it goes on where it was"
+        there = f"{state.published} published"
+        return f"the producer {said}, {there}; start the same command again, it goes on where it was"
 
 
 def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_s
 # ---- tensors and where they lie ----
 
 
-Form = Literal["wide", "narrow", "narrow-weighted"]
 Tensors = dict[str, torch.Tensor]
 
 # A cache line: every tensor of a batch begins on one.
@@ -51,14 +50,7 @@ _ALIGNMENT = 64
 
 
 class BatchColumn(NamedTuple):
-    """A column as batches have it.
-
-    Attributes:
-        name: its key.
-        per: what has one row: ``token``, ``sequence`` or ``pack``.
-        dtype: of numpy, as a string.
-        width: items of a row; the last dimension where it is above 1.
-    """
+    """A column as batches have it; ``width`` items a row are the last dimension where they are more than one."""
 
     name: str
     per: Per
@@ -75,8 +67,6 @@ class BatchLayout:
         seq_length: positions of a row.
         width: of ``cu_seqlens``.
         padded: whether sequences are padded inside the row, so that there is ``cu_seqlens_padded``.
-        form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
-            int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
         padding_mask: whether there is one: bool, True on padding, inside sequences and behind them.
         columns: that are there besides, [rows, seq_length], [rows, width - 1] or [rows] by what has a value in them.
     """
@@ -85,7 +75,6 @@ class BatchLayout:
     seq_length: int
     width: int
     padded: bool = False
-    form: Form = "wide"
     padding_mask: bool = False
     columns: tuple[BatchColumn, ...] = ()
 
@@ -94,13 +83,8 @@ class BatchLayout:
         """Name, dtype, shape and offset of every tensor, and the bytes of all."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
-        if self.form == "wide":
-            tensors = [(name, torch.int64, row) for name in ("tokens", "labels", "position_ids")]
-            tensors.append(("loss_mask", torch.float32, row))
-        else:
-            tensors = [("tokens", torch.int32, row)]
-            tensors.append(("loss_mask", torch.uint8 if self.form == "narrow" else torch.float32, row))
-        tensors.append(("cu_seqlens", torch.int32, bounds))
+        tensors = [(name, torch.int64, row) for name in ("tokens", "labels", "position_ids")]
+        tensors += [("loss_mask", torch.float32, row), ("cu_seqlens", torch.int32, bounds)]
         if self.padded:
             tensors.append(("cu_seqlens_padded", torch.int32, bounds))
         tensors.append(("max_seqlen", torch.int32, (self.rows,)))
@@ -142,9 +126,13 @@ class Batch:
     ``whole_batch`` takes the batch out of these. Any other collate finds single rows, so a DataLoader that knows
     nothing of whole batches works as well, only slower.
 
-    Attributes:
+    Args:
         layout: what it holds.
-        storage: all of it as one tensor, uint8 [nbytes].
+        pin_memory: for copies to a GPU, where there is one.
+        shared: for handing the batch to another process.
+        storage: that of another batch; None makes one, uint8 [nbytes].
+
+    Attributes:
         tensors: views of the storage, by name.
         arrays: the same as numpy arrays.
     """
@@ -157,10 +145,6 @@ class Batch:
         shared: bool = False,
         storage: torch.Tensor | None = None,
     ) -> None:
-        """Allocate; ``pin_memory`` for copies to a GPU, ``shared`` for handing the batch to another process.
-
-        Or take the ``storage`` of another batch.
-        """
         if storage is None:
             storage = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin_memory and torch.cuda.is_available())
         if shared:
@@ -220,7 +204,6 @@ class BatchAssembler(Dataset[Tensors]):
         width: of ``cu_seqlens``, one value for all that trains together; None for the source's own,
             ``most_sequences + 2``.
         pad_id: a valid token id; None for the source's, or 0 where it knows none.
-        form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         padding_mask: whether batches have one, for MoE routers.
         columns: names of those of the source's columns that batches have.
         fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
@@ -238,7 +221,6 @@ class BatchAssembler(Dataset[Tensors]):
         sequence_multiple: int = 1,
         width: int | None = None,
         pad_id: int | None = None,
-        form: Form = "wide",
         padding_mask: bool = False,
         columns: Sequence[str] = (),
         fetch_nbytes: int = BUDGET_NBYTES,
@@ -260,12 +242,9 @@ class BatchAssembler(Dataset[Tensors]):
             if name not in source.columns:
                 opened = ", ".join(source.columns) or "none"
                 raise FormatError(f"column {name}: not among those that the shards were opened with: {opened}")
-        self.source = source
-        self.seq_length = seq_length
-        self.sequence_multiple = sequence_multiple
+        self.source, self.seq_length, self.sequence_multiple = source, seq_length, sequence_multiple
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
-        self.form: Form = form
         self.padding_mask = padding_mask
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
@@ -281,8 +260,8 @@ class BatchAssembler(Dataset[Tensors]):
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
         """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
-        shape, padded = (rows, seq_length or self.seq_length, self.width), self.sequence_multiple > 1
-        return _layout(*shape, padded, self.form, self.padding_mask, self.columns)
+        padded = self.sequence_multiple > 1
+        return _layout(rows, seq_length or self.seq_length, self.width, padded, self.padding_mask, self.columns)
 
     @property
     def source_files(self) -> list[dict[str, Any]]:
@@ -336,7 +315,6 @@ class BatchAssembler(Dataset[Tensors]):
         if _any_remote(near):
             lying, near = self._fetcher.gather(segments, slots, near)
         placed = place(near, slots, lying)
-        loss_mask = arrays["loss_mask"]
         _native.assemble(
             placed.arrays,
             segments.offsets,
@@ -346,9 +324,9 @@ class BatchAssembler(Dataset[Tensors]):
             self.sequence_multiple,
             self.pad_id,
             arrays["tokens"],
-            arrays.get("labels"),
-            arrays.get("position_ids"),
-            loss_mask,
+            arrays["labels"],
+            arrays["position_ids"],
+            arrays["loss_mask"],
             arrays["cu_seqlens"],
             arrays.get("cu_seqlens_padded"),
             arrays["max_seqlen"],
@@ -357,11 +335,9 @@ class BatchAssembler(Dataset[Tensors]):
         if "source" in arrays and self._files is not None:
             self._files.renumber(arrays["source"], segments)
         if self.padding_mask:
-            arrays["padding_mask"][:] = _padding(
-                segments, self.seq_length if seq_length is None else seq_length, self.sequence_multiple
-            )
+            arrays["padding_mask"][:] = _padding(segments, mine.seq_length, self.sequence_multiple)
         if masked is not None:
-            loss_mask[masked] = 0
+            arrays["loss_mask"][masked] = 0
         return dict(out.tensors)
 
     def assemble(
@@ -396,12 +372,10 @@ class BatchAssembler(Dataset[Tensors]):
         return batch
 
     __getitems__ = rows
+    __getitem__ = sample
 
     def __len__(self) -> int:
         return self.source.num_packs
-
-    def __getitem__(self, index: int) -> Tensors:
-        return self.sample(index)
 
     def will_need(self, segments: Segments) -> None:
         """Read these sequences in the background; returns at once.
@@ -434,22 +408,19 @@ class BatchAssembler(Dataset[Tensors]):
         placed: Placed,
         out: dict[str, NDArray[Any]],
     ) -> Iterator[tuple[Any, ...]]:
-        """The columns as the kernel takes them."""
+        """The columns as the kernel takes them: of each its rows in every array, and of what has one where it lies."""
         for column, index in self._places.items():
-            rows: Iterable[NDArray[Any]]
-            starts: NDArray[np.int64] | None
+            row_nbytes = np.dtype(column.dtype).itemsize * column.width
             if column.per == "token":
                 near = self._with_tokens.index(index)
-                rows, own, starts = (arrays[near] for arrays in placed.arrays), placed.slots, placed.starts
+                rows, own, starts = [arrays[near] for arrays in placed.arrays], placed.slots, placed.starts
             else:
                 by_pack = column.per == "pack"
-                rows, own = (arrays[index][:] for arrays in found), slots[segments.offsets[:-1]] if by_pack else slots
-                starts = segments.packs if by_pack else segments.sequences
-                if starts is None:
-                    raise ValueError(
-                        f"column {column.name}: nothing says which {column.per}s of their shards these are"
-                    )
-            row_nbytes = np.dtype(column.dtype).itemsize * column.width
+                numbers = segments.packs if by_pack else segments.sequences
+                if numbers is None:
+                    raise ValueError(f"column {column.name}: nothing says which {column.per}s of their shards they are")
+                own = slots[segments.offsets[:-1]] if by_pack else slots
+                rows, starts = [arrays[index][:] for arrays in found], numbers
             yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
 
     def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
@@ -480,12 +451,13 @@ class _SourceFiles(NamedTuple):
         if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
             return None
         places: dict[str, int] = {}
-        known = {json.dumps(table, sort_keys=True): table for table in tables}
-        numbers = {
-            key: [places.setdefault(json.dumps(file, sort_keys=True), len(places)) for file in table or ()]
-            for key, table in known.items()
-        }
-        each = [numbers[json.dumps(table, sort_keys=True)] for table in tables]
+        known: dict[str, list[int]] = {}  # thousands of shards mostly have one table
+        each = []
+        for table in tables:
+            if (key := json.dumps(table, sort_keys=True)) not in known:
+                named = [json.dumps(file, sort_keys=True) for file in table or ()]
+                known[key] = [places.setdefault(name, len(places)) for name in named]
+            each.append(known[key])
         flat = np.concatenate([np.array(one, np.int64) for one in each]) if len(known) > 1 else None
         return cls([json.loads(file) for file in places], flat, np.cumsum([0, *map(len, each)]))
 
@@ -494,8 +466,8 @@ class _SourceFiles(NamedTuple):
         if self.numbers is None:
             return
         counts = np.diff(segments.offsets)
-        cells = np.repeat(np.arange(len(counts)), counts), np.arange(len(segments.shards)), 0
-        cells[1][:] -= np.repeat(segments.offsets[:-1], counts)
+        places = np.arange(len(segments.shards)) - np.repeat(segments.offsets[:-1], counts)
+        cells = np.repeat(np.arange(len(counts)), counts), places, 0
         first, last = self.firsts[segments.shards], self.firsts[segments.shards + 1]
         if ((found := first + values[cells]) >= last).any():
             raise ValueError("column source names files that the table of its shard does not have")
@@ -517,34 +489,6 @@ def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.b
 
 def _any_remote(shards: Sequence[Arrays]) -> bool:
     return any(isinstance(arrays[0], RemoteArray) for arrays in shards)
-
-
-def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
-    """Make of a narrow batch what the wide form holds, bit for bit, on the device where that is cheap.
-
-    A narrow batch is 5 bytes a position to copy, a wide one 28.
-
-    Args:
-        batch: what an assembler of a narrow form gave, or its copy on the device.
-        pad_id: the assembler's.
-        device: where to; None for where the batch is.
-    """
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
-    tokens = batch["tokens"].long()
-    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-    logical, segment = batch["cu_seqlens"], segments_of(batch)
-    positions = places - batch.get("cu_seqlens_padded", logical).gather(1, segment)
-    last = positions >= logical.diff(dim=1).gather(1, segment) - 1
-    labels = torch.full_like(tokens, pad_id)
-    labels[:, :-1] = tokens[:, 1:]
-    labels.masked_fill_(last, pad_id)
-    wide = {
-        "tokens": tokens,
-        "labels": labels,
-        "position_ids": positions.long(),
-        "loss_mask": batch["loss_mask"].float(),
-    }
-    return {**wide, **{name: tensor for name, tensor in batch.items() if name not in wide}}
 
 
 def segments_of(batch: Tensors) -> torch.Tensor:

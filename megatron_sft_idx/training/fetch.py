@@ -120,26 +120,20 @@ class Ranges(NamedTuple):
         begins: int64 [ranges], the first token of each, ascending.
         ends: int64 [ranges], where each ends.
         places: int64 [sequences], where each sequence begins in the array of all ranges.
+        tokens: in all ranges.
     """
 
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     places: NDArray[np.int64]
-
-    @property
-    def tokens(self) -> int:
-        """In all ranges."""
-        return int((self.ends - self.begins).sum())
+    tokens: int
 
 
 def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _GAP, most: int = _MOST) -> Ranges:
-    """Few ranges that cover sequences, which may come in any order, repeat and overlap.
+    """Few ranges that cover sequences, int64 first tokens and lengths, which may come in any order and overlap.
 
-    Args:
-        starts: int64 [sequences], first token of each.
-        lengths: int64 [sequences], tokens of each.
-        gap: sequences this many tokens apart or less share a range.
-        most: tokens of a range; more only where one sequence, or several that overlap, are longer.
+    Sequences at most ``gap`` tokens apart share a range. None has more than ``most``, but where one sequence, or
+    several that overlap, are longer.
     """
     order = np.argsort(starts, kind="stable")
     begins: list[int] = []
@@ -147,35 +141,20 @@ def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _
     owners = np.empty(len(starts), np.int64)
     for sequence, start, length in zip(order, starts[order].tolist(), lengths[order].tolist(), strict=True):
         end = start + length
-        joins = begins and start - ends[-1] <= gap and (end - begins[-1] <= most or start < ends[-1])
-        if joins:
+        if begins and start - ends[-1] <= gap and (end - begins[-1] <= most or start < ends[-1]):
             ends[-1] = max(ends[-1], end)
         else:
             begins.append(start)
             ends.append(end)
         owners[sequence] = len(begins) - 1
     first, last = np.array(begins, np.int64), np.array(ends, np.int64)
-    bases = np.cumsum(last - first) - (last - first)
-    return Ranges(first, last, starts - first[owners] + bases[owners])
+    behind = np.cumsum(last - first)
+    places = starts - first[owners] + (behind - (last - first))[owners]
+    return Ranges(first, last, places, int(behind[-1]))
 
 
-def _request(array: RemoteArray, ranges: Ranges, out: NDArray[Any]) -> list[Future[None]]:
-    """Request ranges of an array into ``out``, end to end; the last one to come holds them to be of one shard."""
-    # What is next of an iterator is asked for by one thread at a time.
-    left = iter(range(len(ranges.begins))[::-1])
-
-    def read(begin: int, end: int, at: int) -> None:
-        out[at : at + end - begin] = array.fetch(begin, end)
-        if next(left) == 0:
-            array.confirm()
-
-    places = np.cumsum(ranges.ends - ranges.begins) - (ranges.ends - ranges.begins)
-    each = zip(ranges.begins.tolist(), ranges.ends.tolist(), places.tolist(), strict=True)
-    return [threads().submit(read, *one) for one in each]
-
-
-class _Batch:
-    """What one batch needs.
+class _Ahead:
+    """What one batch needs, which is fetched once ``start`` is called.
 
     Attributes:
         segments: as they were planned.
@@ -207,7 +186,21 @@ class _Batch:
 
     def start(self) -> None:
         if self.requests is None:
-            self.requests = [request for read in self._reads for request in _request(*read)]
+            self.requests = [request for read in self._reads for request in self._request(*read)]
+
+    @staticmethod
+    def _request(array: RemoteArray, ranges: Ranges, out: NDArray[Any]) -> list[Future[None]]:
+        """Ask for all ranges of an array; the last one to come holds them to be of one shard."""
+        left = iter(range(len(ranges.begins))[::-1])  # what is next is asked for by one thread at a time
+
+        def read(begin: int, end: int, at: int) -> None:
+            out[at : at + end - begin] = array.fetch(begin, end)
+            if next(left) == 0:
+                array.confirm()
+
+        counts = ranges.ends - ranges.begins
+        columns = (ranges.begins, ranges.ends, np.cumsum(counts) - counts)
+        return [threads().submit(read, *one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
     def drop(self) -> None:
         for request in self.requests or ():
@@ -218,18 +211,13 @@ class Fetcher:
     """Fetches what batches need of remote shards, in the order in which they are announced.
 
     Batches are filled in that order too: one that is asked for lets those go that were announced before it. What is
-    fetched ahead never exceeds the budget; beside it lies the batch that is being filled.
-
-    Args:
-        budget: bytes that may be fetched ahead.
-
-    Attributes:
-        batches: announced and not filled yet, in order.
+    fetched ahead never exceeds the budget, in bytes; beside it lies the batch that is being filled. ``batches`` are
+    those that are announced and not filled yet, in order.
     """
 
     def __init__(self, budget: int = BUDGET_NBYTES) -> None:
         self.budget = budget
-        self._pid, self._lock, self.batches = os.getpid(), Lock(), deque[_Batch]()
+        self._pid, self._lock, self.batches = os.getpid(), Lock(), deque[_Ahead]()
 
     def __reduce__(self) -> tuple[type[Fetcher], tuple[int]]:
         return Fetcher, (self.budget,)
@@ -241,7 +229,7 @@ class Fetcher:
 
     def announce(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
         """Fetch ahead what these segments need, when there is room; returns at once. Arguments as of ``place``."""
-        batch = _Batch(segments, slots, shards)
+        batch = _Ahead(segments, slots, shards)
         with self._locked():
             self.batches.append(batch)
             self._start()
@@ -261,7 +249,7 @@ class Fetcher:
                 while (found := self.batches.popleft()).segments is not segments:
                     found.drop()
             else:
-                found = _Batch(segments, slots, shards)
+                found = _Ahead(segments, slots, shards)
             found.start()
             self._start()
         try:

@@ -77,13 +77,9 @@ class BatchLoader:
     ) -> None:
         if min(prefetch, keep) < 1 or ahead < 0:
             raise ValueError(f"prefetch {prefetch} and keep {keep} are at least 1, ahead {ahead} at least 0")
-        self.assembler = assembler
-        self.batches = batches
-        self.prefetch = prefetch
-        self.ahead = ahead
-        self.keep = keep
-        self.copy = copy
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.assembler, self.batches = assembler, batches
+        self.prefetch, self.ahead, self.keep, self.copy = prefetch, ahead, keep, copy
+        self.pinned = pin_memory is not False and torch.cuda.is_available()
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -105,9 +101,8 @@ class BatchIterator(Iterator[Tensors]):
         self._taken: deque[_Slot] = deque()
         self.state: Any = None
         self._line = _Line(SimpleQueue(), SimpleQueue(), threading.Event())
-        pinned = loader.pin_memory and torch.cuda.is_available()
         for _ in range(loader.prefetch + loader.keep):
-            self._line.free.put(_Slot(pinned))
+            self._line.free.put(_Slot(loader.pinned))
         # The thread knows the line and the loader, not this iterator, which can thus be collected and end it.
         thread = threading.Thread(target=_produce, args=(loader, self._line), name="batches", daemon=True)
         self._close = weakref.finalize(self, _stop, self._line, thread)
@@ -127,11 +122,8 @@ class BatchIterator(Iterator[Tensors]):
             old = self._taken.popleft()
             old.given_back()
             self._line.free.put(old)
-        assert done.tensors is not None
         self.state = done.state
-        if self._copy:
-            return {name: tensor.clone() for name, tensor in done.tensors.items()}
-        return done.tensors
+        return {name: tensor.clone() for name, tensor in done.tensors.items()} if self._copy else done.tensors
 
     def close(self) -> None:
         """End the thread; what was taken stays valid. May be called twice."""
@@ -151,7 +143,7 @@ class _Slot:
         self._pinned = pinned
         self._buffer: Batch | None = None
         self._copied: torch.cuda.Event | None = None
-        self.tensors: Tensors | None = None
+        self.tensors: Tensors = {}
         self.state: Any = None
 
     def buffer(self, layout: BatchLayout) -> Batch:
@@ -190,7 +182,7 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
     """What the thread does."""
     assembler = loader.assembler
     try:
-        for wanted, segments in _looking_ahead(assembler, loader.batches, loader.ahead):
+        for wanted, segments in _looking_ahead(loader):
             slot = line.free.get()
             if line.stopped.is_set() or slot is None:
                 return
@@ -198,24 +190,22 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
             slot.tensors = assembler.fill(segments, slot.buffer(layout), wanted.masked)
             slot.state = wanted.state
             line.ready.put(slot)
+        line.ready.put(None)
     except BaseException as error:
         line.ready.put(error)
-    else:
-        line.ready.put(None)
     finally:
         assembler.forget_needs()
 
 
-def _looking_ahead(
-    assembler: BatchAssembler, batches: Iterable[Sequence[int] | Wanted], ahead: int
-) -> Iterator[tuple[Wanted, Segments]]:
+def _looking_ahead(loader: BatchLoader) -> Iterator[tuple[Wanted, Segments]]:
     """What is wanted and where it lies; the assembler is told of it ``ahead`` micro-batches before it comes."""
     waiting: deque[tuple[Wanted, Segments]] = deque()
-    for batch in batches:
+    for batch in loader.batches:
         wanted = batch if isinstance(batch, Wanted) else Wanted(batch)
-        waiting.append((wanted, assembler.plan(wanted.packs)))
-        if ahead:
-            assembler.will_need(waiting[-1][1])
-        if len(waiting) > ahead:
+        segments = loader.assembler.plan(wanted.packs)
+        if loader.ahead:
+            loader.assembler.will_need(segments)
+        waiting.append((wanted, segments))
+        if len(waiting) > loader.ahead:
             yield waiting.popleft()
     yield from waiting

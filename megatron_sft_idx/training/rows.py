@@ -81,9 +81,9 @@ class EpochOrder:
         if len(samples) and (epochs == epochs[0]).all():
             return self.epoch(int(epochs[0]))[positions].astype(np.int64, copy=False)
         out = np.empty(len(samples), np.int64)
-        for number in np.unique(epochs):
+        for number in np.unique(epochs).tolist():
             here = epochs == number
-            out[here] = self.epoch(int(number))[positions[here]]
+            out[here] = self.epoch(number)[positions[here]]
         return out
 
 
@@ -91,13 +91,7 @@ class EpochOrder:
 
 
 class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples, each of which is a pack of ``source``.
-
-    Attributes:
-        source: of the packs.
-        num_samples: rows to serve.
-        shape: of rows: the other arguments of their ``BatchAssembler``.
-    """
+    """Samples, each of which is a pack of ``source``; ``shape`` has the other arguments of their ``BatchAssembler``."""
 
     source: PackSource
     num_samples: int
@@ -127,11 +121,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return packs.reshape(numbers.shape), masked
 
     def micro_batches(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
-        """Micro-batches of samples as a ``BatchLoader`` takes them.
-
-        Args:
-            batches: samples of each. A ``PackedBatchSampler`` is asked for many at once, which costs less.
-        """
+        """Micro-batches of these samples as a ``BatchLoader`` takes them; of a ``PackedBatchSampler`` many at once."""
         if blocks := getattr(batches, "blocks", None):
             for packs, masked in map(self.wanted, blocks()):
                 yield from map(Wanted, packs, masked)
@@ -145,11 +135,6 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             return np.zeros(0, np.int64)
         costs: NDArray[np.int64] = np.add.reduceat(np.square(segments.lengths), segments.offsets[:-1])
         return costs
-
-    def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
-        packs, masked = self.wanted(samples)
-        return self.assembler.assemble(packs, masked=masked)
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
         """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
@@ -197,7 +182,7 @@ class PackedRows(Rows):
         pad_id: int | None = None,
         padding_mask: bool = False,
     ) -> None:
-        self.source = self.stored = source
+        self.source: StoredPacks | PlannedPacks = source
         self.order, self.num_samples = order, num_samples
         self.shape = {
             "seq_length": seq_length,
@@ -210,7 +195,7 @@ class PackedRows(Rows):
     def __reduce__(self) -> tuple[Any, ...]:
         order, shape = self.order, tuple(self.shape.values())
         # The order's pack count and fingerprint are the source's.
-        return _reopened, (type(self), self.stored.state(), order.seed, order.split, self.num_samples, *shape)
+        return _reopened, (type(self), self.source.state(), order.seed, order.split, self.num_samples, *shape)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.order.pack_of(samples)
@@ -243,23 +228,20 @@ class SingleRows(PackedRows):
 class BlendedRows(Rows):
     """Samples of a blend, read as those of one data set: whole batches, looked ahead for, and fillers masked.
 
-    Args:
-        members: what is blended; their rows have one shape.
-        member_of: integers [samples], which of them each sample is of.
-        sample_of: integers [samples], its number there.
+    Sample i is number ``sample_of[i]`` of member ``member_of[i]``; the members' rows have one shape.
     """
 
     def __init__(
         self, members: Sequence[PackedRows], member_of: NDArray[np.integer[Any]], sample_of: NDArray[np.integer[Any]]
     ) -> None:
-        self.source = self._joined = JoinedPacks([member.stored for member in members])
+        self.source: JoinedPacks = JoinedPacks([member.source for member in members])
         self.num_samples, self.shape = len(member_of), members[0].shape
         self._members, self._index = members, (member_of, sample_of)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         members, numbers = (np.asarray(column[samples], np.int64) for column in self._index)
         packs = np.empty(len(samples), np.int64)
-        for member, begin in enumerate(self._joined.packs_before[:-1].tolist()):
+        for member, begin in enumerate(self.source.packs_before[:-1].tolist()):
             here = np.flatnonzero(members == member)
             packs[here] = self._members[member].packs(numbers[here]) + begin
         return packs

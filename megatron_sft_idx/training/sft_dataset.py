@@ -86,7 +86,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     global_batch_size: int | None = None
     plan_cache: str | None = None
     read: ReadOptions = field(default_factory=ReadOptions)
-    _most_sequences: int = field(init=False, default=0, repr=False)
+    most_sequences: int = field(init=False, default=0, repr=False)
     _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -222,8 +222,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 )
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
-            said = "%s: %d of %d %s train no token at all; megatron-sft-idx inspect names them"
-            log_single_rank(logger, logging.WARNING, said, path, masked, len(shards), what)
+            said = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
+            log_single_rank(logger, logging.WARNING, "%s: %s", path, said)
         if self.index_only_packing:
             require_fit(shards, self.plan_options)
             return
@@ -243,7 +243,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         if fill < 0.5:  # hardly packed for this job
             said = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
             log_single_rank(logger, logging.WARNING, said, path, self.sequence_length, 100 * fill)
-        self.allow_sequences(max(header.most_sequences for header in shards.headers))
+        self.most_sequences = max(self.most_sequences, *(header.most_sequences for header in shards.headers))
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:
         what, count = "sequences" if self.index_only_packing else "packs", self.count(path)
@@ -261,27 +261,22 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         shards = self.open_shards(path)
         return shards.num_sequences if self.index_only_packing else len(shards)
 
-    def allow_sequences(self, most: int) -> None:
-        """Make room in ``cu_seqlens`` for rows of this many sequences."""
-        self._most_sequences = max(self._most_sequences, most)
-
     @property
     def cu_seqlens_width(self) -> int:
         """Length of ``cu_seqlens``, one for all data sets of this configuration, so that their rows stack.
 
         Known from the headers for stored packs; with index-only packing, once all data sets are built.
         """
-        return self._most_sequences + 2
+        return self.most_sequences + 2
 
 
 # ---- what Megatron builds ----
 
 
 class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
-    """Rows of packed sequences, in an order of its own for every epoch.
+    """Rows of packed sequences, in an order of its own for every epoch; see ``megatron_sft_idx.training.rows``.
 
-    Built by ``BlendedMegatronDatasetBuilder``. Sample i is the same for every ``num_samples``: see
-    ``megatron_sft_idx.training.rows``. It pickles as its light ``rows``.
+    Built by ``BlendedMegatronDatasetBuilder``. It pickles as its light ``rows``.
 
     Args:
         dataset: what ``build_low_level_dataset`` made.
@@ -290,10 +285,6 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         num_samples: rows to serve, over as many epochs as it takes; None is one epoch.
         index_split: which split it is.
         config: how rows are made.
-
-    Attributes:
-        source: of the packs.
-        order: of the epochs.
 
     Raises:
         FormatError: the split is empty or not consecutive.
@@ -311,13 +302,12 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     ) -> None:
         first, last = 0, len(dataset)
         if indices is not None:
-            if not len(indices):
+            if not len(indices) or (np.diff(indices) != 1).any():
                 raise FormatError(
-                    f"{dataset_path}: the {index_split.name} split is empty; give it more of --split, or none at all"
+                    f"{dataset_path}: the {index_split.name} split is empty, or not a run of consecutive numbers;"
+                    " give it more of --split, or none at all"
                 )
             first, last = int(indices[0]), int(indices[-1]) + 1
-            if last - first != len(indices) or (np.diff(indices) != 1).any():
-                raise FormatError(f"{dataset_path}: the {index_split.name} split is not a run of consecutive numbers")
         # The parent keeps what it is given; a range says the same as gigabytes of consecutive numbers.
         super().__init__(dataset, dataset_path, range(first, last), num_samples, index_split, config)
         shards = config.open_shards(dataset_path)
@@ -329,7 +319,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
             self.source = PlannedPacks(shards, plan, cache=cache, first=first, last=last)
         else:
             self.source = StoredPacks(shards, first, last)
-        config.allow_sequences(self.source.most_sequences)
+        config.most_sequences = max(config.most_sequences, self.source.most_sequences)
         self.order = EpochOrder(self.source.num_packs, config.random_seed, index_split.name, self.source.fingerprint)
         self._rows: PackedRows | None = None
         # Put the content into the key of Megatron's caches, which holds the path only.
@@ -337,21 +327,13 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
         described = self.unique_description.encode("utf-8")
         self.unique_description_hash = hashlib.md5(described, usedforsecurity=False).hexdigest()
-        tokens, everything = self.source.num_tokens(), shards.total("num_tokens")
-        trained = round(shards.total("num_trained_tokens") * tokens / everything)
-        batch, packs = config.global_batch_size, self.source.num_packs
-        log_single_rank(
-            logger,
-            logging.INFO,
-            "%s (%s): an epoch is %d packs, %d tokens, %s%d of them trained on%s",
-            *(dataset_path, index_split.name, packs, tokens),
-            # Of a split, what is trained on is its share of all, by tokens.
-            *(
-                "" if tokens == everything else "about ",
-                trained,
-            ),
-            f", {packs / batch:.1f} steps of {batch} packs" if batch else "",
-        )
+        packs, tokens, everything = self.source.num_packs, self.source.num_tokens(), shards.total("num_tokens")
+        # Of a split, what is trained on is its share of all, by tokens.
+        trained = f"{round(shards.total('num_trained_tokens') * tokens / everything)} of them trained on"
+        about = "" if tokens == everything else "about "
+        steps = f", {packs / batch:.1f} steps of {batch} packs" if (batch := config.global_batch_size) else ""
+        said = f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
+        log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, said)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:

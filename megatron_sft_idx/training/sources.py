@@ -606,12 +606,13 @@ def _load(path: str) -> PlacedPlan:
             fields = json.loads(file.read(_HEADER_NBYTES))
         if fields["revision"] != _REVISION:
             raise ValueError(f"of revision {fields['revision']}, expected {_REVISION}")
-        counts = [int(fields[name]) for name in ("packs", "sequences", "most_sequences")]
+        packs, sequences, most = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
         nbytes = os.path.getsize(path)
         raw = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[_HEADER_NBYTES:]
-        return PlacedPlan.of(*counts, bool(fields.get("numbered")), raw)
+        return PlacedPlan.of(packs, sequences, most, bool(fields.get("numbered")), raw)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew") from None
+        said = f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew"
+        raise FormatError(said) from None
 
 
 # ---- packs of a legacy file ----

@@ -72,7 +72,7 @@ def start(prefix: str, cache: str) -> Start:
     peak = memory("VmHWM") - before["VmRSS"]
     order = EpochOrder(source.num_packs, 0, "train", source.fingerprint)
     rows = PackedRows(source, order, source.num_packs, CAPACITY)
-    tokens = rows.batch(np.arange(BATCH))["tokens"]
+    tokens = rows.__getitems__(np.arange(BATCH)).tensors["tokens"]
     assert tokens.shape == (BATCH, CAPACITY)
     seconds.append(time.perf_counter() - begin)
     grown = (peak, *(memory(field) - before[field] for field in ("RssAnon", "RssFile")))
