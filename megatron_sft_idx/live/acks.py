@@ -18,7 +18,6 @@ from megatron_sft_idx.live.catalog import (
     Catalog,
     Positive,
     Record,
-    kind_of_document,
     read_document,
     write_document,
 )
@@ -113,9 +112,6 @@ class Ack(Record):
         return self.epoch != other.epoch or self.current_base() == other.current_base()
 
 
-_KIND = kind_of_document("an acknowledgement", Ack)
-
-
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:
     """Where acknowledgements are: in the catalog, or in ``ack_dir`` where consumers may not write there."""
     return os.fspath(ack_dir) if ack_dir is not None else os.path.join(catalog.folder, ACKS)
@@ -132,7 +128,7 @@ def require_consumer(name: str) -> None:
 def write_ack(folder: str, ack: Ack) -> None:
     """Replace a rank's acknowledgement in ``ack_folder(...)``, durably; see ``write_document``."""
     require_consumer(ack.consumer)
-    write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack, _KIND)
+    write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack, "an acknowledgement")
 
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:

@@ -79,12 +79,7 @@ class Record:
 
     @classmethod
     def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
-        """The record that ``content`` holds.
-
-        Args:
-            path: names the document in errors.
-            content: as JSON has it.
-            where: the field of the document that it is, where it is not the document itself; ends with a dot.
+        """The record that ``content``, as JSON has it, holds: the document at ``path``, or what is in its field ``where``.
 
         Raises:
             FormatError: a field is missing, of another type, or does not go with the others.
@@ -157,11 +152,11 @@ def read_document(path: str) -> dict[str, Any] | None:
     try:
         data = read_most(path, MAX_NBYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        if os.path.islink(path):
-            raise FormatError(
-                f"{path}: a symbolic link to nothing is here, expected a file or nothing; move it away"
-            ) from None
-        return None
+        if not os.path.islink(path):
+            return None
+        raise FormatError(
+            f"{path}: a symbolic link to nothing is here, expected a file or nothing; remove it"
+        ) from None
     except IsADirectoryError:
         raise FormatError(f"{path}: a folder is here, expected a file; remove it") from None
     if len(data) > MAX_NBYTES:
@@ -179,30 +174,25 @@ def read_document(path: str) -> dict[str, Any] | None:
     return content
 
 
-def kind_of_document(name: str, record: type[Record]) -> Kind:
-    """Documents of one sort, recognized by being read."""
-
-    def recognize(path: str) -> bool:
-        try:
-            return (content := read_document(path)) is not None and record.parse(path, content) is not None
-        except (SFTIndexError, OSError):
-            return False
-
-    return Kind(name, recognize)
-
-
-def write_document(path: str, record: Record, kind: Kind) -> None:
+def write_document(path: str, record: Record, what: str) -> None:
     """Replace the document at ``path``, durably, all at once; of several writers the last one stays.
 
     Raises:
-        FormatError: something else than a document of this kind is there.
+        FormatError: something is there that cannot be read as a document of this kind, which sentences call ``what``.
         OSError: the disk says no.
     """
+
+    def recognize(found: str) -> bool:
+        try:
+            return (content := read_document(found)) is not None and record.parse(found, content) is not None
+        except (SFTIndexError, OSError):
+            return False
+
     data = orjson.dumps({"version": VERSION, **record.to_json()})
     try:
-        write_file(path, data, kind, overwrite=True)
+        write_file(path, data, Kind(what, recognize), overwrite=True)
     except FormatError:  # unless it was another writer's, which has come in between
-        write_file(path, data, kind, overwrite=True)
+        write_file(path, data, Kind(what, recognize), overwrite=True)
 
 
 # ---- what a producer says ----
@@ -280,10 +270,6 @@ class _End(Record):
     shards: int
 
 
-_PRODUCER_KIND = kind_of_document("the state of a producer", ProducerState)
-_END_KIND = kind_of_document("the end of a catalog", _End)
-
-
 # ---- the folder ----
 
 
@@ -332,39 +318,27 @@ class Catalog:
         return total
 
     def producer(self) -> ProducerState | None:
-        """What the producer last said; None where none ever was here.
-
-        Raises:
-            FormatError: the file is damaged, or of another version.
-        """
+        """What the producer last said; None where none ever was here. FormatError: the file is damaged."""
         content = read_document(path := os.path.join(self.folder, PRODUCER))
         return None if content is None else ProducerState.parse(path, content)
 
     def end(self) -> int | None:
-        """How many shards there are in all, removed ones included; None where more may come.
-
-        Raises:
-            FormatError: the file is damaged, or of another version.
-        """
+        """How many shards there are in all, removed ones included; None where more may come."""
         content = read_document(path := os.path.join(self.folder, END))
         return None if content is None else _End.parse(path, content).shards
 
     def write_producer(self, state: ProducerState) -> None:
         """Replace ``_producer.json``; for the one producer that holds the catalog."""
-        write_document(os.path.join(self.folder, PRODUCER), state, _PRODUCER_KIND)
+        write_document(os.path.join(self.folder, PRODUCER), state, "the state of a producer")
 
     def write_end(self, shards: int) -> None:
         """Say that there are so many shards and no more will come; every one is published."""
-        write_document(os.path.join(self.folder, END), _End(shards), _END_KIND)
+        write_document(os.path.join(self.folder, END), _End(shards), "the end of a catalog")
 
     def _found(self) -> dict[int, set[str]]:
         """What follows the name, of every shard of which anything is there; numbers in order."""
         found: dict[int, set[str]] = {}
-        try:
-            names = os.listdir(self.folder)
-        except FileNotFoundError:
-            return found
-        for name in names:
+        for name in os.listdir(self.folder) if os.path.isdir(self.folder) else ():
             if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):
                 found.setdefault(number, set()).add(name[match.end() :])
         return dict(sorted(found.items()))
@@ -389,13 +363,10 @@ def looks(
 
     Args:
         say: told of the wait once it has lasted ``quiet`` seconds, then once a minute.
-        pause: sleeps so many seconds, longer each time; what it returns is true as soon as nobody is to wait any more.
+        pause: sleeps so many seconds; ``Stopped`` is raised once it returns what is true.
         clock: seconds since some moment.
         quiet: seconds that are the normal course of things and nothing to tell.
-        longest: of the pauses.
-
-    Raises:
-        Stopped: nobody is to wait any more.
+        longest: of the pauses, which grow.
     """
     begin, seconds, next_line = clock(), 0.05, quiet
     while True:
@@ -433,14 +404,7 @@ class Waiter:
 
 
 class Still:
-    """Since when something has looked the same, to whoever looks at it.
-
-    Args:
-        clock: seconds since some moment.
-
-    Attributes:
-        sight: what it looked like last; None before the first look.
-    """
+    """Since when something has looked the same; ``sight`` is what it looked like last, None before the first look."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since = clock, clock()

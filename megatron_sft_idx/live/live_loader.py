@@ -230,7 +230,7 @@ class LiveDataset(IterableDataset[Tensors]):
         return self.shards.may_not_come(last, uncompleted([self.ack(one) for one in committed], last))
 
     def ack(self, state: RankState) -> Ack:
-        """What is acknowledged once a checkpoint that holds ``state`` is durable."""
+        """What is acknowledged once the checkpoint that holds ``state`` is durable."""
         return state.ack(self.consumer, self.epochs)
 
     def newest_acks(self) -> list[Ack]:
@@ -405,8 +405,8 @@ class LiveLoader(Iterator[Tensors]):
         """
         self.prepare()
         found, dataset = self.state if state is None else RankState.from_json(state), self.dataset
-        begins = state is None and not found.rows and not found.generation
-        if (begins and not dataset.newest_acks()) or not dataset.may_acknowledge():
+        from_nothing = state is None and not found.rows and not found.generation
+        if (from_nothing and not dataset.newest_acks()) or not dataset.may_acknowledge():
             return
         found = self.committable(found)
         write_ack(dataset.acks, dataset.ack(found))

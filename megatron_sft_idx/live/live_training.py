@@ -131,7 +131,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
             acks=ack_folder(Catalog(folder), args.ack_dir),
             consumers=args.consumers,
         )
-    size = parallel_state.get_data_parallel_world_size()
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     step_rows = args.micro_batch_size * size
     if args.global_batch_size % step_rows:
         raise FormatError(
@@ -141,7 +141,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     dataset = partial(
         LiveDataset,
         shards,
-        rank=parallel_state.get_data_parallel_rank(),
+        rank=rank,
         size=size,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -155,7 +155,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     )
     raw = isinstance(shards, LiveChunks) and shards.encoding is not None
     workers = args.num_workers if args.num_workers is not None else 2 * raw
-    leads = _leads() and not parallel_state.get_data_parallel_rank()
+    leads = _leads() and not rank
     _require_first(args, shards)
     if args.save is None and leads:
         logger.warning(
@@ -209,16 +209,17 @@ class LiveData(Iterator[Tensors]):
 
         FormatError: training could not go on with how far the producer may be ahead.
         """
-        shards = self._loader.dataset.shards
+        dataset, shards = self._loader.dataset, self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
             return None if shards.encoder is None else shards.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
-        self._loader.dataset.require_room(self._loader.dataset.waiter(), lagging=self._loader.num_workers > 0)
-        if (header := shards.newest_header()) is not None:
-            return _vocab_size(header.metadata)
-        # All of them are freed: a run that was through is started again.
-        producer = Catalog(shards.folder).producer()
-        return None if producer is None else _vocab_size(producer.options)
+        dataset.require_room(dataset.waiter(), lagging=self._loader.num_workers > 0)
+        # All of them are freed where a run that was through is started again.
+        header, producer = shards.newest_header(), shards.producer()
+        said = header.metadata if header is not None else producer.options if producer is not None else {}
+        tokenizer = said.get("tokenizer")
+        size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+        return size if isinstance(size, int) else None
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
@@ -291,21 +292,10 @@ class LiveData(Iterator[Tensors]):
         self._loader.close()
 
 
-def _vocab_size(description: dict[str, Any]) -> int | None:
-    """Of the tokenizer in what a shard's header or its producer says of itself."""
-    tokenizer = description.get("tokenizer")
-    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-    return size if isinstance(size, int) else None
-
-
 def _leads() -> bool:
     """Whether this process speaks for its data-parallel rank, whose other processes read the same."""
-    state = parallel_state
-    return not (
-        state.get_tensor_model_parallel_rank()
-        or state.get_pipeline_model_parallel_rank()
-        or state.get_context_parallel_rank()
-    )
+    others = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    return not any(getattr(parallel_state, f"get_{other}_rank")() for other in others)
 
 
 def _holds_chunks(folder: str, max_wait: float) -> bool:
