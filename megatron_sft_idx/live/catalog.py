@@ -79,7 +79,7 @@ class Record:
 
     @classmethod
     def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
-        """The record that ``content``, as JSON has it, holds: the document at ``path``, or what is in its field ``where``.
+        """The record that ``content``, as JSON has it, holds: the document at ``path``, or its field ``where``.
 
         Raises:
             FormatError: a field is missing, of another type, or does not go with the others.
