@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 from markupsafe import escape
@@ -98,6 +98,12 @@ class SpanFinder:
         self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
         self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
+        # What of each message decides what a template writes around it; one more before and behind, for neighbours.
+        self._shapes = [-1, *map(rules.shape, messages, chain([True], repeat(False))), -1]
+        # Those that there are: prompts may depend on a system message far before.
+        self._kinds = frozenset(self._shapes)
+        # The last message of a user, -1 where there is none.
+        self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         segments = [] if traced is None else traced.segments
         if traced is not None and traced.around:  # one message was written while another was
@@ -113,21 +119,6 @@ class SpanFinder:
     def _places(self) -> list[Place] | None:
         """The data of the messages in the text; looked for once, at the price of another render."""
         return locate(self._messages, self._tools, self._text, self._render)
-
-    @cached_property
-    def _shapes(self) -> list[int]:
-        """What of each message decides what a template writes around it; one more before and behind, for neighbours."""
-        return [-1, *(self._rules.shape(one, i == 0) for i, one in enumerate(self._messages)), -1]
-
-    @cached_property
-    def _kinds(self) -> frozenset[int]:
-        """Those that there are: prompts may depend on a system message far before."""
-        return frozenset(self._shapes)
-
-    @cached_property
-    def _question(self) -> int:
-        """The last message of a user, -1 where there is none."""
-        return max((i for i, one in enumerate(self._messages) if one.get("role") == "user"), default=-1)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says: all of it, and what the options leave of it.
