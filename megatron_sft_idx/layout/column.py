@@ -222,12 +222,10 @@ class ColumnHeader:
 
     def encode(self) -> bytes:
         """The header's bytes; the last 16 are its checksum, which stands for the file."""
-        said = self.spec.encode()
-        values = {
-            **{"shard_id": self.shard_id, "rows": self.rows, "checksum": self.checksum},
-            **{"per": PER[self.spec.per], "dtype": said["dtype"], "width": self.spec.width},
-            "alignment": _ALIGNMENTS[self.spec.alignment] if self.spec.per == "token" else 0,
-        }
+        alignment = _ALIGNMENTS[self.spec.alignment] if self.spec.per == "token" else 0
+        values = self.spec.encode() | {"per": PER[self.spec.per], "alignment": alignment}
+        del values["metadata"]
+        values |= {"shard_id": self.shard_id, "rows": self.rows, "checksum": self.checksum}
         return COLUMN.encode(values, self.spec.metadata)
 
     @classmethod

@@ -261,13 +261,8 @@ class HeaderForm:
         what: begins with it, for sentences.
         magic: its first eight bytes.
         version: that is written, and read.
-        fields: names and ``struct`` formats, in their order.
+        fields: names and ``struct`` formats, in their order; then the fields, each at its place.
         rules: of FORMAT.md that are broken by another magic, version, size, checksum, byte between, and JSON block.
-
-    Attributes:
-        fields: each at its place.
-        fixed_nbytes: their size.
-        offsets: where each stands, by name.
     """
 
     def __init__(self, what: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
@@ -292,12 +287,7 @@ class HeaderForm:
         return size
 
     def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-        """The header's bytes, checksum included.
-
-        Args:
-            values: of the fields, but for magic, version and sizes; zeros where one is not named.
-            metadata: the JSON block.
-        """
+        """The header's bytes; fields that ``values`` does not name are zeros, magic, version and sizes its own."""
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
         zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
@@ -335,13 +325,7 @@ class HeaderForm:
         return self.fixed_nbytes if self.outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
     def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
-        """What is wrong with a header whose outline is right: the end of the file inside it, or all else.
-
-        Args:
-            raw: its bytes, and any number of those behind it.
-            values: of its fields.
-            checks: of the fields.
-        """
+        """What is wrong with a header whose outline is right: the end of the file inside it, or all else."""
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
             yield Broken(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
@@ -473,7 +457,7 @@ class Header:
 
     @property
     def token_offsets_offset(self) -> int:
-        """Where ``token_offsets`` begin, in bytes."""
+        """Where ``token_offsets`` begin, in bytes; ``sequence_offsets`` do right behind the header."""
         return align(self.nbytes + 8 * (self.num_packs + 1))
 
     @property
@@ -508,8 +492,7 @@ class Header:
     @property
     def template(self) -> str | None:
         """Fingerprint of the chat template that rendered the text, and of another one for rows with tools, if any."""
-        text = self._fingerprint("chat_template", "fingerprint")
-        tools = self._fingerprint("chat_template", "tools_fingerprint")
+        text, tools = (self._fingerprint("chat_template", name) for name in ("fingerprint", "tools_fingerprint"))
         return f"{text}, with tools {tools}" if tools else text
 
     @property

@@ -56,14 +56,7 @@ MAX_RECORDS = 1 << 24  # in one block
 
 
 class RowFile(NamedTuple):
-    """A file of rows in the making: one of tokens, masks or starts, or a column.
-
-    Attributes:
-        path: that it will have.
-        per: what has a row.
-        row_nbytes: bytes of a row.
-        begin: where the rows begin, in bytes.
-    """
+    """A file of rows in the making, of tokens, masks, starts or a column, whose rows begin at ``begin`` (in bytes)."""
 
     path: str
     per: Per

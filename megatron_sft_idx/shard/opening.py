@@ -333,12 +333,8 @@ def checked_packs(
 def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Runs:
     """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
 
-    Packs whose offsets point outside the files are left out: whoever reads one is told.
-
-    Args:
-        shards: open files, of each some packs.
-        slots: int64 [packs], which of the shards each pack lies in.
-        packs: int64 [packs], its number there.
+    Packs whose offsets point outside the files are left out: whoever reads one is told. ``slots`` int64 [packs] says
+    which of the shards each lies in, ``packs`` int64 [packs] which one it is there; every shard has some.
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
     by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
@@ -375,7 +371,7 @@ def _local_copy(
     Args:
         named: folder where copies are kept; None for what ``SFT_IDX_CACHE`` names, else one in the user's cache folder.
         digest: of the bytes.
-        fetch: gives them, piece by piece; called where there is no good copy.
+        fetch: gives them, piece by piece, where there is no good copy.
         source: where they are from, for messages.
 
     Raises:

@@ -191,10 +191,9 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
 
     ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
     temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
-    for kind, places in ((ours, present), (temporary, paths.unpublished.all)):
-        for path in places:
-            with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
-                check_place(path, kind, overwrite=True)
+    for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
+        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
+            check_place(path, kind, overwrite=True)
 
 
 # ---- one writer a prefix ----
@@ -230,8 +229,8 @@ def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def held(paths: ShardPaths) -> Iterator[int]:
-    """Keep writers away from a prefix where no build is half done; in the end its journal is gone.
+def held(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
+    """Keep writers away from a prefix where no build is half done, or may be dropped; in the end its journal is gone.
 
     Yields:
         The descriptor of the lock.
@@ -240,7 +239,7 @@ def held(paths: ShardPaths) -> Iterator[int]:
         FormatError: another writer is at work, or was interrupted here.
     """
     with _kept_while_needed(paths.journal, lock_journal(paths, create=True)) as lock:
-        settle(paths, lock, overwrite=False, drops=("rebuild",))
+        settle(paths, lock, overwrite=overwrite, drops=("rebuild",))
         yield lock
 
 
@@ -307,21 +306,16 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
         FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
     """
     paths = ShardPaths.of(prefix)
-    if not os.path.lexists(paths.journal):
-        return
-    with locked_journal(paths) as lock:
-        settle(paths, lock, overwrite=True)
-        _unlink_locked(paths.journal, lock)
+    if os.path.lexists(paths.journal):
+        with held(paths, overwrite=True):
+            pass
 
 
 def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
     """Bring what a killed writer left to an end, and empty the journal, whose lock is held.
 
-    Args:
-        paths: of the shard.
-        lock: of the journal.
-        overwrite: drop what was half done; what was complete but for renames is finished forward.
-        drops: what may be dropped in any case.
+    What was half done is dropped, with leave to overwrite or where it is work of ``drops``; what was complete but for
+    renames is finished forward.
 
     Raises:
         FormatError: what is left is not for this writer to drop.
@@ -517,11 +511,8 @@ class Publication:
     ) -> Publication:
         """What an interrupted writer left, under lock: nothing is changed, and files are opened as they are asked for.
 
-        Args:
-            paths: of the shard.
-            overwrite: whether a shard that is there now may be replaced.
-            copied: take the temporary files that lie beside the journal for those that it names, and name them.
-            only: as when it was begun.
+        ``overwrite`` and ``only`` are as when it was begun. With ``copied`` the temporary files that lie beside the
+        journal are taken for those that it names, and named.
 
         Raises:
             FileNotFoundError: there is no journal.

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +30,7 @@ from megatron_sft_idx.layout.journal import (
     read_blocks,
     read_head,
 )
-from megatron_sft_idx.packs.run import windows
+from megatron_sft_idx.packs.run import run_bounds, windows
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile, open_regular
@@ -292,20 +291,17 @@ class ShardWriter:
         Returns:
             Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
         """
-        for chunk in JournalPacks(self.paths.journal, num_packs):
-            left = np.stack(chunk, axis=1)
-            while len(left):
-                size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
-                run, left = left[: max(size, 1)], left[max(size, 1) :]
-                if not self._replay_run(run):
+        for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
+            ends = np.append(0, np.cumsum(lengths))
+            for first, last in run_bounds(ends, STAGE_TOKENS):
+                if not self._replay_run(lengths[first:last], sequences[first:last]):
                     return self.num_packs
-                progress(int(run[:, 0].sum()))
+                progress(int(ends[last] - ends[first]))
         return self.num_packs
 
-    def _replay_run(self, records: NDArray[np.int64]) -> bool:
+    def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
         """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
-        lengths, sequences = np.ascontiguousarray(records.T)
-        rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(records)}
+        rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(lengths)}
         raw = self._files.next_rows(rows)
         tokens = np.frombuffer(raw[0], self._options.token_dtype)
         mask = np.frombuffer(raw[1], self._options.mask_dtype)
@@ -313,7 +309,8 @@ class ShardWriter:
         try:
             self._stage.add(tokens, mask, starts, lengths, sequences, False)
         except ValueError:
-            return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
+            each = zip(np.split(lengths, len(lengths)), np.split(sequences, len(lengths)), strict=True)
+            return len(lengths) > 1 and all(self._replay_run(*one) for one in each)
         self._files.take_in(raw)
         self._stage.clear()
         return True
@@ -544,20 +541,24 @@ class JournalPacks:
         self._journal, self._num_packs = journal, num_packs
 
     def __iter__(self) -> Iterator[PackChunk]:
-        blocks: list[NDArray[np.uint32]] = []
+        some: list[NDArray[np.uint32]] = []
         count, left = 0, self._num_packs
         with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
-            blocks_of_packs = (block.records for block in read_blocks(stream) if block.kind == PACK)
-            for records in chain(blocks_of_packs, [None]):
-                if records is not None:
-                    blocks.append(records[:left])
-                    count, left = count + len(blocks[-1]), left - len(blocks[-1])
-                if count >= CHUNK_PACKS or (count and records is None):
-                    # Column by column: nothing else as large is held beside the result.
-                    columns = ([block[:, column] for block in blocks] for column in (0, 1))
-                    yield PackChunk(*(np.concatenate(column, dtype=np.int64) for column in columns))
-                    blocks, count = [], 0
+            for block in read_blocks(stream):
+                if block.kind == PACK:
+                    some.append(block.records[:left])
+                    count, left = count + len(some[-1]), left - len(some[-1])
+                if count >= CHUNK_PACKS:
+                    yield _chunk(some)
+                    some, count = [], 0
+        if count:
+            yield _chunk(some)
+
+
+def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
+    # Column by column: nothing else as large is held beside the result.
+    return PackChunk(*(np.concatenate([each[:, column] for each in records], dtype=np.int64) for column in (0, 1)))
 
 
 def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:

@@ -88,15 +88,10 @@ class ReadOptions(NamedTuple):
 
     @classmethod
     def of(cls, where: str, backend: BackendName | ReadOptions = "mmap", **options: Any) -> ReadOptions:
-        """Options as users give them.
-
-        Args:
-            where: what is read; errors begin with it.
-            backend: a name, or all options.
-            options: the other fields.
+        """Options as users give them: all of them, or the name of a backend and the other fields.
 
         Raises:
-            FormatError: no such choice; the message lists those there are.
+            FormatError: no such choice; the message begins with ``where`` and lists those there are.
         """
         made = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
         if cast(str, made.backend) == "os":
@@ -154,13 +149,7 @@ class PreadArray(CopiedArray):
     """An array read with ``pread``: every slice is a fresh copy.
 
     For file systems where mapping is slow or refused. The descriptor is shared by threads and forked processes:
-    pread has no file position.
-
-    Args:
-        path: the file.
-        dtype: of its items.
-        count: how many items there are.
-        offset: where the first one begins, in bytes.
+    pread has no file position. The first item begins at ``offset``, in bytes.
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:

@@ -275,13 +275,9 @@ class New:
         self.abandon()
 
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
-        """The file, or a new file of the folder, to write to; closed in the end. A failure abandons all of it."""
+        """The file, or a new file of the folder, to write to; closed in the end."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
-        try:
-            self._files.append(OutputFile(path, durable=durable, keep=not self._folder))
-        except BaseException:
-            self.abandon()
-            raise
+        self._files.append(OutputFile(path, durable=durable, keep=not self._folder))
         return self._files[-1]
 
     def sync(self) -> None:
@@ -393,7 +389,7 @@ def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> 
 
 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
-    """Write a small file whole: pages, summaries, catalogs, acknowledgements."""
+    """Write a small file whole: pages, summaries, catalogs, acknowledgements. Errors as of ``new_file``."""
     with new_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()

@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 
 class RemotePath(NamedTuple):
-    """A path in an object store, taken apart.
-
-    Attributes:
-        scheme: ``s3`` or ``msc``.
-        bucket: of S3, or the profile of multi-storage-client.
-        key: of the object, without a slash before it; empty for the bucket itself.
-    """
+    """A path in an object store, taken apart: ``s3`` or ``msc``, bucket (or profile), and key, empty for the bucket."""
 
     scheme: str
     bucket: str
