@@ -5,4 +5,4 @@ Chat templates and messages are not known here.
 """
 
 from megatron_sft_idx.chat.tokenizer.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend
+from megatron_sft_idx.chat.tokenizer.tokens import Backend

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import re
 from binascii import a2b_base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, refuse
 from megatron_sft_idx.chat.tokenizer.tokens import (
     AddedToken,
     Ids,
     Offsets,
     Passage,
+    TokenizerFiles,
     TokenSpellings,
     control_pattern,
     stretches,
@@ -78,82 +78,75 @@ class SentencePieceModel:
         FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
     """
 
-    name = "sentencepiece"
+    name, proof = "sentencepiece", ""
     spellings = None  # a model may normalize text, or not know a character: its own offsets say where tokens stand
 
     def __init__(self, files: TokenizerFiles) -> None:
         library = _library("sentencepiece", files.file)
         settings, name = files.settings, str(files.settings.get("tokenizer_class") or "").removesuffix("Fast")
         if "auto_map" in settings or (name and name not in SPACE_BEFORE_EVERY_STRETCH):
-            why = (
-                f"tokenizer_class {name or None}: what it makes of the pieces is written in code, which is not run here"
-            )
-            refuse(files.file, why, code="auto_map" in settings)
+            what = "what it makes of the pieces is written in code, which is not run here"
+            refuse(files.file, f"tokenizer_class {name or None}: {what}", code="auto_map" in settings)
         try:
-            self._whole = library.SentencePieceProcessor(model_proto=files.content)
+            self._whole = whole = library.SentencePieceProcessor(model_proto=files.content)
         except Exception as error:
             raise FormatError(f"{files.file}: sentencepiece cannot load it: {error}; download it again") from error
-        if not hasattr(self._whole, "encode_as_offset_mapping"):
+        if not hasattr(whole, "encode_as_offset_mapping"):
             raise FormatError(f"{files.file}: needs sentencepiece 0.2.2 or later: pip install -U sentencepiece")
         # A message of protocol buffers may repeat a part, and what comes later counts: add_dummy_prefix is false.
         self._inner = library.SentencePieceProcessor(model_proto=files.content + b"\x1a\x02\x18\x00")
         self._always = bool(settings.get("legacy", SPACE_BEFORE_EVERY_STRETCH.get(name, False)))
         if settings.get("add_prefix_space") is False:
             self._whole, self._always = self._inner, False
-        pieces = [self._whole.id_to_piece(i) for i in range(self._whole.get_piece_size())]
+        pieces = [whole.id_to_piece(i) for i in range(whole.get_piece_size())]
         self._ids = {piece: i for i, piece in enumerate(pieces)}
-        own = [i for i in self._ids.values() if self._whole.is_control(i) or self._whole.is_unknown(i)]
-        self.added = _added(files, [AddedToken(i, pieces[i], True) for i in own], self._ids, len(pieces))
+        own = [
+            AddedToken(i, pieces[i], {"special": True})
+            for i in self._ids.values()
+            if whole.is_control(i) or whole.is_unknown(i)
+        ]
+        self.added = _added(files, own, self._ids, len(pieces))
+        self._ids |= {token.text: token.number for token in self.added}
         self.named = {
             f"{role}_token": pieces[index]
             for role in ("bos", "eos", "unk", "pad")
-            if 0 <= (index := getattr(self._whole, f"{role}_id")()) < len(pieces)
+            if 0 <= (index := getattr(whole, f"{role}_id")()) < len(pieces)
         }
-        self._added_ids = {token.text: token.number for token in self.added}
-        self._control = control_pattern([*self._added_ids])
+        self._control = control_pattern([token.text for token in self.added])
         # A character that the model does not know may become the token that stands for such, in data as anywhere.
-        self._literal = {token.number for token in self.added} - {self._whole.unk_id()}
-        self._names = {**dict(enumerate(pieces)), **{token.number: token.text for token in self.added}}
-        self.size = max(self._names) + 1
-        self._spellings = TokenSpellings(
-            {
-                i: bytes([int(name[3:5], 16)])
-                if i < len(pieces) and self._whole.is_byte(i)
-                else name.replace("\u2581", " ").encode()
-                for i, name in self._names.items()
-            }
-        )
+        self._literal = {token.number for token in self.added} - {whole.unk_id()}
+        # Pieces that are bytes are named <0x41>.
+        spelled = {token.number: token.text.replace("\u2581", " ").encode() for token in self.added}
+        for i, piece in enumerate(pieces):
+            spelled[i] = bytes([int(piece[3:5], 16)]) if whole.is_byte(i) else piece.replace("\u2581", " ").encode()
+        self._spelled, self.size = TokenSpellings(spelled), max(spelled) + 1
         self._begins_with_space = self._whole.encode("x")[:1] != self._inner.encode("x")[:1]
-        self.fingerprint = _fingerprint(
-            "sentencepiece", files.content, [self._always, self._begins_with_space], self.added
-        )
+        options = [self._always, self._begins_with_space]
+        self.fingerprint = _fingerprint("sentencepiece", files.content, options, self.added)
 
     def ids(self, passages: Sequence[Passage]) -> Ids:
         """See ``JsonModel.ids``."""
-        rows: list[list[int]] = []
-        for passage in passages:
-            rows.append([])
-            for start, stop, library in self._stretches(passage):
-                text = passage.text[start:stop]
-                known = library is None
-                rows[-1] += [self._added_ids[text]] if known else self._checked(library.encode(text), passage)
-        return Ids.of(rows)
+        return Ids.of([self.locate(passage)[0] for passage in passages])
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
         """See ``JsonModel.locate``."""
         ids: list[int] = []
         begins: list[int] = []
         ends: list[int] = []
-        for start, stop, library in self._stretches(passage):
-            if library is None:
-                ids.append(self._added_ids[passage.text[start:stop]])
+        for start, stop, is_control in stretches(self._control, passage.text, passage.literals):
+            if is_control:
+                ids.append(self._ids[passage.text[start:stop]])
                 begins.append(start)
                 ends.append(stop)
-            else:
-                found = library.encode_as_offset_mapping(passage.text[start:stop])
-                ids += self._checked(found["ids"], passage)
-                begins += [start + begin for begin, _ in found["offsets"]]
-                ends += [start + end for _, end in found["offsets"]]
+                continue
+            spaced = self._always if start else not passage.middle
+            found = (self._whole if spaced else self._inner).encode_as_offset_mapping(passage.text[start:stop])
+            # Pieces of the user's own definition are found by the model itself, wherever they stand.
+            if passage.literals and not self._literal.isdisjoint(found["ids"]):
+                raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+            ids += found["ids"]
+            begins += [start + begin for begin, _ in found["offsets"]]
+            ends += [start + end for _, end in found["offsets"]]
         # Of the pieces that spell one character, only the last is said to hold it; they all do. A space that the
         # model put before a text holds nothing; it belongs to what follows.
         for i in range(len(ids) - 2, -1, -1):
@@ -163,25 +156,12 @@ class SentencePieceModel:
 
     def token_id(self, text: str) -> int | None:
         """See ``JsonModel.token_id``."""
-        return self._added_ids.get(text, self._ids.get(text))
+        return self._ids.get(text)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """See ``JsonModel.decode``; the space that the model put before a text is left out."""
-        text = self._spellings.spell(ids).decode("utf-8", "replace")
+        text = self._spelled.spell(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._begins_with_space else text
-
-    def _stretches(self, passage: Passage) -> Iterator[tuple[int, int, Any]]:
-        """With the model that tokenises each, with a space before it or not; None for a control token."""
-        for start, stop, is_control in stretches(self._control, passage.text, passage.literals):
-            begins = start == 0 and not passage.middle
-            library = self._whole if begins or (self._always and start) else self._inner
-            yield start, stop, None if is_control else library
-
-    def _checked(self, ids: list[int], passage: Passage) -> list[int]:
-        """Pieces of the user's own definition are found by the model itself, wherever they stand."""
-        if passage.literals and not self._literal.isdisjoint(ids):
-            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
-        return ids
 
 
 class RankModel:
@@ -191,31 +171,29 @@ class RankModel:
         FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
     """
 
-    name = "tiktoken"
+    name, proof = "tiktoken", ""
 
     def __init__(self, files: TokenizerFiles) -> None:
         library = _library("tiktoken", files.file)
-        self._cut = False
         self.named: dict[str, str] = {}
         if files.kind == "tekken":
             ranks, pattern, self._first, own = _read_tekken(files)
+            reserved = 0
             texts = {token.text for token in own}
             self.named = {name: text for name, text in TEKKEN_NAMED.items() if text in texts}
         else:
             pattern, reserved = _split_of(files)
-            ranks, self._first, own = _read_ranks(files), 0, []
-            self._cut = bool(reserved)
+            ranks, self._first = _read_ranks(files), 0
             taken = {token.number for token in files.additions}
-            for index in range(len(ranks), len(ranks) + reserved):
-                if index not in taken:
-                    own.append(AddedToken(index, f"<|reserved_token_{index}|>", True))
-        last = max(ranks.values()) + self._first
+            free = (index for index in range(len(ranks), len(ranks) + reserved) if index not in taken)
+            own = [AddedToken(index, f"<|reserved_token_{index}|>", {"special": True}) for index in free]
+        self._cut = bool(reserved)
         spellings = {rank + self._first: token for token, rank in ranks.items()}
-        for token in (token for token in files.additions if token.number in spellings):
-            raise FormatError(
-                f"{files.path}: {token.content!r} has the id {token.number}, which is a token of the model"
-            )
-        self.added = _added(files, own, {}, 1 + max([last, *(token.number for token in own)]))
+        for token in files.additions:
+            if token.number in spellings:
+                where = f"{files.path}: {token.text!r} has the id {token.number}"
+                raise FormatError(f"{where}, which is a token of the model")
+        self.added = _added(files, own, {}, 1 + max([*spellings, *(token.number for token in own)]))
         spellings.update((token.number, token.text.encode()) for token in self.added)
         try:
             self._library = library.Encoding(files.file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -223,14 +201,13 @@ class RankModel:
             raise FormatError(f"{files.file}: tiktoken cannot load it: {error}") from error
         self._added_ids = {token.text: token.number for token in self.added}
         self._control = control_pattern([*self._added_ids])
-        self.size = max(spellings) + 1
-        self.spellings = TokenSpellings(spellings)
+        self.size, self.spellings = max(spellings) + 1, TokenSpellings(spellings)
         content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
         self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
 
     def ids(self, passages: Sequence[Passage]) -> Ids:
         """See ``JsonModel.ids``."""
-        return Ids.join([self._ids_of(passage) for passage in passages])
+        return Ids.of([self._ids_of(passage) for passage in passages])
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
         """Never needed: tokens spell the text."""
@@ -271,6 +248,19 @@ class RankModel:
         return ids
 
 
+def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
+    """Of a tokenizer that transformers can convert; ``code`` where only by running what came with it.
+
+    Raises:
+        FormatError: always.
+    """
+    trust = ", trust_remote_code=True" if code else ""
+    raise FormatError(
+        f'{file}: {why}; convert it once with transformers: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{file.parent}'{trust}).save_pretrained('{file.parent}')\""
+    )
+
+
 def mistral_template(file: Path) -> str | None:
     """The chat template that mistral-common generates for a file of Mistral's; None without one, or without it.
 
@@ -295,31 +285,30 @@ def _library(name: str, file: Path) -> Any:
 
 
 def _added(
-    files: TokenizerFiles, own: Sequence[AddedToken], pieces: dict[str, int], next_index: int
+    files: TokenizerFiles, own: Sequence[AddedToken], pieces: Mapping[str, int], next_index: int
 ) -> list[AddedToken]:
-    """The control tokens that the vocabulary has, and those that the folder adds or speaks of."""
+    """The control tokens that the vocabulary has, and those that the folder adds or speaks of; by id."""
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
-    for token in files.additions:
+    for number, text, flags in files.additions:
         for flag in ("lstrip", "rstrip", "single_word"):
-            if token.flags.get(flag):
-                refuse(files.file, f"{token.content!r} has {flag} set, which is done for a tokenizer.json only")
-        index = tokens[token.content].number if token.content in tokens else pieces.get(token.content, token.number)
-        if index is None:
-            index = next_index
-        found = names.get(index, token.content)
-        if token.number not in (None, index) or found != token.content:
-            where = f"{files.path}: {token.content!r} has the id {token.number}"
+            if flags.get(flag):
+                refuse(files.file, f"{text!r} has {flag} set, which is done for a tokenizer.json only")
+        index = tokens[text].number if text in tokens else pieces.get(text, number)
+        index = next_index if index < 0 else index
+        found = names.get(index, text)
+        if number not in (-1, index) or found != text:
+            where = f"{files.path}: {text!r} has the id {number}"
             raise FormatError(f"{where}, but in {files.file.name} {index} is {found!r}; are they of one tokenizer?")
-        names[index] = token.content
-        tokens[token.content] = AddedToken(index, token.content, token.flags.get("special", False))
+        names[index] = text
+        tokens[text] = AddedToken(index, text, flags)
         next_index = max(next_index, index + 1)
     return sorted((token for token in tokens.values() if token.text), key=lambda token: token.number)
 
 
 def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[AddedToken]) -> str:
-    decisive = [kind, xxhash.xxh3_128_hexdigest(content), options, [list(token) for token in added]]
-    return xxhash.xxh3_128_hexdigest(orjson.dumps(decisive))
+    tokens = [[token.number, token.text, token.special] for token in added]
+    return xxhash.xxh3_128_hexdigest(orjson.dumps([kind, xxhash.xxh3_128_hexdigest(content), options, tokens]))
 
 
 def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
@@ -407,5 +396,5 @@ def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, lis
         raise FormatError(f"{files.file}: special_tokens has a token or a rank twice")
     if not texts or list(ranks.values()) != list(range(size - count)) or not set(texts) <= set(range(count)):
         raise FormatError(f"{files.file}: its tokens must have the ranks from 0 on, and its special_tokens too")
-    own = [AddedToken(rank, texts.get(rank, f"<SPECIAL_{rank}>"), True) for rank in range(count)]
+    own = [AddedToken(rank, texts.get(rank, f"<SPECIAL_{rank}>"), {"special": True}) for rank in range(count)]
     return _checked_ranks(files, ranks, size - count), pattern, count, own

@@ -15,13 +15,15 @@ import unicodedata
 import zlib
 from base64 import b85decode
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate, chain, groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -30,9 +32,59 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, Backend, TokenizerFiles
 from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
+
+Backend = Literal["auto", "tokenizers", "gigatoken"]
+Kind = Literal["json", "tekken", "ranks", "sentencepiece"]
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class AddedToken(NamedTuple):
+    """A token that stands outside the model's own vocabulary: text that becomes this id wherever a template writes it.
+
+    Attributes:
+        number: its id; -1 where the files give none.
+        text: its content.
+        flags: those of ``tokenizers.AddedToken`` that were given.
+    """
+
+    number: int
+    text: str
+    flags: Mapping[str, bool]
+
+    @property
+    def special(self) -> bool:
+        """Whether it is a control token, and no word."""
+        return self.flags.get("special", False)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The parsed files of one tokenizer.
+
+    Attributes:
+        path: the folder or file that was asked for.
+        file: what holds the vocabulary.
+        kind: of that file; ``ranks`` are tiktoken's.
+        spec: the file, parsed, where it is JSON.
+        content: its bytes, where it is not.
+        settings: ``tokenizer_config.json`` and what overrides it.
+        special_tokens: template variables such as ``eos_token``, as transformers passes them.
+        additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
+            which transformers adds them.
+        templates: chat templates by name; a folder's only template is called ``default``.
+    """
+
+    path: Path
+    file: Path
+    kind: Kind
+    spec: dict[str, Any]
+    content: bytes
+    settings: dict[str, Any]
+    special_tokens: dict[str, str]
+    additions: list[AddedToken]
+    templates: dict[str, str]
 
 
 class Passage(NamedTuple):
@@ -57,20 +109,19 @@ class Ids(NamedTuple):
     offsets: NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]]) -> Ids:
+    def of(rows: Sequence[Sequence[int] | NDArray[np.uint32]]) -> Ids:
         """Joins rows of ids."""
-        offsets = np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
-        return Ids(np.fromiter(chain.from_iterable(rows), np.uint32, int(offsets[-1])), offsets)
-
-    @staticmethod
-    def join(rows: Sequence[NDArray[np.uint32]]) -> Ids:
-        """Joins rows that are arrays."""
-        offsets = np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
-        return Ids(np.concatenate([np.zeros(0, np.uint32), *rows]), offsets)
+        arrays = [np.zeros(0, np.uint32), *(np.asarray(row, np.uint32) for row in rows)]
+        return Ids(np.concatenate(arrays), _offsets_of(rows))
 
     def rows(self) -> list[NDArray[np.uint32]]:
         """The texts' ids one by one, as views."""
         return [self.flat[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+def _offsets_of(rows: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where each row begins when they stand end to end, and where the last one ends."""
+    return np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
 
 
 class Offsets:
@@ -95,14 +146,6 @@ class Offsets:
 
 
 Located = Offsets | tokenizers.Encoding
-
-
-class AddedToken(NamedTuple):
-    """A control token: text that becomes this id wherever a template writes it."""
-
-    number: int
-    text: str
-    special: bool
 
 
 def control_pattern(texts: Sequence[str], alone: Sequence[str] = ()) -> re.Pattern[str]:
@@ -131,7 +174,7 @@ def stretches(
         yield done, len(text), False
 
 
-# What tokens spell, and the weights that follow
+# ---- what tokens spell, and the weights that follow ----
 
 
 def unknown_id(index: int) -> str:
@@ -142,10 +185,8 @@ def unknown_id(index: int) -> str:
 def byte_alphabet() -> dict[str, int]:
     """The printable stand-ins that byte-level tokenizers use for the 256 bytes, as GPT-2 chose them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    rest = (byte for byte in range(256) if byte not in set(printable))
-    alphabet.update({chr(256 + i): byte for i, byte in enumerate(rest)})
-    return alphabet
+    rest = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
 class TokenSpellings:
@@ -158,10 +199,9 @@ class TokenSpellings:
         nbytes: how many bytes each id stands for, int64.
     """
 
-    def __init__(self, spellings: dict[int, bytes]) -> None:
+    def __init__(self, spellings: Mapping[int, bytes]) -> None:
         table = [spellings.get(i, b"") for i in range(max(spellings, default=-1) + 1)]
-        self._bytes = b"".join(table)
-        self._offsets = _running_sum(map(len, table), len(table))
+        self._bytes, self._offsets = b"".join(table), _offsets_of(table)
         self.nbytes = np.diff(self._offsets)
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
@@ -183,29 +223,23 @@ class TokenSpellings:
             ValueError: spans descend, overlap or end past their text.
         """
         count = sum(map(len, spans))
-        edges = np.fromiter(
-            chain.from_iterable((span.start, span.stop) for row in spans for span in row), np.int64, 2 * count
-        )
+        edges = chain.from_iterable((span.start, span.stop) for row in spans for span in row)
         weights, straddling, spelled = _native.weigh_tokens(
             ids.flat,
             ids.offsets,
             b"".join(utf8),
-            _running_sum(map(len, utf8), len(utf8)),
+            _offsets_of(utf8),
             self._bytes,
             self._offsets,
-            edges.reshape(count, 2),
+            np.fromiter(edges, np.int64, 2 * count).reshape(count, 2),
             np.fromiter((span.weight for row in spans for span in row), np.float32, count),
-            _running_sum(map(len, spans), len(spans)),
+            _offsets_of(spans),
             whole_characters,
         )
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
 
-def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
-    return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
-
-
-# gigatoken, where it is known to give the same ids
+# ---- gigatoken, where it is known to give the same ids ----
 
 
 def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -283,12 +317,8 @@ PROOF = (
 
 def known_class(spec: dict[str, Any]) -> str | None:
     """The name of the tokenizer's class where gigatoken was found identical on it, otherwise None."""
-    model, normalizer, step, added = (
-        spec["model"],
-        spec.get("normalizer"),
-        spec.get("pre_tokenizer"),
-        spec["added_tokens"],
-    )
+    model, step, added = spec["model"], spec.get("pre_tokenizer"), spec["added_tokens"]
+    normalizer, normalized = spec.get("normalizer"), {bool(token.get("normalized")) for token in added}
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if (
         model.get("type") != "BPE"
@@ -296,8 +326,7 @@ def known_class(spec: dict[str, Any]) -> str | None:
         or normalizer not in (None, {"type": "NFC"})
         or any(len(token["content"].encode()) > LONGEST_ADDED_NBYTES for token in added)
         or any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip"))
-        or (normalizer is not None and any(token.get("normalized") for token in added))
-        or len({bool(token.get("normalized")) for token in added}) > 1
+        or (True in normalized and (normalizer is not None or False in normalized))
         or step is None
     ):
         return None
@@ -325,36 +354,27 @@ class FastEngine:
     """
 
     def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
-        self._make = make
-        self._encoder = make()
-        self._seen_nbytes = 0
-        self._exact = exact
-        self._nfc = nfc
+        self._make, self._exact, self._nfc = make, exact, nfc
+        self._encoder, self._seen_nbytes = make(), 0
 
     def ids(self, texts: list[str]) -> Ids:
-        """Token ids of the texts, without special tokens added.
-
-        A text is gigatoken's where all Unicode tables in play say the same about it. Characters are hardly ever
-        reclassified once assigned, and never decomposed otherwise, but libraries learn new ones at different times;
-        what is old, all know.
-        """
-        doubtful = [
-            i
-            for i, text in enumerate(texts)
-            if not text.isascii()
-            and not (
-                settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all()
-                and (not self._nfc or unicodedata.is_normalized("NFC", text))
-            )
-        ]
+        """Token ids of the texts, without special tokens added."""
         ids = self.raw_ids([text.encode() for text in texts])
+        doubtful = [i for i, text in enumerate(texts) if not (text.isascii() or self._is_settled(text))]
         if not doubtful:
             return ids
-        rows = ids.rows()
-        exact = exact_ids(self._exact, [texts[i] for i in doubtful])
-        for i, row in zip(doubtful, exact.rows(), strict=True):
-            rows[i] = row
-        return Ids.join(rows)
+        exact = dict(zip(doubtful, exact_ids(self._exact, [texts[i] for i in doubtful]).rows(), strict=True))
+        return Ids.of([exact.get(i, row) for i, row in enumerate(ids.rows())])
+
+    def _is_settled(self, text: str) -> bool:
+        """Whether all Unicode tables in play say the same about a text, which then is gigatoken's.
+
+        Characters are hardly ever reclassified once assigned, and never decomposed otherwise, but libraries learn new
+        ones at different times; what is old, all know.
+        """
+        return bool(settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all()) and (
+            not self._nfc or unicodedata.is_normalized("NFC", text)
+        )
 
     def raw_ids(self, utf8: list[bytes]) -> Ids:
         """Gigatoken's own answer, whatever the text."""
@@ -362,7 +382,7 @@ class FastEngine:
         if self._seen_nbytes > RENEWAL_NBYTES:
             self._encoder, self._seen_nbytes = self._make(), 0
         # As quick as a batch, which would import the awkward package: half a second.
-        return Ids.join([self._encoder.encode(text) for text in utf8])
+        return Ids.of([self._encoder.encode(text) for text in utf8])
 
 
 @lru_cache(maxsize=1)
@@ -410,7 +430,7 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
     return np.array_equal(expected.offsets, found.offsets) and np.array_equal(expected.flat, found.flat)
 
 
-# A tokenizer.json
+# ---- a tokenizer.json ----
 
 
 # Code points that Unicode sets aside for private use inside programs, never for text.
@@ -430,7 +450,7 @@ class JsonModel:
     Attributes:
         name: the library that tokenises.
         size: the largest id + 1.
-        added: the control tokens, by id.
+        added: the control tokens and their ids, by id.
         named: what the vocabulary itself says of ``bos_token`` and the like.
         spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
         fingerprint: xxh3_128 of all that decides the ids.
@@ -442,12 +462,13 @@ class JsonModel:
     """
 
     def __init__(self, files: TokenizerFiles, *, backend: Backend, proof: str) -> None:
+        spec = files.spec
         try:
-            self._tokenizer = build_tokenizer(files.spec)
+            self._tokenizer = build_tokenizer(spec)
         except Exception as error:
             raise FormatError(f"{files.path}: the tokenizers library cannot load it: {error}") from error
         before = _added_tokens(self._tokenizer)
-        self._tokenizer.add_tokens([tokenizers.AddedToken(one.content, **one.flags) for one in files.additions])
+        self._tokenizer.add_tokens([tokenizers.AddedToken(one.text, **one.flags) for one in files.additions])
         after = _added_tokens(self._tokenizer)
         # As the library itself would write it, which for the vocabulary is long and what the file says.
         steps = {
@@ -455,27 +476,27 @@ class JsonModel:
             for key in ("normalizer", "pre_tokenizer")
             for step in [getattr(self._tokenizer, key)]
         }
-        self._spec = {
-            **files.spec,
-            **steps,
-            "model": {**files.spec["model"], "type": type(self._tokenizer.model).__name__},
-            "added_tokens": [{"id": index, "content": text, **flags} for index, text, flags in after],
-        }
-        vocabulary = files.spec["model"]["vocab"]  # an object, but in Unigram models a list
-        own: dict[str, int] = (
-            vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
-        )
+        kind = type(self._tokenizer.model).__name__
+        added = [{"id": index, "content": text, **flags} for index, text, flags in after]
+        self._spec = {**spec, **steps, "model": {**spec["model"], "type": kind}, "added_tokens": added}
+        # The same tokenizer for a text that goes on from another: it puts no space in front.
+        self._middle_spec = {**self._spec, **{key: _without_prefix(step) for key, step in steps.items()}}
+        self._runs_on = self._middle_spec != self._spec
+        self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
+        self._shields: dict[bool, Shield] = {}
+
+        self.named: dict[str, str] = {}
+        self.added = [AddedToken(*token) for token in after]
+        vocabulary = spec["model"]["vocab"]  # an object, but in Unigram models a list
+        own = vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
+        self.size = 1 + max([*own.values(), *(index for index, *_ in after)])
+        self.spellings = _byte_level_spellings(own, self.added, steps["pre_tokenizer"])
         # Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file.
         decisive = ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
-        decided = [{key: files.spec.get(key) for key in decisive}, [] if after == before else after]
+        decided = [{key: spec.get(key) for key in decisive}, [] if after == before else after]
         options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
         self.fingerprint = xxhash.xxh3_128_hexdigest(orjson.dumps(decided, option=options))
-        self.named: dict[str, str] = {}
-        self.added = [AddedToken(index, text, flags["special"]) for index, text, flags in after]
-        self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
-        self.spellings = _byte_level_spellings(own, self.added, self._spec["pre_tokenizer"])
-        self.proof = ""
-        self._fast: FastEngine | None = None
+        self.proof, self._fast = "", None
         if backend != "tokenizers":
             gigatoken = version("gigatoken") if find_spec("gigatoken") else None
             wanted = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
@@ -485,11 +506,6 @@ class JsonModel:
             elif backend == "gigatoken":
                 raise FormatError(f"{files.path}: {reason}")
         self.name = "gigatoken" if self._fast is not None else "tokenizers"
-        # The same tokenizer for a text that goes on from another: it puts no space in front.
-        steps = {key: _without_prefix(step) for key, step in steps.items()}
-        self._middle_spec = {**self._spec, **steps} if steps != {key: self._spec[key] for key in steps} else None
-        self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
-        self._shields: dict[bool, Shield] = {}
 
     def ids(self, passages: Sequence[Passage]) -> Ids:
         """Token ids of the passages.
@@ -497,13 +513,13 @@ class JsonModel:
         Raises:
             ValueError: a passage that cannot be tokenised.
         """
-        plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._middle_spec)]
+        plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._runs_on)]
         texts = [passages[i].text for i in plain]
         ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
         if len(plain) == len(passages):
             return ids
         rows = dict(zip(plain, ids.rows(), strict=True))
-        return Ids.join([rows[i] if i in rows else self.locate(p)[0] for i, p in enumerate(passages)])
+        return Ids.of([rows[i] if i in rows else self.locate(p)[0] for i, p in enumerate(passages)])
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located]:
         """Ids, and which characters of the passage they stand for.
@@ -511,18 +527,18 @@ class JsonModel:
         Raises:
             ValueError: a passage that cannot be tokenised.
         """
-        middle = passage.middle and self._middle_spec is not None
+        middle = passage.middle and self._runs_on
         if passage.literals:
             return self.shield(middle).encode(passage.text, passage.literals)
         if middle not in self._variants:
-            self._variants[middle] = build_tokenizer(self._middle_spec or self._spec)
+            self._variants[middle] = build_tokenizer(self._middle_spec)
         encoding = self._variants[middle].encode(passage.text, add_special_tokens=False)
         return np.array(encoding.ids, np.uint32), encoding
 
     def shield(self, middle: bool) -> Shield:
         """What keeps control tokens in the data as text; made on first need, since few corpora have any."""
         if middle not in self._shields:
-            self._shields[middle] = Shield(self._middle_spec or self._spec if middle else self._spec)
+            self._shields[middle] = Shield(self._middle_spec if middle else self._spec)
         return self._shields[middle]
 
     def token_id(self, text: str) -> int | None:
