@@ -8,6 +8,8 @@
             uint32 sequences
     block   4 bytes  b"DONE", uint32 n, uint64 xxh3_64, n times 8 bytes: JSON, spaces to 8: the inodes of the files that
             are to be replaced, by suffix. All files are complete and synced, and only renames are left
+    block   4 bytes  b"FILE", the same: the inodes of the temporary files, in place of those that the head names: they
+            were copied here, or one was made anew
 
 The head names every temporary file by suffix and inode (of the journal's own device, since they share a folder): what
 lies under such a name and is another file is a stranger's. It is synced before anything is written to them.
@@ -50,7 +52,7 @@ _MAGIC, _OLD_MAGICS = b"SFTJRNL3", (b"SFTJRNL2", b"SFTJRNL1")
 MAGICS = (_MAGIC, *_OLD_MAGICS)
 _HEAD, _BLOCK, _CHECKSUM = struct.Struct("<8sII"), struct.Struct("<4sIQ"), struct.Struct("<Q")
 _RECORD_NBYTES = 8
-PACK, DONE = b"PACK", b"DONE"
+PACK, DONE, FILE = b"PACK", b"DONE", b"FILE"
 _MAX_HEAD_NBYTES = 16 << 20
 MAX_RECORDS = 1 << 24  # in one block
 
@@ -158,10 +160,10 @@ def encode_block(kind: bytes, records: NDArray[np.uint32]) -> bytes:
     return _BLOCK.pack(kind, len(records), xxhash.xxh3_64_intdigest(raw)) + raw
 
 
-def encode_done(inodes: Mapping[str, int]) -> bytes:
-    """The DONE block: inodes of the files that are replaced, by suffix."""
+def encode_inodes(kind: bytes, inodes: Mapping[str, int]) -> bytes:
+    """A DONE or FILE block: inodes of files, by suffix."""
     raw = _encoded(inodes)
-    return encode_block(DONE, np.frombuffer(raw.ljust(align(len(raw), _RECORD_NBYTES), b" "), "<u4").reshape(-1, 2))
+    return encode_block(kind, np.frombuffer(raw.ljust(align(len(raw), _RECORD_NBYTES), b" "), "<u4").reshape(-1, 2))
 
 
 def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
     """Complete blocks in order; ends without an error at the first torn one, as a kill leaves it."""
     while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
         kind, count, checksum = _BLOCK.unpack(head)
-        if kind not in (PACK, DONE) or count > MAX_RECORDS:
+        if kind not in (PACK, DONE, FILE) or count > MAX_RECORDS:
             return
         raw = stream.read(count * _RECORD_NBYTES)
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
@@ -245,12 +247,15 @@ class Head(NamedTuple):
                 return None
             stream.seek(0)
             content = read_head(stream, paths.journal)
-            done = None
+            files, done = inodes(content.get("files")), None
             for block in read_blocks(stream):
-                done = inodes(_json_object(block.records.tobytes())) if block.kind == DONE else None
+                if block.kind == FILE:
+                    files = inodes(_json_object(block.records.tobytes()))
+                else:
+                    done = inodes(_json_object(block.records.tobytes())) if block.kind == DONE else None
         if (work := content.get("work")) not in ("build", "copy", "rebuild", "removal"):
             raise torn(paths.journal, f"work {work!r}")
-        return cls(content, work, inodes(content.get("files")), done)
+        return cls(content, work, files, done)
 
 
 def torn(path: str, found: str) -> CorruptShardError:

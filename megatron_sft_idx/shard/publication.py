@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, column_of
-from megatron_sft_idx.layout.journal import MAGICS, Head, encode_done, encode_head, read_head
+from megatron_sft_idx.layout.journal import DONE, FILE, MAGICS, Head, encode_head, encode_inodes, read_blocks, read_head
 from megatron_sft_idx.storage import OutputFile, naming, open_regular, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
@@ -41,9 +41,6 @@ from megatron_sft_idx.storage.publish import (
     resolve,
 )
 
-# Added to the name of a journal that is being written anew.
-_SHORTER = ".tmp"
-_COPY_NBYTES = 1 << 20
 _ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
 _LEFT = {
     "build": f"left by a build that was interrupted; {_ANEW}, or recover its packs: megatron-sft-idx rebuild",
@@ -177,7 +174,6 @@ def check_free(
     except FormatError:  # unless a living writer was taking its last steps between the looks
         _refuse_strangers(paths, () if any_file else replaced)
     check_lock(paths.journal, MAGICS)
-    _remove_shorter(paths, dry_run=True)
     require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
     return replaced
 
@@ -274,18 +270,6 @@ def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
     for path in paths.unpublished.all:
         if inode_of(path) is not None and _may_go(path, head):
             os.unlink(path)
-    _remove_shorter(paths)
-
-
-def _remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
-    """Remove what a kill left of a journal that was being written anew. FormatError where it is something else."""
-    path = paths.journal + _SHORTER
-    if inode_of(path) is None:
-        return
-    if not _may_go(path, None) and not is_journal(path):
-        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here; move it away")
-    if not dry_run:
-        os.unlink(path)
 
 
 def remove_shard(paths: ShardPaths) -> None:
@@ -503,7 +487,7 @@ class Publication:
         self.paths, self.durable, self._head, self._borrowed = paths, durable, head, borrowed
         self._files: dict[str, OutputFile] = {}
         self._replaced = {}
-        self._process, self.closed = os.getpid(), True
+        self._process, self.closed, self.taken_up = os.getpid(), True, False
 
     @classmethod
     def take_up(
@@ -525,7 +509,7 @@ class Publication:
                 raise FileNotFoundError(paths.journal)
             paths = named_by(paths, head)
             self._set(paths, True, head)
-            self._lock = lock
+            self._lock, self.taken_up = lock, True
             for path, inode in _inodes(paths.unpublished.all).items():
                 # What is written to may have no other name: it would change there too.
                 if not copied and (inode not in head.files.values() or os.lstat(path).st_nlink > 1):
@@ -574,24 +558,20 @@ class Publication:
 
     def _name_files(self) -> None:
         """Let the journal name the temporary files that are there now."""
-        paths, old, end = self.paths, self.journal, self.journal.nbytes
-        files = _inodes(paths.unpublished.all)
-        with open_regular(paths.journal) as stream:
-            content = read_head(stream, paths.journal) | {"files": _by_suffix(paths, files)}
-            begin = stream.tell()
-        self._head = self._head._replace(files=files)
-        _remove_shorter(paths)
-        new = OutputFile(paths.journal + _SHORTER, durable=self.durable)
-        new.write(encode_head(content))
-        for offset in range(begin, end, _COPY_NBYTES):
-            new.write(old.read_at(offset, min(_COPY_NBYTES, end - offset)))
-        new.sync()
-        lock = lock_file(new.path, MAGICS, create=False, busy="")
-        os.rename(new.path, old.path)
-        new.path = old.path
-        old.close()
-        os.close(self._lock)
-        self.journal, self._lock = new, lock
+        self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
+        self._note(FILE, self._head.files)
+
+    def _note(self, kind: bytes, inodes: Mapping[str, int]) -> None:
+        """Append a block about files to the journal, behind its last complete one: a torn one would hide it."""
+        if self.taken_up:
+            with open_regular(self.paths.journal) as stream:
+                read_head(stream, self.paths.journal)
+                end = stream.tell()
+                for _ in read_blocks(stream):
+                    end = stream.tell()
+            self.journal.cut(end)
+        self.journal.write(encode_inodes(kind, _by_suffix(self.paths, inodes)))
+        self.journal.sync()
 
     def complete(self) -> None:
         """Sync all files and say in the journal that they are complete: from here on only renames are left.
@@ -612,8 +592,7 @@ class Publication:
         # The journal is believed from here on: before it says so, the files and their names are on disk.
         sync_folder(self.paths.folder, self.durable)
         self._head = self._head._replace(done=found)
-        self.journal.write(encode_done(_by_suffix(paths, found)))
-        self.journal.sync()
+        self._note(DONE, found)
 
     def set_aside(self) -> None:
         """``complete``, and leave the shard to ``publish_all``: under temporary names, whole, its lock given up."""

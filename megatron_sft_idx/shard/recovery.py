@@ -37,7 +37,6 @@ class Remains:
         num_sequences: their sequences.
         num_tokens: their tokens.
         num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
-        journal_nbytes: where the journal's last complete block ends.
     """
 
     paths: ShardPaths
@@ -46,7 +45,6 @@ class Remains:
     num_sequences: int
     num_tokens: int
     num_recorded: int
-    journal_nbytes: int
 
     @property
     def done(self) -> bool:
@@ -82,7 +80,7 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.done is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
-        return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal))
+        return Remains(paths, head, *counts, counts[0])
     if head.work != "build":
         raise left(paths, head)
     most = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
@@ -92,9 +90,7 @@ def read_remains(paths: ShardPaths) -> Remains:
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
-        nbytes = stream.tell()
         for block in read_blocks(stream):
-            nbytes = stream.tell()
             if block.kind != PACK:
                 continue
             if packs == recorded:  # all so far lie wholly in all files
@@ -105,7 +101,7 @@ def read_remains(paths: ShardPaths) -> Remains:
                 if fit := min(fit, most["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
-    return Remains(paths, head, packs, sequences, tokens, recorded, nbytes)
+    return Remains(paths, head, packs, sequences, tokens, recorded)
 
 
 def complete_header(paths: ShardPaths) -> Header:
@@ -186,7 +182,7 @@ def recover(
             return header
         check_free(paths, overwrite=overwrite)
         options = remains.build_options
-        writer = ShardWriter.taking_up(publication, options, remains.journal_nbytes)
+        writer = ShardWriter.taking_up(publication, options)
         if not (kept := writer.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"

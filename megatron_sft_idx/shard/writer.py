@@ -93,14 +93,14 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
-    def taking_up(cls, publication: Publication, options: BuildOptions, journal_nbytes: int) -> ShardWriter:
-        """Go on with what an interrupted build left, whose journal ends there; ``replay`` comes first."""
+    def taking_up(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
+        """Go on with what an interrupted build left; ``replay`` comes first."""
         writer = cls.__new__(cls)
-        writer._begin(publication, options, journal_nbytes)
+        writer._begin(publication, options)
         return writer
 
-    def _begin(self, publication: Publication, options: BuildOptions, journal_nbytes: int | None = None) -> None:
-        self._publication, self._options, self._journal_nbytes = publication, options, journal_nbytes
+    def _begin(self, publication: Publication, options: BuildOptions) -> None:
+        self._publication, self._options = publication, options
         self._header: Header | None = None
         self.metadata: dict[str, Any] = dict(options.metadata)
         self._stage = _native.PackStage(
@@ -112,7 +112,7 @@ class ShardWriter:
         )
         self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         with self._all_or_nothing():
-            self._files = RowFiles(publication, options, keep=journal_nbytes is not None)
+            self._files = RowFiles(publication, options)
 
     @property
     def prefix(self) -> str:
@@ -372,11 +372,9 @@ class ShardWriter:
                     digests=(unknown, unknown, unknown, unknown),
                     arrays_checksum=bytes(16),
                     metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-                    rebuilt=self._journal_nbytes is not None,
+                    rebuilt=self._publication.taken_up,
                 )
                 self._header = self._files.finish(header)
-                if self._journal_nbytes is not None:
-                    self._publication.journal.cut(self._journal_nbytes)
         return self._header
 
     def finalize(self) -> Header:
@@ -419,10 +417,10 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Publish nothing and remove what was written, but not what was taken up; may be called twice."""
-        if self._journal_nbytes is None:
-            self._publication.abandon()
-        else:
+        if self._publication.taken_up:
             self._publication.close()
+        else:
+            self._publication.abandon()
 
 
 # ---- values of any form, as the kernels take them ----
@@ -473,14 +471,14 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
 class RowFiles:
     """What of a shard grows as packs come, each file with its hash: tokens, masks, starts, and columns.
 
-    With ``keep`` it goes on after what the files hold: ``take_in`` comes first.
+    Of a build that is taken up it goes on after what the files hold: ``take_in`` comes first.
     """
 
-    def __init__(self, publication: Publication, options: BuildOptions, *, keep: bool = False) -> None:
+    def __init__(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._columns = publication, options.columns
         self._files: dict[str, tuple[RowFile, HashedFile]] = {}
         for kind in options.files(publication.paths):
-            file = publication.open(kind.path, keep=keep)
+            file = publication.open(kind.path, keep=publication.taken_up)
             if file.nbytes < kind.begin:
                 file.write(bytes(kind.begin - file.nbytes))
             self._files[kind.path] = kind, HashedFile(file)
