@@ -14,7 +14,6 @@ from packs import assert_holds, demo_samples, write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats import convert as convert_module
 from megatron_sft_idx.formats import registry
 from megatron_sft_idx.formats.convert import ConvertOptions, Padding, convert
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE, open_reader
@@ -205,4 +204,3 @@ def test_a_result_with_other_values_is_not_published(tmp_path: Path, monkeypatch
     with pytest.raises(FormatError, match="column grade are not those of the source"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "memmap")
     assert not (tmp_path / "z").exists()
-    assert convert_module.COLUMNS

@@ -156,7 +156,7 @@ def test_a_broken_pack_is_named(tmp_path: Path, name: str, change: Callable[[Any
         ({"pack_size": 0}, "pack_size 0"),
         ({"bins_written": 5}, "5 of 7 packs written"),
         ({"packed_len": np.zeros(6, np.uint32)}, r"packed_len.npy has shape \(6,\), expected \(7,\)"),
-        ({"seq_starts": np.zeros((2, 2), np.uint32)}, "one dimension"),
+        ({"seq_starts": np.zeros((2, 2), np.uint32)}, r"seq_starts.npy has shape .*, expected"),
         ({"seq_offsets": np.arange(8, dtype=np.uint32)}, "seq_offsets go from 0 to 7"),
         ({"input_ids": np.zeros((7, 30), np.float32)}, "input_ids.npy holds float32"),
         ({"loss_mask": np.asfortranarray(np.zeros((7, 30), np.uint8)).T}, "shape"),

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.npy import read_legacy, recognise, write_legacy
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.npy import read_legacy, recognise
 from megatron_sft_idx.packs.run import PackRun
-from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,7 +46,7 @@ def assert_same(packs: PackRun, expected: list[Sample]) -> None:
 def test_a_shard_survives_the_way_through_a_legacy_file(tmp_path: Path, data: st.DataObject, weights: bool) -> None:
     expected = data.draw(samples(weights=weights))
     write_samples(tmp_path / "x", expected, overwrite=True, mask_dtype=np.float32 if weights else np.uint8)
-    write_legacy(tmp_path / "x.npy", Shard(tmp_path / "x"))
+    convert(str(tmp_path / "x"), str(tmp_path / "x.npy"), "npy", ConvertOptions(overwrite=True))
     assert_same(read_legacy(tmp_path / "x.npy"), expected)
     # Others read it as they always have.
     assert len(np.load(tmp_path / "x.npy", allow_pickle=True)) == len(expected)

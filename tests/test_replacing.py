@@ -106,7 +106,7 @@ def test_only_a_npy_of_packs_is_one(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_recognizer_falls_over_what_a_stranger_wrote(tmp_path: Path, name: str) -> None:
-    kind: Kind = registry._module(name).KIND
+    kind: Kind = registry._module(name).Writer.kind
     generator = np.random.default_rng(0)
     write_packs(tmp_path / "x", name)
     wholes = [path for path in [tmp_path / "x", *(tmp_path / "x").rglob("*")] if path.is_file()]

@@ -2,7 +2,7 @@
 
 A format is a module with a function ``recognise`` and a class ``Reader``, mostly also ``Writer``: it opens a path and
 makes a run of some of its packs, begins a file or folder, appends runs and ends it. Options of its own are keywords of
-``_open`` and ``_begin``. All between the two, from masks to progress, is here, the same for every pair of formats.
+``_open`` and ``_begin``. All else is here, the same for every pair of formats.
 
 Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
 predicting token j + 1 of the same sequence counts; 0 at every sequence's end. *Token*: value j says whether token j
@@ -24,6 +24,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, get_args
 
 import numpy as np
+import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
@@ -33,6 +34,7 @@ from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
+from megatron_sft_idx.storage import read_most
 from megatron_sft_idx.storage.publish import Kind, New, new_file, new_folder, require_space
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ ALIGNMENT_NOTES = {
 }
 # The key, in what a file says of itself, of padding that is stored in its packs.
 PADDED = "bridge_padding"
+_MOST_JSON_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,11 @@ class PackedSpec:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
 
     def stated(self) -> dict[str, Any]:
-        """What files of other formats say of their packs in a place of ours, JSON-able."""
-        return {
-            "capacity": self.capacity,
-            "num_tokens": self.num_tokens,
-            "longest_pack": self.longest_pack,
-            "sequence_multiple": self.sequence_multiple,
-            "pad_id": self.pad_id,
-            "metadata": dict(self.metadata),
-            **({"columns": {name: spec.encode() for name, spec in self.columns.items()}} if self.columns else {}),
-        }
+        """What files of other formats say of their packs in a place of ours, JSON-able: see ``stated_of``."""
+        keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
+        said = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
+        columns = {name: spec.encode() for name, spec in self.columns.items()}
+        return said | {"columns": columns} if columns else said
 
     def column_nbytes(self) -> int:
         """Bytes that the values of all columns take."""
@@ -112,7 +110,6 @@ class PackedReader(ABC):
         options: of the format, as its own class has them.
 
     Attributes:
-        format: the format's name, as ``--to`` takes it.
         label_only: for formats that leave no choice of a mask alignment: why, with a place for the one that was asked.
         path: what was opened.
         identity: differs where the content does, as far as can be told without reading it all: an id, or sizes and
@@ -124,7 +121,6 @@ class PackedReader(ABC):
         FormatError: no such alignment, or none that the format can have; or what is there breaks a rule of its format.
     """
 
-    format: ClassVar[str]
     label_only: ClassVar[str] = ""
     identity: str
     # What ids and masks are handed out as.
@@ -192,7 +188,6 @@ class PackedReader(ABC):
             self.notes.append(note)
 
     def _runs(self) -> Iterator[PackRun]:
-        """The runs of ``runs``."""
         return (self._run(first, last) for first, last in run_bounds(self._token_offsets))
 
     def _run(self, first: int, last: int) -> PackRun:
@@ -202,22 +197,13 @@ class PackedReader(ABC):
     def _checked(self, first_pack: int, *arrays: ArrayLike, columns: Columns | None = None) -> PackRun:
         """``checked_run`` of arrays of this file, in its order, with the file's alignment and dtypes."""
         token_dtype, mask_dtype = self._dtypes
-        return checked_run(
-            self.path,
-            first_pack,
-            *arrays,
-            mask_alignment=self.alignment,
-            token_dtype=token_dtype,
-            mask_dtype=mask_dtype,
-            columns=columns,
-        )
+        how = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
+        return checked_run(self.path, first_pack, *arrays, columns=columns, **how)  # type: ignore[arg-type]
 
     def _described(self, num_sequences: int, num_tokens: int, longest_pack: int, **more: Any) -> PackedSpec:
         """The spec of packs of which so much was counted; its capacity is the longest of them where none is said."""
-        token_dtype, mask_dtype = self._dtypes
         counts = len(self), num_sequences, num_tokens, longest_pack
-        more = {"capacity": longest_pack, "columns": self.columns, **more}
-        return PackedSpec(*counts, token_dtype, mask_dtype, **more)
+        return PackedSpec(*counts, *self._dtypes, **{"capacity": longest_pack, "columns": self.columns, **more})
 
 
 class PackedWriter(ABC):
@@ -312,29 +298,23 @@ class PackedWriter(ABC):
         if self.carries and {name: spec for name, (spec, _) in run.columns.items()} != announced:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
         if self.binary and run.loss_mask.dtype != np.uint8:
-            mask: NDArray[Any] = run.loss_mask
-            if (weights := (mask != 0) & (mask != 1)).any():
-                if not self._allow_loss:
-                    at = int(np.argmax(weights))
-                    raise FormatError(
-                        f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format"
-                        " holds 0 and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
-                    )
-                self._changed_weights += int(np.count_nonzero(weights))
-                self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
-            run = dataclasses.replace(run, loss_mask=(mask > 0).astype(np.uint8))
+            run = dataclasses.replace(run, loss_mask=self._binary_mask(run))
         self._append(run)
         self._counts.add(run)
 
-    def _one_pack(
-        self, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike, mask_dtype: Any = None
-    ) -> PackRun:
-        """A pack that was handed in by itself, label-aligned. SequenceError where it breaks a rule."""
-        ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
-        if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
-            raise SequenceError(self._path, number, "ids, mask and sequence starts have one dimension each")
-        require_same_length(self._path, number, input_ids=len(ids), loss_mask=len(mask))
-        return checked_run(self._path, number, ids, mask, starts, [len(ids)], [len(starts)], mask_dtype=mask_dtype)
+    def _binary_mask(self, run: PackRun) -> NDArray[np.uint8]:
+        """The mask as 0 and 1. FormatError where that changes a weight and loss is not allowed."""
+        mask: NDArray[Any] = run.loss_mask
+        if (weights := (mask != 0) & (mask != 1)).any():
+            if not self._allow_loss:
+                at = int(np.argmax(weights))
+                raise FormatError(
+                    f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format holds 0"
+                    " and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
+                )
+            self._changed_weights += int(np.count_nonzero(weights))
+            self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
+        return (mask > 0).astype(np.uint8)
 
     def _pack_at(self, run: PackRun, token: int) -> int:
         """Number, among all packs, of the one that holds a token of the run being written."""
@@ -344,13 +324,19 @@ class PackedWriter(ABC):
         """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice.
 
         Raises:
-            FormatError: other packs were written than announced.
+            FormatError: other packs were written than announced: a file that begins with its counts would lie.
         """
-        if not self._complete:
-            if self._spec is not None:
-                self._counts.require(self._path, self._spec)
-            self._finish()
-            self._complete = True
+        if self._complete:
+            return
+        found = [getattr(self._counts, f"num_{what}") for what in ("packs", "sequences", "tokens")]
+        expected = [getattr(self._spec or self._counts, f"num_{what}") for what in ("packs", "sequences", "tokens")]
+        if found != expected:
+            raise FormatError(
+                f"{self._path}: {found[0]} packs, {found[1]} sequences and {found[2]} tokens were written, expected"
+                f" {expected[0]}, {expected[1]} and {expected[2]}; the source changed while it was read: start again"
+            )
+        self._finish()
+        self._complete = True
 
     @abstractmethod
     def _append(self, run: PackRun) -> None:
@@ -420,107 +406,6 @@ class Counts:
         self.num_tokens += len(run.tokens)
         self.longest_pack = max(self.longest_pack, int(run.pack_lengths.max(initial=0)))
 
-    def require(self, path: str, spec: PackedSpec) -> None:
-        """FormatError unless all that was announced was written, and nothing else.
-
-        Files that begin with their counts would else say what is not true.
-        """
-        found = (self.num_packs, self.num_sequences, self.num_tokens)
-        expected = (spec.num_packs, spec.num_sequences, spec.num_tokens)
-        if found != expected:
-            raise FormatError(
-                f"{path}: {found[0]} packs, {found[1]} sequences and {found[2]} tokens were written, expected"
-                f" {expected[0]}, {expected[1]} and {expected[2]}; the source changed while it was read: start again"
-            )
-
-
-def label_aligned(
-    mask: NDArray[Any],
-    seq_starts: NDArray[np.int64],
-    pack_lengths: NDArray[np.int64],
-    pack_sequences: NDArray[np.int64],
-    alignment: MaskAlignment = "label",
-) -> tuple[NDArray[Any], int]:
-    """The label-aligned mask of packs end to end, and how many set values had no place in it.
-
-    Those are: of a label mask, values at the end of a sequence, where there is nothing to predict; of a token mask,
-    values on the first token of a sequence, which nothing predicts.
-
-    Args:
-        mask: [sum of pack lengths], of any dtype; it is not changed, and given back itself where nothing changes.
-        seq_starts: where each sequence begins in its pack [sum of sequence counts]; the packs are known to be good.
-        pack_lengths: tokens in each pack [packs].
-        pack_sequences: sequences in each pack [packs].
-        alignment: which of the three ``mask`` is.
-    """
-    if not len(mask):
-        return mask, 0
-    pack_ends = np.cumsum(pack_lengths)
-    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
-    ends = np.append(starts[1:], len(mask)) - 1
-    if alignment == "label":
-        unplaced = int(np.count_nonzero(mask[ends]))
-        if unplaced:
-            mask = mask.copy()
-            mask[ends] = 0
-        return mask, unplaced
-    tokens = mask
-    if alignment == "rolled-right":
-        tokens = np.zeros_like(mask)
-        tokens[:-1] = mask[1:]
-        tokens[pack_ends - 1] = 0
-    labels = np.zeros_like(tokens)
-    labels[:-1] = tokens[1:]
-    labels[ends] = 0
-    return labels, int(np.count_nonzero(tokens[starts]))
-
-
-def unplaced_note(count: int, alignment: MaskAlignment) -> str:
-    """What ``label_aligned`` left out in all, as a sentence for ``PackedReader.notes``."""
-    if alignment == "label":
-        return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
-    return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
-
-
-def checked_alignment(path: str, alignment: str) -> MaskAlignment:
-    """``alignment`` where there is such a one, FormatError else."""
-    for known in MASK_ALIGNMENTS:
-        if alignment == known:
-            return known
-    raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
-
-
-def all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
-    mask = np.ones(int(lengths.sum()), np.uint8)
-    mask[np.cumsum(lengths) - 1] = 0
-    return mask
-
-
-def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
-    """Some ranges of an array end to end; a view where they lie so."""
-    if not len(starts):
-        return values[:0]
-    if len(starts) == 1 or (starts[1:] == stops[:-1]).all():
-        return values[starts[0] : stops[-1]]
-    return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
-
-
-def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
-    """The first range that leaves a file or overlaps the one before, None where all are in order; never overflows.
-
-    Args:
-        starts: first byte of each range [ranges].
-        lengths: bytes of each [ranges].
-        size: bytes of what they lie in.
-        apart: bytes between one and the next, at least.
-    """
-    bad = (starts < 0) | (lengths < 0) | (starts > size) | (lengths > size)
-    ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
-    bad |= ends > size
-    bad[1:] |= starts[1:] < ends[:-1] + apart
-    return int(np.argmax(bad)) if bad.any() else None
-
 
 def checked_run(
     path: str,
@@ -538,8 +423,8 @@ def checked_run(
 ) -> PackRun:
     """A run of packs that keeps every rule, its mask label-aligned.
 
-    Nothing is cast before it is known to fit, no sum overflows, and whatever the arrays hold, nothing outside them is
-    touched.
+    Nothing is cast before it is known to fit, and whatever the arrays hold, no sum overflows and nothing outside them
+    is touched.
 
     Args:
         path: of the file, for errors.
@@ -594,6 +479,17 @@ def checked_run(
     return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
 
 
+def one_pack(
+    path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **how: Any
+) -> PackRun:
+    """``checked_run`` of pack ``number``, handed in by itself. SequenceError where it breaks a rule."""
+    ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(starts)
+    if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
+        raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
+    require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
+    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **how)
+
+
 def require_same_length(path: str, pack: int, **columns: int) -> None:
     """SequenceError unless the columns of a pack, handed in by their names, are equally long."""
     if len(set(columns.values())) > 1:
@@ -601,9 +497,97 @@ def require_same_length(path: str, pack: int, **columns: int) -> None:
         raise SequenceError(path, pack, f"{found}; they have one entry a token each")
 
 
+def label_aligned(
+    mask: NDArray[Any],
+    seq_starts: NDArray[np.int64],
+    pack_lengths: NDArray[np.int64],
+    pack_sequences: NDArray[np.int64],
+    alignment: MaskAlignment = "label",
+) -> tuple[NDArray[Any], int]:
+    """The label-aligned mask of good packs, as ``checked_run`` takes them, and how many values had no place in it.
+
+    ``unplaced_note`` says which those are. The mask is not changed, and given back itself where nothing changes.
+    """
+    if not len(mask):
+        return mask, 0
+    pack_ends = np.cumsum(pack_lengths)
+    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
+    ends = np.append(starts[1:], len(mask)) - 1
+    if alignment == "label":
+        if unplaced := int(np.count_nonzero(mask[ends])):
+            mask = mask.copy()
+            mask[ends] = 0
+        return mask, unplaced
+    tokens = mask
+    if alignment == "rolled-right":
+        tokens = np.append(mask[1:], mask[:1])
+        tokens[pack_ends - 1] = 0
+    labels = np.append(tokens[1:], tokens[:1])
+    labels[ends] = 0
+    return labels, int(np.count_nonzero(tokens[starts]))
+
+
+def unplaced_note(count: int, alignment: MaskAlignment) -> str:
+    """What ``label_aligned`` left out in all, as a sentence for ``PackedReader.notes``."""
+    if alignment == "label":
+        return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
+    return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
+
+
+def checked_alignment(path: str, alignment: str) -> MaskAlignment:
+    """``alignment`` where there is such a one, FormatError else."""
+    if alignment not in MASK_ALIGNMENTS:
+        raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
+    return alignment
+
+
+def all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
+    mask = np.ones(int(lengths.sum()), np.uint8)
+    mask[np.cumsum(lengths) - 1] = 0
+    return mask
+
+
+def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
+    """Some ranges of an array end to end; a view where they lie so."""
+    if not len(starts):
+        return values[:0]
+    if len(starts) == 1 or (starts[1:] == stops[:-1]).all():
+        return values[starts[0] : stops[-1]]
+    return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
+
+
+def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
+    """The first range that leaves a file or overlaps the one before, None where all are in order; never overflows.
+
+    Args:
+        starts: first byte of each range [ranges].
+        lengths: bytes of each [ranges].
+        size: bytes of what they lie in.
+        apart: bytes between one and the next, at least.
+    """
+    bad = (starts < 0) | (lengths < 0) | (starts > size) | (lengths > size)
+    ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
+    bad |= ends > size
+    bad[1:] |= starts[1:] < ends[:-1] + apart
+    return int(np.argmax(bad)) if bad.any() else None
+
+
 def file_identity(*paths: str) -> str:
     """Size and time of change of files, which differ where a file was written anew."""
     return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in map(os.stat, paths))
+
+
+def read_json(path: str) -> tuple[dict[str, Any], bytes]:
+    """The JSON object in a file, and its bytes. FormatError where it holds none; else OSError."""
+    raw = read_most(path, _MOST_JSON_NBYTES + 1)
+    try:
+        stated = orjson.loads(raw)
+    except ValueError as error:
+        raise FormatError(f"{path}: not JSON: {error}") from None
+    if not isinstance(stated, dict) or len(raw) > _MOST_JSON_NBYTES:
+        raise FormatError(f"{path}: no object, or one of more than {_MOST_JSON_NBYTES} bytes")
+    return stated, raw
 
 
 def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

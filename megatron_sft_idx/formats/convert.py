@@ -47,9 +47,6 @@ from megatron_sft_idx.storage.publish import (
     resolve,
 )
 
-# What is compared, and what people call it.
-COLUMNS = {"tokens": "token ids", "masks": "loss masks", "sequences": "sequence lengths", "packs": "packs"}
-
 
 class Content(Counts):
     """A running hash of packs, array by array, so that it does not matter in which runs they come.
@@ -62,36 +59,32 @@ class Content(Counts):
     """
 
     def __init__(self) -> None:
-        self._hashes = {column: StreamHash() for column in COLUMNS}
-        self._columns: dict[str, StreamHash] = {}
         super().__init__()
         self.num_trained_tokens = 0
+        # By what a writer calls it that lets it go, and what people call it.
+        self._hashes: dict[tuple[str, str], StreamHash] = {}
 
     def add(self, run: PackRun) -> None:
         """The next packs."""
         super().add(run)
         self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
-        for column, values, dtype in (
-            ("tokens", run.tokens, "<i4"),
-            ("masks", run.loss_mask, "<f4"),
-            ("sequences", run.sequence_lengths(), "<i8"),
-            ("packs", run.pack_sequences, "<i8"),
+        for what, shown, values, dtype in (
+            ("tokens", "token ids", run.tokens, "<i4"),
+            ("masks", "loss masks", run.loss_mask, "<f4"),
+            ("sequences", "sequence lengths", run.sequence_lengths(), "<i8"),
+            ("packs", "packs", run.pack_sequences, "<i8"),
+            *(("columns", f"column {name}", values, spec.dtype) for name, (spec, values) in run.columns.items()),
         ):
-            self._hashes[column].update(np.ascontiguousarray(values, dtype))
-        for name, (spec, values) in run.columns.items():
-            self._columns.setdefault(name, StreamHash()).update(np.ascontiguousarray(values, spec.dtype).reshape(-1))
+            held = self._hashes.setdefault((what, shown), StreamHash())
+            held.update(np.ascontiguousarray(values, dtype).reshape(-1))
 
     def differs(self, other: Content, ignored: Collection[str] = ()) -> list[str]:
-        """Names of the columns that are not the same, but for those ignored."""
-        ours, theirs = dict(self._hashes), dict(other._hashes)
-        if "columns" not in ignored:
-            ours, theirs = ours | self._columns, theirs | other._columns
-        return [
-            COLUMNS.get(column, f"column {column}")
-            for column in ours | theirs
-            if column not in ignored
-            and not (column in ours and column in theirs and ours[column].checksum() == theirs[column].checksum())
-        ]
+        """Names of the arrays that are not the same, but for those ignored."""
+        ours, theirs = (
+            {shown: held.checksum() for (what, shown), held in one._hashes.items() if what not in ignored}
+            for one in (self, other)
+        )
+        return [shown for shown in ours | theirs if ours.get(shown) != theirs.get(shown)]
 
 
 @dataclass(frozen=True)
@@ -185,7 +178,9 @@ def convert(
     require_apart(written, sources)
     check_destination(destination, to, overwrite=options.overwrite)
     if to == "parquet":
-        check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=options.padding is not None)
+        # Padded, an older summary may be the one that will be written, as a killed run leaves it: that is seen later.
+        padded = options.padding is not None
+        _check_summary(destination, overwrite=options.overwrite or padded, padded=padded)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     columns = reading.pop("columns", None)  # else all that there are
@@ -199,7 +194,6 @@ def convert(
     spec, summary = _spec_for_output(parts, options), None
     if padding is not None:
         spec, summary = _padded(parts, padding, spec, begun and begun("measuring", spec.num_tokens))
-        check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=True, summary=summary)
     with create(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
     ) as writer:
@@ -212,7 +206,7 @@ def convert(
         if options.verify:
             _verify(destination, writer, content, spec, begun and begun("verifying", spec.num_tokens))
         if to == "parquet":
-            publish_with_summary(writer, summary_path(destination), summary, overwrite=options.overwrite)
+            _publish_with_summary(writer, destination, summary, overwrite=options.overwrite)
     lost = [*apart.values(), *writer.lost.values()]
     return ConvertReport(name, parts.paths, content, spec, parts.notes, lost, options.verify)
 
@@ -308,50 +302,34 @@ def _is_summary(path: str) -> bool:
     content = head_of(path, _MOST_NBYTES)
     try:
         (entry,) = orjson.loads(content)
-    except (ValueError, TypeError):
+        numbers = all(type(value) in (int, float) for value in entry.values())
+    except (AttributeError, ValueError, TypeError):
         return False
-    return (
-        isinstance(entry, dict)
-        and [*entry] == _FIELDS
-        and all(type(value) in (int, float) for value in entry.values())
-        and content == _encoded(entry)
-    )
+    return numbers and [*entry] == _FIELDS and content == _encoded(entry)
 
 
 _KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
 
 
-def check_packs_summary(path: str, *, overwrite: bool, padded: bool, summary: bytes | None = None) -> Identity | None:
-    """Refuse what stands where the summary of a Parquet file goes, if it may not be replaced or removed.
+def _check_summary(destination: str, *, overwrite: bool, padded: bool) -> Identity | None:
+    """What stands where the summary of a Parquet file goes, if it may be replaced or removed; FormatError else.
 
-    Args:
-        path: of the summary.
-        overwrite: an older summary may go.
-        padded: a summary is going to be written; without one a stranger's file at its place is nobody's concern.
-        summary: what is going to be written, once it is known. Before that, and where it is there already, as a
-            killed run leaves it, an older one is no error.
-
-    Returns:
-        What is there and goes with the file that it is of; None for nothing, or a stranger's.
-
-    Raises:
-        FormatError: a stranger's file is here, or an older summary that may not go.
+    Without padding a stranger's file at its place is nobody's concern, and passed over.
     """
+    path = summary_path(destination)
     if padded:
-        path = resolve(path)
-        known = summary is not None and head_of(path, _MOST_NBYTES) != summary
-        return check_place(path, _KIND, overwrite=overwrite or not known)
+        return check_place(resolve(path), _KIND, overwrite=overwrite)
     return check_place(path, _KIND, overwrite=overwrite) if _is_summary(path) else None
 
 
-def publish_with_summary(writer: PackedWriter, path: str, summary: bytes | None, *, overwrite: bool) -> None:
+def _publish_with_summary(writer: PackedWriter, destination: str, summary: bytes | None, *, overwrite: bool) -> None:
     """Put a Parquet file in its place, and its summary, so that it never stands beside the summary of another.
 
     A kill on the way leaves the file without a summary, or the summary without its file, and the same command finishes.
 
     Args:
         writer: of the file, complete and synced.
-        path: of the summary.
+        destination: where the file goes.
         summary: what it says; None for a file without one.
         overwrite: an older file and its summary may be replaced. The summary goes first, and the new one comes last.
 
@@ -359,34 +337,31 @@ def publish_with_summary(writer: PackedWriter, path: str, summary: bytes | None,
         FormatError: something else has appeared at one of the places.
         OSError: the disk says no.
     """
-    found = check_packs_summary(path, overwrite=overwrite, padded=summary is not None, summary=summary)
-    if summary is None:
-        if found is not None:
-            remove(resolve(path), found)
+    path = resolve(summary_path(destination))
+    left = summary is not None and head_of(path, _MOST_NBYTES) == summary  # by a run that was killed
+    found = _check_summary(destination, overwrite=overwrite or left, padded=summary is not None)
+    if summary is None or (left and not overwrite):
+        if summary is None and found is not None:
+            remove(path, found)
         writer.finalize()
         return
-    path = resolve(path)
-    if overwrite:
-        with new_file(path, _KIND, overwrite=True) as new:
-            new.open().write(summary)
-            new.sync()
+    with new_file(path, _KIND, overwrite=overwrite) as new:
+        new.open().write(summary)
+        new.sync()
+        if overwrite:
             remove(path, found)
             writer.finalize()
             new.publish()
-    elif head_of(path, _MOST_NBYTES) == summary:
-        writer.finalize()  # a run that was killed left it
-    else:
+            return
         # First: nothing is beside it yet. Behind the file, a kill would leave one that the same command refuses.
-        with new_file(path, _KIND, overwrite=False) as new:
-            new.open().write(summary)
-            new.publish()
-        made = identity(path)
-        try:
-            writer.finalize()
-        except BaseException:
-            with contextlib.suppress(FormatError, OSError):
-                remove(path, made)
-            raise
+        new.publish()
+    made = identity(path)
+    try:
+        writer.finalize()
+    except BaseException:
+        with contextlib.suppress(FormatError, OSError):
+            remove(path, made)
+        raise
 
 
 @dataclass(frozen=True)

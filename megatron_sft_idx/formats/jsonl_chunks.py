@@ -43,17 +43,17 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     checked_run,
     file_identity,
+    read_json,
     stated_columns,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
-from megatron_sft_idx.storage import OutputFile, open_regular, read_most
+from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
 # What a consumer leaves beside a chunk that it is done with, the chunk's name and this; the producer may delete both.
 COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
-_CONSUMED = f".jsonl{COMPLETED}"
 _BLOCK_NBYTES = 1 << 20
 _LISTED = 10
 _BLANK = b" \t\r\n"  # JSON's white space
@@ -63,7 +63,6 @@ _MOST_BLANK_NBYTES = 64
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
 # Beside the chunks, where they have columns: what these are.
 SPECS = "columns.json"
-_MOST_SPECS_NBYTES = 64 << 20
 _NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _NO_NUMBERS = tuple(_NO_NUMBER.values())
 # What labels hold where nothing is trained: PyTorch's index to ignore.
@@ -73,12 +72,6 @@ UNTRAINED = -100
 def chunk_name(number: int) -> str:
     """The file name of a chunk: five digits, more from 100000 on."""
     return f"chunk_{number:05d}.jsonl"
-
-
-def is_chunk_name(name: str) -> bool:
-    """Whether it is the name that a chunk's number gives."""
-    match = _NAME.fullmatch(name)
-    return match is not None and name == chunk_name(int(match[1]))
 
 
 def chunk_numbers(folder: str) -> list[int]:
@@ -111,11 +104,7 @@ def chunk_paths(folder: str, *, allow_gaps: bool) -> tuple[list[str], list[str]]
         raise FormatError(f"{folder}: no chunks in it, expected files named {chunk_name(0)} and on")
     notes = []
     if numbers[0]:
-        consumed = sum(name.endswith(_CONSUMED) for name in os.listdir(folder))
-        notes.append(
-            f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems ({consumed} of those"
-            " here are marked as consumed)"
-        )
+        notes.append(f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems")
     gaps = [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]
     if gaps:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_LISTED])
@@ -163,12 +152,8 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.append(starts[filled], complete), np.append(stops[filled], size)
 
 
-def read_line(fd: int, path: str, start: int, stop: int) -> bytes:
-    """The bytes of a line of an open chunk.
-
-    Raises:
-        FormatError: the chunk is shorter than when its lines were found.
-    """
+def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
+    """The bytes of a line of an open chunk. FormatError: it is shorter than when its lines were found."""
     raw = b""
     while len(raw) < stop - start and (more := os.pread(fd, stop - start - len(raw), start + len(raw))):
         raw += more
@@ -226,7 +211,7 @@ class ChunkFile:
             FormatError: the chunk is not as long as when it was opened.
         """
         self._require_unchanged()
-        return read_line(self._fd, self.path, int(self._starts[index]), int(self._stops[index]))
+        return _read_line(self._fd, self.path, int(self._starts[index]), int(self._stops[index]))
 
     def line_number(self, index: int) -> int:
         """What an editor calls line ``index``: from 1, blank ones counted. Reads all that is before it."""
@@ -275,7 +260,8 @@ def parse(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> Line:
         remedy = chats if "messages" in row else ""
         raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
     tokens, labels, positions, lengths = (_integers(row[name], name) for name in FIELDS[:4])
-    _check_counts(row, len(tokens), len(labels), len(positions), lengths)
+    counts = {"input_ids": len(tokens), "labels": len(labels), "position_ids": len(positions)}
+    _check_counts(row, counts, lengths)
     expected = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if (wrong := positions != expected).any():
         at = int(np.argmax(wrong))
@@ -290,8 +276,8 @@ def parse(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> Line:
             f"labels[{at}] is {labels[at]} where input_ids has {tokens[at]}; a label is -100 or the id at its own"
             " place, labels that are shifted already have to be shifted back"
         )
-    beside, counts = row.get("columns"), {"token": len(tokens), "sequence": len(lengths), "pack": 1}
-    values = {name: _column(beside, name, spec, counts[spec.per]) for name, spec in (columns or {}).items()}
+    beside, rows = row.get("columns"), {"token": len(tokens), "sequence": len(lengths), "pack": 1}
+    values = {name: _column(beside, name, spec, rows[spec.per]) for name, spec in (columns or {}).items()}
     return Line(tokens, trained, lengths, values)
 
 
@@ -333,15 +319,7 @@ def read_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpe
     if chosen is not None and not chosen:
         return {}
     path = os.path.join(folder, SPECS)
-    try:
-        raw = read_most(path, _MOST_SPECS_NBYTES + 1)
-        stated = orjson.loads(raw) if len(raw) <= _MOST_SPECS_NBYTES else None
-    except FileNotFoundError:
-        stated = {}
-    except ValueError as error:
-        raise FormatError(f"{path}: not JSON: {error}") from None
-    if not isinstance(stated, dict):
-        raise FormatError(f"{path}: no object, or one of more than {_MOST_SPECS_NBYTES} bytes")
+    stated = read_json(path)[0] if os.path.exists(path) else {}
     return stated_columns(stated, path, chosen)
 
 
@@ -368,16 +346,16 @@ def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
     )
 
 
-def _check_counts(row: dict[str, Any], tokens: int, labels: int, positions: int, lengths: NDArray[np.int64]) -> None:
+def _check_counts(row: dict[str, Any], counts: dict[str, int], lengths: NDArray[np.int64]) -> None:
     """ValueError unless everything that can be counted is the same."""
+    tokens, total = counts["input_ids"], int(lengths.sum())
     if not len(lengths) or (lengths < 1).any() or (lengths > tokens).any():
         raise ValueError(f"lengths {lengths[:20].tolist()}, expected one or more sequences of 1 to {tokens} tokens")
-    total = int(lengths.sum())
-    counts = {"input_ids": tokens, "labels": labels, "position_ids": positions, "pack_length": row["pack_length"]}
     for name, count in counts.items():
-        if type(count) is not int or count != total:
-            what = "is" if name == "pack_length" else "has as many entries:"
-            raise ValueError(f"{name} {what} {count!r}, the sum of lengths is {total}")
+        if count != total:
+            raise ValueError(f"{name} has as many entries: {count}, the sum of lengths is {total}")
+    if type(row["pack_length"]) is not int or row["pack_length"] != total:
+        raise ValueError(f"pack_length is {row['pack_length']!r}, the sum of lengths is {total}")
     if type(row["num_samples"]) is not int or row["num_samples"] != len(lengths):
         raise ValueError(f"num_samples is {row['num_samples']!r}, there are {len(lengths)} lengths")
 
@@ -392,7 +370,6 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
         raise ValueError(f"{name} holds numbers that are far outside any id or length") from None
 
 
-FORMAT = "jsonl-chunks"
 # Longest first line that is looked at to tell what a file is.
 _MOST_HEAD_NBYTES = 32 << 20
 
@@ -426,14 +403,12 @@ def _is_chunk(path: str) -> bool:
     try:
         if name == SPECS:
             return bool(read_specs(os.path.dirname(path), None))
-        if name.endswith(COMPLETED):
-            return is_chunk_name(name.removesuffix(COMPLETED)) and not os.path.getsize(path)
-        return is_chunk_name(name) and (not os.path.getsize(path) or _begins_packed(path))
+        match = _NAME.fullmatch(name.removesuffix(COMPLETED))
+        if match is None or match[0] != chunk_name(int(match[1])):
+            return False
+        return not os.path.getsize(path) or (name == match[0] and _begins_packed(path))
     except (OSError, ValueError, RecursionError, FormatError):
         return False
-
-
-KIND = Kind("a folder of pre-packed JSONL chunks", _is_chunk)
 
 
 class Reader(PackedReader):
@@ -449,7 +424,6 @@ class Reader(PackedReader):
         FormatError: no chunks, a gap between them, or a chunk that ends in the middle of a line.
     """
 
-    format = FORMAT
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
 
     def _open(self, *, allow_gaps: bool = False, columns: Sequence[str] | None = ()) -> None:
@@ -501,7 +475,7 @@ class Reader(PackedReader):
             with open_regular(self._paths[chunk]) as file:
                 for index in range(first, min(last, self._first_packs[chunk + 1])):
                     start, stop = int(self._starts[index]), int(self._stops[index])
-                    raw = read_line(file.fileno(), self._paths[chunk], start, stop)
+                    raw = _read_line(file.fileno(), self._paths[chunk], start, stop)
                     try:
                         parsed = parse(raw, self.columns)
                     except (ArithmeticError, ValueError, RecursionError) as error:
@@ -521,8 +495,8 @@ class Writer(PackedWriter):
         FormatError: something is at ``path``, or there are no packs in a chunk.
     """
 
-    format = FORMAT
-    reader, kind = Reader, KIND
+    format = "jsonl-chunks"
+    reader, kind = Reader, Kind("a folder of pre-packed JSONL chunks", _is_chunk)
     folder = True
     binary = True
     carries = True

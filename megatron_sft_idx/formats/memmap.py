@@ -33,11 +33,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import orjson
 import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     MaskAlignment,
     PackedReader,
@@ -48,23 +47,25 @@ from megatron_sft_idx.formats.base import (
     joined_ranges,
     npy_header,
     npy_header_bytes,
+    one_pack,
+    read_json,
     stated_columns,
     stated_of,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
-from megatron_sft_idx.storage import open_array, open_regular, read_most
+from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of
 
-FORMAT = "memmap"
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"
 # The manifest's key for what the plain one does not say.
 STATED = "megatron_sft_idx"
 ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
-_MOST_MANIFEST_NBYTES = 64 << 20
+# What the file of a column is called behind the column's name.
+_COLUMN = ".col.npy"
 # Of the short arrays: entries looked at together.
 _SCAN = 1 << 20
 
@@ -87,19 +88,12 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        raw = read_most(path, _MOST_MANIFEST_NBYTES + 1)
+        manifest, raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
             f"{folder}: no {MANIFEST}, which is written last; the folder is another thing, or was not finished"
         ) from None
-    if len(raw) > _MOST_MANIFEST_NBYTES:
-        raise FormatError(f"{path}: more than {_MOST_MANIFEST_NBYTES} bytes, which is no manifest")
-    try:
-        manifest = orjson.loads(raw)
-    except ValueError as error:
-        raise FormatError(f"{path}: not JSON: {error}") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != NAME:
+    if (found := manifest.get("format")) != NAME:
         raise FormatError(f"{path}: format {found!r}, expected {NAME!r}")
     version = str(manifest.get("version", "1.0"))
     if version.partition(".")[0] != "1":
@@ -107,12 +101,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return {**manifest, "fingerprint": xxhash.xxh3_128_hexdigest(raw)}
 
 
-def column_name(name: str) -> str:
-    """The file of a column."""
-    return f"{name}.col.npy"
-
-
-def column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -> tuple[int, ...]:
+def _column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -> tuple[int, ...]:
     """The shape of its array."""
     rows = {"token": (packs, pack_size), "sequence": (sequences,), "pack": (packs,)}[spec.per]
     return (*rows, spec.width) if spec.width > 1 else rows
@@ -134,10 +123,10 @@ def _mapped(path: str) -> NDArray[Any]:
         raise FormatError(f"{path}: not there; a memmap folder has five .npy files and a manifest") from None
     if dtype.kind not in "biuf" or dtype.names is not None:
         raise FormatError(f"{path}: an array of {dtype}, expected numbers; objects are never unpickled")
-    if any(type(side) is not int or side < 0 for side in shape):
-        raise FormatError(f"{path}: shape {shape}, expected whole numbers of 0 or more")
     if fortran and len(shape) > 1 and min(shape) > 1:
         raise FormatError(f"{path}: stored by columns (fortran_order), expected by rows; save it with order='C'")
+    if any(type(side) is not int or side < 0 for side in shape):
+        raise FormatError(f"{path}: shape {shape}, expected whole numbers of 0 or more")
     count = math.prod(shape)
     if size != offset + count * dtype.itemsize:
         raise FormatError(
@@ -161,38 +150,43 @@ class Reader(PackedReader):
         FormatError: no such folder, or its manifest and arrays do not go together.
     """
 
-    format = FORMAT
-
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._manifest = read_manifest(self.path)
         stated = self._manifest.get(STATED)
         self._stated = stated if isinstance(stated, dict) else {}
         self.columns = stated_columns(self._stated, self.path, columns)
         self._settle_alignment(self._manifest.get("mask_alignment"))
-        arrays = {name: _mapped(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
-        self._num_packs, self._pack_size = self._check_shapes(arrays)
-        self._ids, self._mask = arrays["input_ids"], arrays["loss_mask"]
-        self._lengths, self._offsets, self._starts = (arrays[name] for name in ARRAYS[2:])
+        files = {name: os.path.join(self.path, f"{name}.npy") for name in ARRAYS}
+        arrays = {name: _mapped(file) for name, file in files.items()}
+        self._num_packs, self._pack_size = self._sizes()
+        self._ids, self._mask, self._lengths, self._offsets, self._starts = arrays.values()
+        sizes = self._num_packs, self._pack_size, self._starts.size
+        rows = sizes[:2]
+        for (name, array), shape in zip(arrays.items(), (rows, rows, rows[:1], (rows[0] + 1,), sizes[2:]), strict=True):
+            if array.shape != shape:
+                raise self._wrong(f"{name}.npy has shape {array.shape}, expected {shape}; it is of another folder")
+            if array.dtype.kind not in ("biuf" if name == "loss_mask" else "iu"):
+                raise self._wrong(f"{name}.npy holds {array.dtype}, expected integers")
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         if (first, last) != (0, len(self._starts)):
             raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
         self._values: dict[str, NDArray[Any]] = {}
         for name, spec in self.columns.items():
-            self._values[name] = values = _mapped(os.path.join(self.path, column_name(name)))
-            expected = column_shape(spec, self._num_packs, self._pack_size, len(self._starts))
+            self._values[name] = values = _mapped(os.path.join(self.path, f"{name}{_COLUMN}"))
+            expected = _column_shape(spec, *sizes)
             if (values.shape, values.dtype) != (expected, spec.dtype):
                 found = f"{values.dtype} of shape {values.shape}"
-                raise self._wrong(f"{column_name(name)} is {found}, expected {spec.dtype} of shape {expected}")
+                raise self._wrong(f"{name}{_COLUMN} is {found}, expected {spec.dtype} of shape {expected}")
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
         # Checksums of all arrays are in the manifest where this package wrote it; else sizes and times tell.
         self.identity = str(self._manifest["fingerprint"])
         if not isinstance(self._manifest.get("checksums"), dict):
-            self.identity += " " + file_identity(*(os.path.join(self.path, f"{name}.npy") for name in ARRAYS))
+            self.identity += " " + file_identity(*files.values())
 
-    def _check_shapes(self, arrays: dict[str, NDArray[Any]]) -> tuple[int, int]:
-        """Number of packs and width of a row; FormatError unless the five arrays and the manifest agree on them."""
+    def _sizes(self) -> tuple[int, int]:
+        """Number of packs and width of a row, as the manifest has them; FormatError where it has none."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
             raise self._wrong(f"num_bins {num_packs!r} and pack_size {pack_size!r}, expected whole numbers")
@@ -202,18 +196,6 @@ class Reader(PackedReader):
             raise self._wrong(
                 f"{written} of {num_packs} packs written (bins_written); rows are missing: write it again"
             )
-        rows = (num_packs, pack_size)
-        expected: dict[str, tuple[int, ...]] = {"input_ids": rows, "loss_mask": rows, "packed_len": (num_packs,)}
-        expected["seq_offsets"] = (num_packs + 1,)
-        for name, shape in expected.items():
-            if (found := arrays[name].shape) != shape:
-                raise self._wrong(f"{name}.npy has shape {found}, expected {shape}; it is of another folder")
-        if len(arrays["seq_starts"].shape) != 1:
-            raise self._wrong(f"seq_starts.npy has shape {arrays['seq_starts'].shape}, expected one dimension")
-        for name in ARRAYS:
-            kinds = "biuf" if name == "loss_mask" else "iu"
-            if arrays[name].dtype.kind not in kinds:
-                raise self._wrong(f"{name}.npy holds {arrays[name].dtype}, expected integers")
         return num_packs, pack_size
 
     def _wrong(self, reason: str) -> FormatError:
@@ -255,15 +237,11 @@ class Reader(PackedReader):
             reason = f"seq_offsets {found}, expected ascending and at most {len(self._starts)}"
             raise SequenceError(self.path, first + pack, reason)
         rows = {"sequence": slice(offsets[0], offsets[-1]), "pack": slice(first, last)}
-        columns = {
-            name: Column(
-                spec,
-                self._gathered(self._values[name], first, lengths)
-                if spec.per == "token"
-                else self._values[name][rows[spec.per]],
-            )
-            for name, spec in self.columns.items()
-        }
+        columns = {}
+        for name, spec in self.columns.items():
+            values = self._values[name]
+            here = self._gathered(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
+            columns[name] = Column(spec, here)
         return self._checked(
             first,
             self._gathered(self._ids, first, lengths),
@@ -285,7 +263,6 @@ _VERSION = "1.0"
 _INDEX = np.dtype("<u4")
 _MOST_INDEX = np.iinfo(np.uint32).max
 _MOST_FILE_NBYTES = 2**63 - 1
-_FILES = {f"{name}.npy" for name in ARRAYS}
 _NPY_MAGIC = b"\x93NUMPY"
 # Small arrays gather this many bytes between writes.
 _GATHER_NBYTES = 1 << 16
@@ -294,15 +271,10 @@ _GATHER_NBYTES = 1 << 16
 def _is_part(path: str) -> bool:
     """Whether a file is the manifest of such a folder, or an array that such a manifest beside it speaks of."""
     folder, name = os.path.split(path)
-    try:
-        read_manifest(folder)
-    except (SFTIndexError, OSError):
+    if recognise(folder) is None:
         return False
-    ours = name in _FILES or name.endswith(column_name(""))
+    ours = name.removesuffix(".npy") in ARRAYS or name.endswith(_COLUMN)
     return name == MANIFEST or (ours and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
-
-
-KIND = Kind("a folder of padded arrays", _is_part)
 
 
 class _ArrayFile:
@@ -313,9 +285,9 @@ class _ArrayFile:
     """
 
     def __init__(self, folder: New, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._file = HashedFile(folder.open(f"{name}.npy"))
-        self._gathered = bytearray()
+        self._file = HashedFile(folder.open(name))
         header = npy_header_bytes(dtype, shape)
+        self._gathered = bytearray(header)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
             if nbytes > _MOST_FILE_NBYTES:
@@ -323,20 +295,19 @@ class _ArrayFile:
             os.posix_fallocate(self._file.file.fileno(), 0, nbytes)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
-        self.write(header)
 
     def write(self, data: bytes | memoryview) -> None:
         self._gathered += data
         if len(self._gathered) >= _GATHER_NBYTES:
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         self._file.write(bytes(self._gathered))
         self._gathered.clear()
 
     def close(self) -> str:
         """Checksum of the file."""
-        self.flush()
+        self._flush()
         self._file.file.close()
         return self._file.hex()
 
@@ -364,8 +335,8 @@ class MemmapShardWriter(PackedWriter):
         OSError: no space for the whole of it, among others.
     """
 
-    format = FORMAT
-    reader, kind = Reader, KIND
+    format = "memmap"
+    reader, kind = Reader, Kind("a folder of padded arrays", _is_part)
     folder = True
     binary = True
     carries = True
@@ -394,35 +365,41 @@ class MemmapShardWriter(PackedWriter):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
                 raise FormatError(f"{path}: {what} {value!r}, expected a whole number from {least} to {most}")
         self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
-        self._alignment = checked_alignment(path, mask_alignment) if mask_alignment is not None else None
-        self._extra = dict(extra or {})
-        self._row = np.zeros(self._pack_size, self._dtype)
-        self._mask_row = np.zeros(self._pack_size, np.uint8)
         self._columns = columns or {}
-        self._column_rows = {
-            name: np.zeros(spec.shape(self._pack_size), spec.dtype)
-            for name, spec in self._columns.items()
-            if spec.per == "token"
+        self._manifest: dict[str, Any] = {
+            "version": _VERSION,
+            "format": NAME,
+            "num_bins": self._num_bins,
+            "pack_size": self._pack_size,
+            "dtype": self._dtype.str,
+            "loss_mask_dtype": np.dtype(np.uint8).str,
+            "index_dtype": _INDEX.str,
+            "bins_written": self._num_bins,
         }
-        self._files: dict[str, _ArrayFile] = {}
-        self._manifest: dict[str, Any] = {}
-        self._closed = False
+        if mask_alignment is not None:
+            self._manifest["mask_alignment"] = checked_alignment(path, mask_alignment)
+        self._manifest.update(extra or {})
         super().__init__(path, overwrite=overwrite)
 
     def _begin(self) -> None:
-        folder = self._make()
-        rows, index = (self._num_bins, self._pack_size), self._num_bins
-        sizes = self._num_bins, self._pack_size, self._total
-        for name, kind, shape in (
-            ("input_ids", self._dtype, rows),
-            ("loss_mask", np.dtype(np.uint8), rows),
-            ("packed_len", _INDEX, (index,)),
-            ("seq_offsets", _INDEX, (index + 1,)),
-            ("seq_starts", _INDEX, (self._total,)),
-            *((f"{name}.col", spec.dtype, column_shape(spec, *sizes)) for name, spec in self._columns.items()),
-        ):
-            self._files[name] = _ArrayFile(folder, name, kind, shape)
-        self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
+        folder, sizes = self._make(), (self._num_bins, self._pack_size, self._total)
+        uint8 = np.dtype(np.uint8)
+        kinds = {
+            "input_ids.npy": (self._dtype, sizes[:2]),
+            "loss_mask.npy": (uint8, sizes[:2]),
+            "packed_len.npy": (_INDEX, sizes[:1]),
+            "seq_offsets.npy": (_INDEX, (sizes[0] + 1,)),
+            "seq_starts.npy": (_INDEX, sizes[2:]),
+            **{f"{name}{_COLUMN}": (spec.dtype, _column_shape(spec, *sizes)) for name, spec in self._columns.items()},
+        }
+        self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
+        self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
+        # What has a row a pack, and room for one of each.
+        row = {name: np.zeros(self._pack_size, kinds[name][0]) for name in ("input_ids.npy", "loss_mask.npy")}
+        for name, spec in self._columns.items():
+            if spec.per == "token":
+                row[f"{name}{_COLUMN}"] = np.zeros(spec.shape(self._pack_size), spec.dtype)
+        self._row = row
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Write one pack.
@@ -444,30 +421,31 @@ class MemmapShardWriter(PackedWriter):
                 " once each and in order"
             )
         # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
-        run = self._one_pack(bin_id, input_ids, loss_mask, seq_start_id, np.uint8)
+        run = one_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
         self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
     def _append(self, run: PackRun) -> None:
         self._require_room(run)
-        padded = [(self._row, run.tokens, "input_ids"), (self._mask_row, run.loss_mask, "loss_mask")]
-        for name, row in self._column_rows.items():
-            padded.append((row, run.columns[name].values, f"{name}.col"))
+        files, by_row = self._files, {"input_ids.npy": run.tokens, "loss_mask.npy": run.loss_mask}
+        for name, (spec, values) in run.columns.items():
+            if spec.per == "token":
+                by_row[f"{name}{_COLUMN}"] = values
+            else:
+                files[f"{name}{_COLUMN}"].write(values.tobytes())
+        padded = [(files[name], self._row[name], values) for name, values in by_row.items()]
         for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
-            for row, values, name in padded:
+            for file, row, values in padded:
                 row[:length] = values[start : start + length]
                 row[length:] = 0
-                self._files[name].write(row.reshape(-1).view(np.uint8).data)
-        for name, (_, values) in run.columns.items():
-            if name not in self._column_rows:
-                self._files[f"{name}.col"].write(values.tobytes())
+                file.write(row.reshape(-1).view(np.uint8).data)
         sequence_ends = self._counts.num_sequences + run.sequence_offsets[1:]
-        self._files["packed_len"].write(run.pack_lengths.astype(_INDEX).tobytes())
-        self._files["seq_offsets"].write(sequence_ends.astype(_INDEX).tobytes())
-        self._files["seq_starts"].write(run.seq_starts.astype(_INDEX).tobytes())
+        files["packed_len.npy"].write(run.pack_lengths.astype(_INDEX).tobytes())
+        files["seq_offsets.npy"].write(sequence_ends.astype(_INDEX).tobytes())
+        files["seq_starts.npy"].write(run.seq_starts.astype(_INDEX).tobytes())
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise FormatError(f"{self._path}: this writer is finished or was abandoned; open another one")
+        if self._complete:
+            raise FormatError(f"{self._path}: this writer is finished; open another one")
 
     def _require_room(self, run: PackRun) -> None:
         self._require_open()
@@ -495,7 +473,6 @@ class MemmapShardWriter(PackedWriter):
         Raises:
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
-        self._require_open()
         if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total):
             raise FormatError(
                 f"{self._path}: {self._counts.num_packs} packs with {self._counts.num_sequences} sequences, expected"
@@ -505,41 +482,16 @@ class MemmapShardWriter(PackedWriter):
         super().complete()
 
     def _finish(self) -> None:
-        checksums = {f"{name}.npy": file.close() for name, file in self._files.items()}
-        self._manifest = {
-            "version": _VERSION,
-            "format": NAME,
-            "num_bins": self._num_bins,
-            "pack_size": self._pack_size,
-            "dtype": self._dtype.str,
-            "loss_mask_dtype": np.dtype(np.uint8).str,
-            "index_dtype": _INDEX.str,
-            "bins_written": self._num_bins,
-            **({"mask_alignment": self._alignment} if self._alignment else {}),
-            **self._extra,
-            "checksums": {"algorithm": "xxh3_128", **checksums},
-        }
+        checksums = {name: file.close() for name, file in self._files.items()}
+        self._manifest["checksums"] = {"algorithm": "xxh3_128", **checksums}
         with contextlib.closing(self._output.open(MANIFEST)) as file:
             file.write((json.dumps(self._manifest, indent=2) + "\n").encode())
 
     def finalize(self) -> dict[str, Any]:
-        """Write the manifest, and put the folder in its place.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            FormatError: packs or sequences are missing; the writer stays open for them.
-        """
+        """Write the manifest, put the folder in its place, and return the manifest. Raises as ``complete``."""
         self.complete()
         super().finalize()
-        self._closed = True
         return self._manifest
-
-    def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._closed = True
-        super().abandon()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.abandon()

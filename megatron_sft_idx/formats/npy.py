@@ -12,7 +12,7 @@ import os
 import pickle
 import pickletools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any, BinaryIO
 
@@ -30,8 +30,8 @@ from megatron_sft_idx.formats.base import (
     file_identity,
     npy_header,
     npy_header_bytes,
+    one_pack,
     pickle_opcodes,
-    require_same_length,
     unplaced_note,
 )
 from megatron_sft_idx.packs.run import PackRun
@@ -41,14 +41,12 @@ from megatron_sft_idx.storage.publish import Kind
 
 KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
+# Types of the numbers in a list.
+_PLAIN = {int, float, bool}
 # The number of packs as an eight-byte number, whatever it is.
 _COUNT = struct.Struct("<2sq")
 # What may stand between a list and its first element.
 _BETWEEN = ("MARK", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
-
-
-def _count(number: int) -> bytes:
-    return _COUNT.pack(pickle.LONG1 + b"\x08", number)
 
 
 # What numpy.ndarray.__reduce__ gives: _reconstruct(ndarray, (0,), b"b"), then its state up to the list of elements.
@@ -70,7 +68,12 @@ _END = pickle.TUPLE + pickle.BUILD + pickle.STOP
 
 def _beginning(num_packs: int) -> bytes:
     """Everything before the elements; equally long for any number of packs."""
-    return npy_header_bytes(np.dtype(object), (num_packs,)) + _ARRAY + _count(num_packs) + _AFTER_SHAPE
+    return (
+        npy_header_bytes(np.dtype(object), (num_packs,))
+        + _ARRAY
+        + _COUNT.pack(pickle.LONG1 + b"\x08", num_packs)
+        + _AFTER_SHAPE
+    )
 
 
 def _holds_packs(path: str) -> bool:
@@ -99,13 +102,6 @@ def _first_keys(file: BinaryIO) -> set[str]:
             in_dict = True
         in_list = in_list or opcode.name == "EMPTY_LIST"
     return keys
-
-
-KIND = Kind("a pickled .npy of packs", _holds_packs)
-
-
-FORMAT = "npy"
-_PLAIN = {int, float, bool}
 
 
 def recognise(path: str) -> str | None:
@@ -137,18 +133,6 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
     return PackRun.joined(packs)
 
 
-def write_legacy(path: str | os.PathLike[str], packs: Iterable[Mapping[str, Any]]) -> None:
-    """Write packs, such as those of a shard, as a legacy ``.npy`` of lists; replaces a file that is there.
-
-    Args:
-        path: the file to write.
-        packs: with ``input_ids``, ``loss_mask`` (label-aligned) and ``seq_boundaries``, whose last entry is left out.
-    """
-    with LegacyPickleWriter(path, overwrite=True) as writer:
-        for number, pack in enumerate(packs):
-            writer.write_bin(number, pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"][:-1])
-
-
 def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> PackRun:
     """One pack, checked. SequenceError says what is wrong with it."""
     try:
@@ -159,12 +143,9 @@ def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> Pack
         ids, mask, starts = (_numbers(row[key], key) for key in KEYS)
     except (ValueError, TypeError, OverflowError) as error:
         raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
-    require_same_length(name, number, input_ids=len(ids), loss_mask=len(mask))
     if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
         mask = mask.astype(np.uint8)
-    return checked_run(
-        name, number, ids, mask, starts, [len(ids)], [len(starts)], mask_alignment=alignment, token_dtype=np.int32
-    )
+    return one_pack(name, number, ids, mask, starts, mask_alignment=alignment, token_dtype=np.int32)
 
 
 def _numbers(value: Any, key: str) -> NDArray[Any]:
@@ -202,8 +183,6 @@ class Reader(PackedReader):
     Raises:
         FormatError, SequenceError: see ``read_legacy``.
     """
-
-    format = FORMAT
 
     def _open(self, *, capacity: int | None = None) -> None:
         self.identity = file_identity(self.path)
@@ -259,18 +238,8 @@ class LegacyPickleWriter(PackedWriter):
     Nothing is lost in this format but what it never says: capacity, dtypes and metadata.
     """
 
-    format = FORMAT
-    reader, kind = Reader, KIND
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: PackedSpec | None = None,
-        *,
-        overwrite: bool = False,
-        allow_loss: bool = False,
-    ) -> None:
-        super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+    format = "npy"
+    reader, kind = Reader, Kind("a pickled .npy of packs", _holds_packs)
 
     def _begin(self) -> None:
         # An opcode and a byte for each id and each mask.
@@ -293,7 +262,7 @@ class LegacyPickleWriter(PackedWriter):
             raise SequenceError(
                 self._path, bin_id, f"the next pack is number {self._counts.num_packs}; write packs in order"
             )
-        self.write(self._one_pack(bin_id, input_ids, loss_mask, seq_start_id))
+        self.write(one_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id))
 
     def _append(self, run: PackRun) -> None:
         for i in range(len(run)):

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, find, joined_spec
-from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
+from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -45,7 +45,7 @@ class JoinedShards:
         FormatError: a header breaks a rule, or columns of one name are of different kinds.
     """
 
-    name = FORMAT
+    name = "sft-idx"
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ def open_dataset(
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
     name, paths = find(source, format)
-    if name == FORMAT and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
+    if name == JoinedShards.name and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
         return PackedDataset(JoinedShards(paths, **options))
     return PackedDataset(
         JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=options),

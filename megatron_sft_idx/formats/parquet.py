@@ -28,6 +28,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +58,6 @@ from megatron_sft_idx.storage.publish import Kind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "parquet"
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 # The key, in the schema's metadata, of what the columns cannot say.
 KEY = b"megatron_sft_idx"
@@ -87,27 +87,6 @@ def recognise(path: str) -> str | None:
     except Exception:  # whatever the content does to pyarrow, it is no packed Parquet
         return None
     return f"begins and ends with {_MAGIC.decode()} and has list columns {', '.join(COLUMNS)}"
-
-
-def decode(metadata: dict[bytes, bytes] | None, path: str) -> dict[str, Any]:
-    """What such JSON says; empty where a file has none, as those of other writers.
-
-    Raises:
-        FormatError: it is there and is not JSON, or of a version that this package does not read.
-    """
-    raw = (metadata or {}).get(KEY)
-    if raw is None:
-        return {}
-    try:
-        stated = orjson.loads(raw)
-    except ValueError as error:
-        raise FormatError(f"{path}: schema metadata {KEY.decode()!r} is not JSON: {error}") from None
-    if not isinstance(stated, dict) or stated.get("version") != VERSION:
-        raise FormatError(
-            f"{path}: schema metadata {KEY.decode()!r} is not of version {VERSION};"
-            " upgrade megatron-sft-idx, or drop the key to read the columns alone"
-        )
-    return stated
 
 
 @contextlib.contextmanager
@@ -215,8 +194,6 @@ class Reader(PackedReader):
         SFTIndexError: pyarrow is not installed.
     """
 
-    format = FORMAT
-
     def _open(
         self, *, opener: Opener | None = None, cache_nbytes: int = 256 << 20, columns: Sequence[str] | None = ()
     ) -> None:
@@ -224,65 +201,75 @@ class Reader(PackedReader):
         self._cache_nbytes, self._cached_nbytes = cache_nbytes, 0
         self._lock = threading.Lock()
         with pyarrow_errors(self.path):
-            self._open_file(opener)
-            self._stated = decode(self._file.schema_arrow.metadata, self.path)
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
+            if opener is None:
+                open_regular(self.path).close()
+            source = pa.OSFile(self.path) if opener is None else opener(self.path)
+            source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
+            # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
+            self._file = pq.ParquetFile(source, buffer_size=_READ_NBYTES, pre_buffer=False)
+            # Size, and checksum of the footer, which has place, size, counts and value range of every column chunk.
+            size = source.size()
+            source.seek(size - 8)
+            nbytes = int.from_bytes(source.read(4), "little")
+            source.seek(size - 8 - nbytes)
+            self.identity = f"{size}-{xxhash.xxh3_128_hexdigest(source.read(nbytes))}"
+            schema = self._file.schema_arrow
+            self._stated = self._decoded(schema.metadata)
             self.columns = stated_columns(self._stated, self.path, columns)
             self._names = [*COLUMNS, *self.columns]
-            checked_schema(self._file.schema_arrow, self.path, self.columns)
-            self._first_packs = self._row_group_offsets()
-            self._num_values = {name: self._values_by_group(name) for name in self._names}
-            mask_type = str(self._file.schema_arrow.field("loss_mask").type.value_type)
+            checked_schema(schema, self.path, self.columns)
+            self._count_groups()
+            mask_type = str(schema.field("loss_mask").type.value_type)
         self._settle_alignment(self._stated.get("mask_alignment"))
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
         # Arrow's names for floats are halffloat, float and double.
         mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
         self._dtypes = np.dtype(token_dtype), np.dtype(mask_dtype)
 
-    def _open_file(self, opener: Opener | None) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
-        if opener is None:
-            open_regular(self.path).close()
-        source = pa.OSFile(self.path) if opener is None else opener(self.path)
-        self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
-        self._file = pq.ParquetFile(self._source, pre_buffer=False)
-        # Size, and checksum of the footer, which has place, size, counts and value range of every column chunk.
-        size = self._source.size()
-        self._source.seek(size - 8)
-        nbytes = int.from_bytes(self._source.read(4), "little")
-        self._source.seek(size - 8 - nbytes)
-        self.identity = f"{size}-{xxhash.xxh3_128_hexdigest(self._source.read(nbytes))}"
-        # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
-        self._streamed = pq.ParquetFile(
-            self._source, metadata=self._file.metadata, buffer_size=_READ_NBYTES, pre_buffer=False
-        )
-
-    def _row_group_offsets(self) -> list[int]:
-        """Number of each row group's first pack, and of packs in all. Groups are uneven, and may be empty."""
-        metadata = self._file.metadata
-        offsets = [0]
-        for group in range(metadata.num_row_groups):
-            rows = metadata.row_group(group).num_rows
-            if not 0 <= rows <= MAX_COUNT:
-                raise FormatError(f"{self.path}: row group {group} claims {rows} rows; the footer is damaged")
-            offsets.append(offsets[-1] + rows)
-        if offsets[-1] != metadata.num_rows:
+    def _decoded(self, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
+        """What the schema's metadata say in our place; nothing in files of other writers."""
+        raw = (metadata or {}).get(KEY)
+        if raw is None:
+            return {}
+        try:
+            stated = orjson.loads(raw)
+        except ValueError as error:
+            raise FormatError(f"{self.path}: schema metadata {KEY.decode()!r} is not JSON: {error}") from None
+        if not isinstance(stated, dict) or stated.get("version") != VERSION:
             raise FormatError(
-                f"{self.path}: row groups have {offsets[-1]} rows, the footer says {metadata.num_rows}; it is damaged"
+                f"{self.path}: schema metadata {KEY.decode()!r} is not of version {VERSION};"
+                " upgrade megatron-sft-idx, or drop the key to read the columns alone"
             )
-        return offsets
+        return stated
 
-    def _values_by_group(self, name: str) -> list[int]:
-        """Values of a list column in each row group, as the footer has them."""
+    def _count_groups(self) -> None:
+        """Take from the footer the first pack of each row group, and its values of each list column.
+
+        Groups are uneven, and may be empty.
+        """
         metadata = self._file.metadata
-        leaf = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path.partition(".")[0] == name)
-        counts = [metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups)]
-        for group, count in enumerate(counts):
-            if not 0 <= count <= MAX_COUNT:
-                raise FormatError(f"{self.path}: row group {group} claims {count} values in {name}; it is damaged")
-        return counts
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        columns = range(metadata.num_columns)
+        leaves = {metadata.schema.column(i).path.partition(".")[0]: i for i in reversed(columns)}
+        self._num_values = {name: [group.column(leaves[name]).num_values for group in groups] for name in self._names}
+        rows = [group.num_rows for group in groups]
+        for what, counts in {
+            "rows": rows,
+            **{f"values in {name}": of for name, of in self._num_values.items()},
+        }.items():
+            for group, count in enumerate(counts):
+                if not 0 <= count <= MAX_COUNT:
+                    raise FormatError(f"{self.path}: row group {group} claims {count} {what}; the footer is damaged")
+        self._first_packs: list[int] = [0, *accumulate(rows)]
+        if self._first_packs[-1] != metadata.num_rows:
+            raise FormatError(
+                f"{self.path}: row groups have {self._first_packs[-1]} rows, the footer says {metadata.num_rows}; it is"
+                " damaged"
+            )
 
     @cached_property
     def spec(self) -> PackedSpec:
@@ -334,8 +321,7 @@ class Reader(PackedReader):
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = columns
         if (wrong := lengths != mask_lengths).any():
             row = int(np.argmax(wrong))
-            found = {"input_ids": int(lengths[row]), "loss_mask": int(mask_lengths[row])}
-            require_same_length(self.path, first_pack + row, **found)
+            require_same_length(self.path, first_pack + row, input_ids=lengths[row], loss_mask=mask_lengths[row])
         counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
         beside = {
             name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
@@ -372,7 +358,7 @@ class Reader(PackedReader):
             import pyarrow as pa
 
             for groups, rows in self._portions():
-                for batch in self._streamed.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
+                for batch in self._file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
                     yield batch
                     pa.default_memory_pool().release_unused()
 
@@ -408,8 +394,6 @@ class Reader(PackedReader):
         self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 
-KIND = Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
-
 # A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
 # pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
 _MOST_GROUP_TOKENS = 4 << 20
@@ -433,8 +417,8 @@ class Writer(PackedWriter):
         SFTIndexError: pyarrow is not installed.
     """
 
-    format = FORMAT
-    reader, kind = Reader, KIND
+    format = "parquet"
+    reader, kind = Reader, Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
     binary = True
     carries = True
 

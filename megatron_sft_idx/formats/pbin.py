@@ -55,7 +55,6 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-FORMAT = "pbin"
 MaskRule = Literal["all"]
 ByteOrder = Literal["big", "little"]
 
@@ -351,7 +350,6 @@ class Reader(PackedReader):
         OSError: the file cannot be read.
     """
 
-    format = FORMAT
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
 
     def _open(self, *, mask_rule: MaskRule | None = None, repair_merge: bool = False) -> None:
@@ -409,7 +407,7 @@ class Writer(PackedWriter):
         OSError: the disk says no.
     """
 
-    format = FORMAT
+    format = "pbin"
     reader, kind = Reader, Kind("a Modalities .pbin", _is_whole)
 
     def _begin(self, *, token_nbytes: int | None = None) -> None:

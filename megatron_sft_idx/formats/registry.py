@@ -262,21 +262,13 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
     """
     if name not in _PREFIXES:
         return [Place(path, role, folder=_module(name).Writer.folder)] if written else files_of(path, role)
-    return places_of(path, role, written=written)
+    if written:
+        return places_of(path, role, written=True)
+    return [Place(file, role) for file in ShardPaths.of(path).all]
 
 
 # An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
 MAX_OPEN = 64
-
-
-class _Held:
-    """What one process holds open. A forked process must not use it: file positions and locks would be shared."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.readers: dict[int, PackedReader] = {}
-        self.said: dict[str, None] = {}  # notes of readers closed by now, each once and in order
 
 
 class JoinedReader:
@@ -309,40 +301,47 @@ class JoinedReader:
             raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
         self.name, self.paths, self.mask_alignment, self.max_open = name, tuple(paths), mask_alignment, max_open
         self.options = dict(options or {})
-        self._held = _Held()
         self._identities: tuple[str, ...] = ()
+        self._begin()
         readers = (self.reader(number) for number in range(len(self.paths)))
         found = [(reader.identity, len(reader)) for reader in readers]
         self._identities = tuple(identity for identity, _ in found)
         self.lengths = tuple(length for _, length in found)
 
+    def _begin(self) -> None:
+        """Hold nothing open. A forked process must not use what was: file positions and locks would be shared."""
+        self._lock = threading.Lock()
+        self._readers: dict[int, PackedReader] = {}
+        self._said: dict[str, None] = {}  # notes of readers closed by now, each once and in order
+        self._process = os.getpid()
+
     def __getstate__(self) -> dict[str, Any]:
-        # What was learned of the content (``spec``) is found again where it is asked for.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "spec", "columns_apart")}
+        # What was learned of the content is found again where it is asked for.
+        kept = ("name", "paths", "mask_alignment", "max_open", "options", "_identities", "lengths")
+        return {key: self.__dict__[key] for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._held = _Held()
+        self._begin()
 
     def reader(self, number: int) -> PackedReader:
         """Reader ``number``, open; it belongs to this process. FormatError where its file is another one by now."""
-        held = self._here()
-        with held.lock:
-            return self._opened(held, number)
+        with self._here():
+            return self._opened(number)
 
     def read(self, number: int, index: int) -> Pack:
         """Pack ``index`` of file ``number``."""
-        held = self._here()
-        with held.lock:
-            return self._opened(held, number).read(index)
+        with self._here():
+            return self._opened(number).read(index)
 
-    def _here(self) -> _Held:
-        if self._held.process != os.getpid():
-            self._held = _Held()
-        return self._held
+    def _here(self) -> threading.Lock:
+        """The lock of this process."""
+        if self._process != os.getpid():
+            self._begin()
+        return self._lock
 
-    def _opened(self, held: _Held, number: int) -> PackedReader:
-        reader = held.readers.pop(number, None)
+    def _opened(self, number: int) -> PackedReader:
+        reader = self._readers.pop(number, None)
         if reader is None:
             reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
             if self._identities and (reader.identity, len(reader)) != (self._identities[number], self.lengths[number]):
@@ -350,10 +349,10 @@ class JoinedReader:
                     f"{reader.path}: the content is another one than when this dataset was opened"
                     f" ({reader.identity}, then {self._identities[number]}); it was written anew: start again"
                 )
-            while len(held.readers) >= self.max_open:
-                oldest = held.readers.pop(next(iter(held.readers)))
-                held.said.update(dict.fromkeys(oldest.notes))
-        held.readers[number] = reader  # last: in the order of their use
+            while len(self._readers) >= self.max_open:
+                oldest = self._readers.pop(next(iter(self._readers)))
+                self._said.update(dict.fromkeys(oldest.notes))
+        self._readers[number] = reader  # last: in the order of their use
         return reader
 
     @cached_property
@@ -379,11 +378,9 @@ class JoinedReader:
     @property
     def notes(self) -> list[str]:
         """What was understood of the files opened so far; each sentence once."""
-        held = self._here()
-        with held.lock:
-            return list(
-                {**held.said, **dict.fromkeys(note for reader in held.readers.values() for note in reader.notes)}
-            )
+        with self._here():
+            open_now = (note for reader in self._readers.values() for note in reader.notes)
+            return list(self._said | dict.fromkeys(open_now))
 
     def runs(self) -> Iterator[PackRun]:
         """All packs of all files in order, each file closed before the next is opened."""
@@ -393,18 +390,19 @@ class JoinedReader:
 
 def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
     """The columns that packs of several files have as one: alike in all, and with no numbers that begin anew."""
-    first, *others = specs
+    if len(specs) == 1:
+        return dict(specs[0])
     return {
         name: spec
-        for name, spec in first.items()
-        if not others or (name != "pair" and all(other.get(name) == spec for other in others))
+        for name, spec in specs[0].items()
+        if name != "pair" and all(other.get(name) == spec for other in specs)
     }
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
     """What is known of files together, the first of which is at ``path``. FormatError: of different tokenizers."""
     first = specs[0]
-    trained = [spec.num_trained_tokens for spec in specs if spec.num_trained_tokens is not None]
+    trained = [spec.num_trained_tokens for spec in specs]
     pads = {spec.pad_id for spec in specs} - {None}
     said = (spec.metadata.get("tokenizer") for spec in specs)
     prints = (tokenizer.get("fingerprint") for tokenizer in said if isinstance(tokenizer, Mapping))
@@ -424,7 +422,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         capacity=max(spec.capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
-        num_trained_tokens=sum(trained) if len(trained) == len(specs) else None,
+        num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
         columns=joined_columns([spec.columns for spec in specs]),
         # What all of them say.
         metadata={

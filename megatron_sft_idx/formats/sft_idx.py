@@ -21,8 +21,6 @@ from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
-FORMAT = "sft-idx"
-
 
 def recognise(path: str) -> str | None:
     """Evidence that a shard is at this prefix, or that the path is one of its files."""
@@ -70,7 +68,6 @@ class Reader(PackedReader):
         ShardNotFoundError, FormatError: see ``Shard``.
     """
 
-    format = FORMAT
     label_only = (
         "mask alignment {}, but a shard's loss masks are label-aligned (rule P6); leave the option out: they would be"
         " shifted twice"
@@ -140,7 +137,7 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """A shard being written at a prefix; the spec's metadata go to its header. Nothing is lost in this format."""
 
-    format = FORMAT
+    format = "sft-idx"
     reader = Reader
     carries = True
 

@@ -28,7 +28,6 @@ from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nby
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import open_array, open_regular
 
-FORMAT = "megatron"
 MaskRule = Literal["all"]
 
 _MAGIC = pack_idx_header(0, 0)[:9]
@@ -124,8 +123,6 @@ class Reader(PackedReader):
     Raises:
         FormatError: files that do not go together, or not exactly one of rule and path.
     """
-
-    format = FORMAT
 
     def _open(self, *, mask_rule: MaskRule | None = None, mask_path: str | os.PathLike[str] | None = None) -> None:
         paths = ShardPaths.of(self.path)
