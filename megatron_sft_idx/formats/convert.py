@@ -165,29 +165,28 @@ def convert(
         SequenceError: a pack breaks a rule.
     """
     options = options or ConvertOptions()
+    padding, content = options.padding, Content()
     name, paths = find(source, options.source_format)
     reading = dict(options.reader)
     sources = [place for path in paths for place in places(path, name, "the source")]
     if reading.get("mask_path") is not None:
         sources += places(os.fspath(reading["mask_path"]), "megatron", "--mask-path")
     written = places(destination, to, "the destination", written=True)
-    if options.padding is not None:
+    if padding is not None:
         if to != "parquet":
             raise FormatError(f"{destination}: padding is stored in parquet alone, for Megatron-Bridge; leave it out")
         written.append(Place(summary_path(destination), "the summary of packs"))
     require_apart(written, sources)
     check_destination(destination, to, overwrite=options.overwrite)
     if to == "parquet":
-        # Padded, an older summary may be the one that will be written, as a killed run leaves it: that is seen later.
-        padded = options.padding is not None
-        _check_summary(destination, overwrite=options.overwrite or padded, padded=padded)
+        # Whether an older summary is the one that will be written, as a killed run leaves it, is seen later.
+        _check_summary(destination, overwrite=options.overwrite or padding is not None, padded=padding is not None)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     columns = reading.pop("columns", None)  # else all that there are
     if "columns" in reader_options(name):
         reading["columns"] = columns
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
-    padding, content = options.padding, Content()
     apart = parts.columns_apart
     if apart and not options.allow_loss:
         raise FormatError(f"{next(iter(apart.values()))}; pass allow_loss (--allow-loss) to leave it out")
@@ -198,8 +197,8 @@ def convert(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
     ) as writer:
         runs = parts.runs() if padding is None else map(padding.pad, parts.runs())
-        runs = (_as_written(run, spec) for run in runs)
-        for run in _counted(runs, begun and begun("converting", spec.num_tokens)):
+        for read in _counted(runs, begun and begun("converting", spec.num_tokens)):
+            run = _as_written(read, spec)
             writer.write(run)
             content.add(run)
         writer.complete()

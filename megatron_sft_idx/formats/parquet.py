@@ -257,13 +257,12 @@ class Reader(PackedReader):
         leaves = {metadata.schema.column(i).path.partition(".")[0]: i for i in reversed(columns)}
         self._num_values = {name: [group.column(leaves[name]).num_values for group in groups] for name in self._names}
         rows = [group.num_rows for group in groups]
-        for what, counts in {
-            "rows": rows,
-            **{f"values in {name}": of for name, of in self._num_values.items()},
-        }.items():
-            for group, count in enumerate(counts):
-                if not 0 <= count <= MAX_COUNT:
-                    raise FormatError(f"{self.path}: row group {group} claims {count} {what}; the footer is damaged")
+        for what, counts in ("rows", rows), *self._num_values.items():
+            if wrong := [group for group, count in enumerate(counts) if not 0 <= count <= MAX_COUNT]:
+                group = wrong[0]
+                raise FormatError(
+                    f"{self.path}: row group {group} claims {counts[group]} {what}; the footer is damaged"
+                )
         self._first_packs: list[int] = [0, *accumulate(rows)]
         if self._first_packs[-1] != metadata.num_rows:
             raise FormatError(
