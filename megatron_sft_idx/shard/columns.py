@@ -281,12 +281,7 @@ def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """The columns of a shard: those that it lists, and those beside it that say that they belong to it.
-
-    Args:
-        paths: of the shard.
-        header: of the shard.
-        beside: names of the files that lie there, by ``columns_beside``; None to look.
+    """The columns of a shard: those that it lists, and those of ``beside`` (None to look) that say they belong to it.
 
     Raises:
         CorruptShardError: a file beginning as a column does is damaged.

@@ -228,11 +228,7 @@ def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
 def held(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
     """Keep writers away from a prefix where no build is half done, or may be dropped; in the end its journal is gone.
 
-    Yields:
-        The descriptor of the lock.
-
-    Raises:
-        FormatError: another writer is at work, or was interrupted here.
+    FormatError: another writer is at work, or was interrupted here.
     """
     with _kept_while_needed(paths.journal, lock_journal(paths, create=True)) as lock:
         settle(paths, lock, overwrite=overwrite, drops=("rebuild",))

@@ -28,15 +28,9 @@ from megatron_sft_idx.storage.progress import Advance
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed build left at a prefix.
+    """What a killed build left at a prefix: packs of complete journal blocks that lie wholly in all files.
 
-    Attributes:
-        paths: of the shard it would have become.
-        head: of the journal.
-        num_packs: packs of complete journal blocks that lie wholly in all data files and columns.
-        num_sequences: their sequences.
-        num_tokens: their tokens.
-        num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
+    ``num_recorded`` counts those too whose data did not reach the disk.
     """
 
     paths: ShardPaths

@@ -254,11 +254,7 @@ class ShardSet:
 
     def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
         """FormatError where two shards that both know a value differ in it."""
-        values = ((prefix, value_of(header)) for prefix, header in zip(self.prefixes, self.headers, strict=True))
-        known = [each for each in values if each[1] is not None]
-        for prefix, value in known:
-            if value != known[0][1]:
-                raise FormatError(f"{prefix}: {what} {value}, in {known[0][0]} {known[0][1]}; {remedy}")
+        require_alike(self.prefixes, map(value_of, self.headers), what, remedy)
 
     @cached_property
     def headers(self) -> list[Header]:
@@ -362,10 +358,7 @@ class ShardSet:
     def need(self, held: HeldArrays, numbers: Iterable[int]) -> None:
         """Read those of these shards that are not in memory yet; threads that need one shard read it to one place.
 
-        A shard is held to every rule of its index then, so packs need no check of their own.
-
-        Raises:
-            FormatError: one breaks a rule, or is another one.
+        Each is held to every rule of its index then (FormatError), so packs need no check of their own.
         """
         for number in numbers:
             if held.is_read[number]:
@@ -487,14 +480,18 @@ def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
 
 def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
     """Columns as each of some shards has them. FormatError: one is of another kind in another shard."""
+    remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():
-        for prefix, spec in zip(prefixes, specs, strict=True):
-            if spec.kind != specs[0].kind:
-                raise FormatError(
-                    f"{prefix}: column {name} is {_kind(spec)}, in {prefixes[0]} {_kind(specs[0])}; shards that are"
-                    " read together have columns of one kind: attach it anew, or leave it out"
-                )
+        require_alike(prefixes, map(_kind, specs), f"column {name} is", remedy)
     return columns
+
+
+def require_alike(prefixes: Sequence[str], values: Iterable[Any], what: str, remedy: str) -> None:
+    """FormatError where a value of one shard is another than that of the first; None is not known."""
+    known = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
+    for prefix, value in known:
+        if value != known[0][1]:
+            raise FormatError(f"{prefix}: {what} {value}, in {known[0][0]} {known[0][1]}; {remedy}")
 
 
 def _kind(spec: ColumnSpec) -> str:

@@ -102,11 +102,8 @@ class FirstReads:
     maps at once. Where more of them are read all of the stretch is asked for: in an epoch over what memory keeps, large
     reads are faster. Ranges that follow each other are left to the kernel, which reads ahead of them.
 
-    Args:
-        arrays: maps that are read together, the same items of each.
-
-    Attributes:
-        told: bytes, one a stretch of ``1 << STRETCH_SHIFT`` items: how many of its ranges were read, up to ``APART``.
+    The maps are read together, the same items of each. ``told`` has a byte a stretch of ``1 << STRETCH_SHIFT`` items:
+    how many of its ranges were read, up to ``APART``.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
@@ -193,15 +190,7 @@ def mapped_nbytes(arrays: Sequence[Array], *names: str) -> int:
 
 
 class Mount(NamedTuple):
-    """A line of ``/proc/self/mountinfo``.
-
-    Attributes:
-        folder: where it is mounted.
-        root: what of the file system is mounted there.
-        filesystem: its type.
-        source: its device, or what stands for one.
-        options: of the file system.
-    """
+    """A line of ``/proc/self/mountinfo``: what (``root``) of which file system is mounted at a folder, its device."""
 
     folder: str
     root: str

@@ -284,14 +284,10 @@ def open_array(
 
 
 class OutputFile:
-    """A file being written, unbuffered: ``write`` until all bytes are out, then ``sync``.
+    """A file being written, unbuffered: ``write`` until all bytes are out, then ``sync``, which may be switched off.
 
-    Errors of the disk come out of ``write`` and ``sync`` as OSError with the path in them.
-
-    Args:
-        path: the file.
-        durable: False makes ``sync`` do nothing.
-        keep: go on at the end of a regular file that is there; else the file is made, and nothing may be there.
+    With ``keep`` it goes on at the end of a regular file that is there; else the file is made, and nothing may be
+    there. Errors of the disk are OSError with the path in them.
 
     Raises:
         FileExistsError: something is there, be it a link.
@@ -441,18 +437,9 @@ class ReopenedArray(CopiedArray):
     Each time the file must be the one that was looked at when this was made, by device, inode, size and times. Where
     it is not, ``confirm`` decides: it raises if the array is not what it was; else the file is looked at again.
 
-    Args:
-        path: the file.
-        dtype: of its items.
-        count: how many items there are.
-        nbytes: size the file must have.
-        confirm: raises where other content was published at the path. It is called after a look at the file, so what
-            it finds published is what was looked at, or the file changes again.
-        offset: where the first item begins, in bytes.
-
-    Raises:
-        CorruptShardError: the file has another size (rule F2).
-        OSError: there is no such file.
+    ``confirm`` raises where other content was published at the path. It is called after a look at the file, so what it
+    finds published is what was looked at, or the file changes again. ``nbytes`` is the size that the file must have
+    (rule F2), and ``offset`` where the first item begins in it.
     """
 
     def __init__(

@@ -43,12 +43,10 @@ _TYPES = {
 
 
 class Kind(NamedTuple):
-    """What is being written, and how an older one is told from a stranger's file.
+    """What is being written, as sentences call it, and whether a regular file is an older one of the kind.
 
-    Attributes:
-        name: for sentences, such as ``"a page of inspect"``.
-        recognize: whether a regular file is of this kind: the file itself, or every entry of a folder. It opens without
-            following links or waiting (``head_of``), and answers False rather than raise.
+    Of a folder every entry is asked for. ``recognize`` opens without following links or waiting (``head_of``), and
+    answers False rather than raise.
     """
 
     name: str
@@ -56,13 +54,7 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A path that a run reads or writes.
-
-    Attributes:
-        path: as the user gave it.
-        role: for sentences: ``"the input"``, ``"--summary"``, ``"the tokenizer"``.
-        folder: a folder is written here, and replaced as a whole.
-    """
+    """A path that a run reads or writes, its role in sentences, and whether it is a folder, written as a whole."""
 
     path: str
     role: str
@@ -183,13 +175,9 @@ def _holds(folder: str, name: str) -> bool:
 
 
 def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> Identity | None:
-    """Find out whether something may be written at a path.
+    """Find out whether something may be written at a path, which is as ``resolve`` gives it.
 
-    Args:
-        path: as ``resolve`` gives it.
-        kind: what is going to be written.
-        overwrite: whether it may replace one of its kind.
-        folder: a folder is going to be written. One that is there is of the kind if all its files are.
+    With ``overwrite`` it may replace one of its kind; a folder is of the kind if all its files are.
 
     Returns:
         What is there now, to be held against what is there in the end; None for nothing.
@@ -240,12 +228,7 @@ def make_folders(path: str) -> None:
 
 
 class New:
-    """A file or folder in the making; a context manager that removes it again unless it was published.
-
-    Attributes:
-        path: where it will be.
-        temporary: where it is written until ``publish``: an empty file, or an empty folder.
-    """
+    """A file or folder in the making, at ``temporary``; a context that removes it again unless it was published."""
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
         self.path, self._kind, self._overwrite, self._folder = path, kind, overwrite, folder
@@ -481,13 +464,7 @@ def _rename(old: str, new: str, flags: int) -> bool:
 
 
 def require_space(path: str, nbytes: int, files: int = 1) -> None:
-    """OSError (ENOSPC) where the disk of a path has too little room, or too few inodes, before the work begins.
-
-    Args:
-        path: of what is to be written; it need not exist.
-        nbytes: that will be written at least.
-        files: that will be made.
-    """
+    """OSError (ENOSPC) where the disk of a path has too little room, or too few inodes; nothing need be there yet."""
     folder = os.path.abspath(path)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -507,7 +484,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str | None) -> int:
-    """Open a file and lock it. What is under its name but is not of this package is left alone.
+    """Open a file and lock it, until the descriptor is closed. What is not of this package is left alone.
 
     Args:
         path: of the file; a link there is refused.
@@ -515,9 +492,6 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
         create: make the file where there is none.
         shared: only look: keeps writers out, not other lookers, and needs no right to write.
         busy: the error where another process holds it; None waits for that process.
-
-    Returns:
-        The descriptor; the lock is given up when it is closed.
 
     Raises:
         FormatError: another process holds it, the file system knows no locks, or something else is at ``path``.

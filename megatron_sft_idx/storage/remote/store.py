@@ -215,10 +215,7 @@ class RemoteStore:
     - StorageError: the store could not be reached, or does not let these credentials in, or there is no such object;
     - FormatError: the object is another one than ``etag`` names, or ends before the range does.
 
-    Args:
-        scheme: of the paths in it.
-        bucket: of S3, or the profile of multi-storage-client.
-        policy: how long to try; None for the usual one.
+    ``bucket`` is of S3, or the profile of multi-storage-client; ``policy`` says how long to try.
     """
 
     def __init__(self, scheme: str, bucket: str, policy: RetryPolicy | None = None) -> None:
