@@ -32,7 +32,6 @@ from training_source import StoredRows
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.live.live_loader import LiveDataset
-from megatron_sft_idx.live.live_shards import CatalogShards
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler
 
@@ -297,8 +296,3 @@ def test_a_dropped_loader_leaves_no_thread(catalog: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_backends(catalog: Path) -> None:
-    mapped = copies(loader(catalog, micro_batch_size=4))
-    assert same(copies(loader(CatalogShards(str(catalog), backend="pread"), micro_batch_size=4)), mapped)

@@ -21,7 +21,6 @@ from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Still,
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.shard_set import alike_columns
-from megatron_sft_idx.storage import Backend
 from megatron_sft_idx.training import Arrays, Index, Segments, located
 
 # Of one shard: its number, and what each of its columns that were asked for is.
@@ -119,12 +118,7 @@ class LiveShards(ABC):
 class OpenShards:
     """A ``PackSource`` whose shards come and go; a pack is two numbers, its shard's and its own inside that.
 
-    Args:
-        shards: of the catalog.
-        limits: that they keep to.
-        pad_id: the tokenizer's, None where unknown.
-        waiter: for whom the log says what was opened.
-        columns: that every shard has, as one of them has them; None for none.
+    ``columns`` are those that every shard has, as one of them has them; the log says for the waiter what was opened.
     """
 
     def __init__(
@@ -209,7 +203,6 @@ class CatalogShards(Catalog, LiveShards):
         max_wait: seconds after which a wait is given up; keep it below the timeout of the collectives, so that the
             error that says why comes first. None for never.
         producer_timeout: seconds without a sign of life after which the producer counts as dead.
-        backend: ``mmap``, or ``pread`` where mapping is slow or refused.
     """
 
     def __init__(
@@ -218,10 +211,9 @@ class CatalogShards(Catalog, LiveShards):
         *,
         max_wait: float | None = 540.0,
         producer_timeout: float = 120.0,
-        backend: Backend = "mmap",
     ) -> None:
         super().__init__(folder)
-        self.max_wait, self.producer_timeout, self._backend = max_wait, producer_timeout, backend
+        self.max_wait, self.producer_timeout = max_wait, producer_timeout
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
         # What the producer said when it was last looked at, and since when its beat is that.
@@ -282,10 +274,9 @@ class CatalogShards(Catalog, LiveShards):
         return read_header(self.shard_prefix(number))
 
     def newest(self, read: Callable[[int], _Found], waiter: Waiter | None = None) -> _Found | None:
-        """What is read of the newest shard that is there, by its number; who waits, waits for one.
+        """What is read of the newest shard that is there, by its number; with a waiter, once there is one.
 
-        Returns:
-            None where no shard is there; for who waits, where all are freed and no more will come.
+        None where there is none; for who waits, where all are freed and no more will come.
         """
         while True:
             for number in reversed(self.numbers()):
@@ -325,7 +316,7 @@ class CatalogShards(Catalog, LiveShards):
 
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Open a shard and hold it against what the producer promised."""
-        shard = Shard(self.shard_prefix(number), backend=self._backend, columns=columns)
+        shard = Shard(self.shard_prefix(number), columns=columns)
         header = shard.header
         if self._limits is not None:
             limits, pad_id = self._limits

@@ -43,15 +43,9 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 
 
 class EpochOrder:
-    """Which pack comes when.
+    """Which of ``packs`` packs, at least 1, comes when; splits of one data set are shuffled differently.
 
     Holds the permutations of two epochs at most, 4 bytes a pack each (8 beyond 2^31 packs). Threads may share one.
-
-    Args:
-        packs: packs in an epoch, at least 1.
-        seed: of the run.
-        split: ``train``, ``valid`` or ``test``; splits of one data set are shuffled differently.
-        fingerprint: of the data.
     """
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
@@ -160,15 +154,7 @@ class PackedRows(Rows):
     A ``PackedSFTDataset`` pickles as this: a worker process opens the files by itself, and starts without importing
     Megatron, which takes seconds and hundreds of MB.
 
-    Args:
-        source: of the packs.
-        order: of the epochs.
-        num_samples: rows to serve, over as many epochs as it takes.
-        seq_length: positions of a row.
-        sequence_multiple: as of ``BatchAssembler``, as are the others.
-        width: of ``cu_seqlens``.
-        pad_id: fills up rows.
-        padding_mask: whether rows have one.
+    There are ``num_samples`` rows, over as many epochs as it takes; the rest is as of ``BatchAssembler``.
     """
 
     def __init__(
@@ -296,9 +282,7 @@ def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np
         Positions in the batch, int64 [ranks, micro_batches, packs], each once; the same for the same arguments.
     """
     rows = _level(costs, ranks)
-    # Rows as packs, micro-batches as ranks.
-    by_micro_batch = _level(costs[rows].sum(axis=1), micro_batches)
-    return rows[by_micro_batch].transpose(2, 1, 0)
+    return rows[_level(costs[rows].sum(axis=1), micro_batches)].transpose(2, 1, 0)
 
 
 def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
@@ -419,9 +403,12 @@ class PackedBatchSampler:
 
     def __len__(self) -> int:
         """Micro-batches from ``consumed_samples`` to the end."""
+        return self._windows * (self._window // (self.micro_batch_size * self.ranks))
+
+    @property
+    def _windows(self) -> int:
         left = self.total_samples - self.consumed_samples
-        windows = left // self._window if self.drop_last else -(-left // self._window)
-        return windows * (self._window // (self.micro_batch_size * self.ranks))
+        return left // self._window if self.drop_last else -(-left // self._window)
 
     def __iter__(self) -> Iterator[list[int]]:
         for block in self.blocks():
@@ -433,7 +420,7 @@ class PackedBatchSampler:
         The first ones hold few, for the trainer waits for the first batch.
         """
         count = self.total_samples - self.consumed_samples
-        windows, first = (count if self.drop_last else count + self._window - 1) // self._window, 0
+        windows, first = self._windows, 0
         while first < windows:
             last = min(windows, 2 * first + 1, first + max((1 << 12) // self._window, 1))
             samples = np.arange(first * self._window, last * self._window)

@@ -105,11 +105,9 @@ class PackSource(Protocol):
 
 
 def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
-    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way.
+    """The shards that are named, ascending (``used``, where that is known), and for each entry which of these it names.
 
-    Args:
-        shards: numbers, in any order.
-        used: what they name, where that is known.
+    Lists of what there is of each shard stay short that way.
     """
     if used is None:
         used = sorted(set(shards.tolist()))
@@ -181,7 +179,7 @@ def located(
         packs: int64 [packs], its number there.
         limits: capacity, sequence multiple and most sequences that packs keep to.
         broken: makes an error of the position in ``packs`` of one that breaks a rule, and of what is wrong with it.
-        numbers: what the slots are called; None for 0, 1, ...
+        numbers: what the slots are called in ``Segments.shards``; None for 0, 1, ...
         numbered: whether to say which sequences of their shards these are.
     """
     try:
@@ -207,13 +205,7 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """Packs as they lie in shards: a ``PackSource``.
-
-    Args:
-        shards: whose packs.
-        first: the first pack of the range that is used.
-        last: where the range ends; None is the end of the last shard.
-    """
+    """Packs ``first`` to ``last`` of shards, or to their end, as they lie there: a ``PackSource``."""
 
     def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
         super().__init__(shards, "packs", len(shards), first, last)
@@ -369,9 +361,6 @@ class JoinedPacks:
     """Several sources as one, for a blend: a ``PackSource`` whose packs count through theirs, one after the other.
 
     Stored packs are found in one call, whatever the number of sources; planned ones are asked of each source.
-
-    Args:
-        sources: one or more, that can be trained on together.
     """
 
     def __init__(self, sources: Sequence[StoredPacks | PlannedPacks]) -> None:
@@ -453,10 +442,7 @@ def _refuse_pack_columns(shards: ShardSet) -> None:
 def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int64] | None = None) -> None:
     """SequenceError, with their count, where sequences do not fit a pack of this capacity; FormatError on bad options.
 
-    Args:
-        shards: whose sequences.
-        options: how they are to be packed.
-        lengths: int64, of the sequences; None reads those of all shards, unless headers alone say that they fit.
+    Without ``lengths`` those of all sequences are read, unless headers alone say that they fit.
     """
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
     if lengths is None:
