@@ -49,14 +49,12 @@ struct BoundariesOut {
   std::int32_t* max_seqlen;
 };
 
-// Each [rows, seq_length]. Wide: tokens, labels and position_ids int64, loss_mask float32. Narrow: tokens int32, a
-// loss_mask of loss_type, where uint8 takes no float weights, and labels and position_ids null.
+// Each [rows, seq_length].
 struct BatchOut {
-  void* tokens;
+  std::int64_t* tokens;
   std::int64_t* labels;
   std::int64_t* position_ids;
-  void* loss_mask;
-  LossType loss_type;
+  float* loss_mask;
 };
 
 enum class Per { token = 1, sequence = 2, pack = 3 };
