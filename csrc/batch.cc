@@ -123,7 +123,8 @@ void count_up(std::int64_t* to, std::size_t count) {
 }
 
 // Ids of a segment from `first` on.
-void copy_ids(const ShardView& shard, std::int64_t first, std::size_t count, std::int64_t* to) {
+template <typename Out>
+void copy_ids(const ShardView& shard, std::int64_t first, std::size_t count, Out* to) {
   if (shard.id_type == IdType::u16) {
     widen(static_cast<const std::uint16_t*>(shard.tokens) + first, count, to);
   } else {
@@ -131,14 +132,20 @@ void copy_ids(const ShardView& shard, std::int64_t first, std::size_t count, std
   }
 }
 
-// The mask of a segment that takes up `room` positions. Nothing is predicted at its last one.
-void write_loss(const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, float* to) {
+template <typename Out>
+void copy_loss(const ShardView& shard, std::int64_t first, std::size_t count, Out* to) {
   if (shard.loss_type == LossType::u8) {
-    widen(static_cast<const std::uint8_t*>(shard.loss) + first, count - 1, to);
+    widen(static_cast<const std::uint8_t*>(shard.loss) + first, count, to);
   } else {
-    widen(static_cast<const float*>(shard.loss) + first, count - 1, to);
+    widen(static_cast<const float*>(shard.loss) + first, count, to);
   }
-  std::fill(to + count - 1, to + room, 0.0F);
+}
+
+// The mask of a segment that takes up `room` positions. Nothing is predicted at its last one.
+template <typename Out>
+void write_loss(const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, Out* to) {
+  copy_loss(shard, first, count - 1, to);
+  std::fill(to + count - 1, to + room, Out{0});
 }
 
 // Calls segment(shard, first token, tokens, positions, where in the output) for each sequence of a row and
@@ -176,26 +183,38 @@ void write_column(const SegmentTable& table, const BatchShape& shape, std::size_
   std::memset(to, 0, static_cast<std::size_t>(end - to));
 }
 
-void write_row(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-               std::size_t row, const BatchOut& out) {
-  const std::int64_t pad = shape.pad_id;
-  walk_row(
-      shards, table, shape, row,
-      [&](const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, std::size_t at) {
-        std::int64_t *tokens = out.tokens + at, *labels = out.labels + at;
-        copy_ids(shard, first, count, tokens);
-        std::fill(tokens + count, tokens + room, pad);
-        copy_ids(shard, first + 1, count - 1, labels);
-        std::fill(labels + count - 1, labels + room, pad);
-        count_up(out.position_ids + at, room);
-        write_loss(shard, first, count, room, out.loss_mask + at);
-      },
-      [&](std::size_t count, std::size_t at) {
-        std::fill_n(out.tokens + at, count, pad);
-        std::fill_n(out.labels + at, count, pad);
-        count_up(out.position_ids + at, count);
-        std::fill_n(out.loss_mask + at, count, 0.0F);
-      });
+// Wide where ids are int64.
+template <typename Id, typename Loss>
+void write_rows(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
+                const BoundariesOut& boundaries, const BatchOut& out) {
+  auto *tokens = static_cast<Id*>(out.tokens);
+  auto *loss = static_cast<Loss*>(out.loss_mask);
+  const Id pad = shape.pad_id;
+  constexpr bool wide = std::is_same_v<Id, std::int64_t>;
+  for (std::size_t row = 0; row < table.rows; ++row) {
+    write_boundaries(table, shape, row, boundaries);
+    walk_row(
+        shards, table, shape, row,
+        [&](const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, std::size_t at) {
+          copy_ids(shard, first, count, tokens + at);
+          std::fill(tokens + at + count, tokens + at + room, pad);
+          if constexpr (wide) {
+            std::int64_t* labels = out.labels + at;
+            copy_ids(shard, first + 1, count - 1, labels);
+            std::fill(labels + count - 1, labels + room, pad);
+            count_up(out.position_ids + at, room);
+          }
+          write_loss(shard, first, count, room, loss + at);
+        },
+        [&](std::size_t count, std::size_t at) {
+          std::fill_n(tokens + at, count, pad);
+          if constexpr (wide) {
+            std::fill_n(out.labels + at, count, pad);
+            count_up(out.position_ids + at, count);
+          }
+          std::fill_n(loss + at, count, Loss{0});
+        });
+  }
 }
 
 }  // namespace
@@ -207,9 +226,17 @@ void assemble(const std::vector<ShardView>& shards, const SegmentTable& table, c
     check_row(shards, table, shape, row);
     for (const BatchColumn& column : columns) check_column(table, column, row);
   }
+  const bool flags = out.loss_type == LossType::u8;
+  for (const ShardView& shard : shards) {
+    if (flags && shard.tokens != nullptr && shard.loss_type == LossType::f32) {
+      throw std::invalid_argument("a uint8 mask cannot hold the float32 weights of the shards; ask for a float32 one");
+    }
+  }
+  const auto write = out.labels != nullptr ? &write_rows<std::int64_t, float>
+                     : flags               ? &write_rows<std::int32_t, std::uint8_t>
+                                           : &write_rows<std::int32_t, float>;
+  write(shards, table, shape, boundaries, out);
   for (std::size_t row = 0; row < table.rows; ++row) {
-    write_boundaries(table, shape, row, boundaries);
-    write_row(shards, table, shape, row, out);
     for (const BatchColumn& column : columns) write_column(table, shape, row, column);
   }
 }

@@ -49,12 +49,14 @@ struct BoundariesOut {
   std::int32_t* max_seqlen;
 };
 
-// Each [rows, seq_length].
+// Each [rows, seq_length]. Wide: tokens, labels and position_ids int64, loss_mask float32. Narrow: tokens int32, a
+// loss_mask of loss_type, where uint8 takes no float weights, and labels and position_ids null.
 struct BatchOut {
-  std::int64_t* tokens;
+  void* tokens;
   std::int64_t* labels;
   std::int64_t* position_ids;
-  float* loss_mask;
+  void* loss_mask;
+  LossType loss_type;
 };
 
 enum class Per { token = 1, sequence = 2, pack = 3 };

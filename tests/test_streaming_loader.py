@@ -61,8 +61,9 @@ def test_batches_are_the_assemblers(catalog: Path) -> None:
     assert same(taken, [assembler.assemble(range(first, first + 5)) for first in range(0, 25, 5)])
 
 
-def test_padded_sequences(catalog: Path) -> None:
-    options = {"micro_batch_size": 5, "seq_length": 24, "sequence_multiple": 2}
+@pytest.mark.parametrize("form", ["narrow", "narrow-weighted"])
+def test_forms_and_padded_sequences(catalog: Path, form: Any) -> None:
+    options = {"form": form, "micro_batch_size": 5, "seq_length": 24, "sequence_multiple": 2}
     with loader(catalog, **options) as batches:
         taken = copies(batches)
     assert names_of(taken) == names_of(loader(catalog, micro_batch_size=5, seq_length=24))

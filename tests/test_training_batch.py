@@ -1,4 +1,4 @@
-"""Batches as tensors: from shards, into buffers of the caller's, for context parallelism."""
+"""Batches as tensors: from shards, into buffers of the caller's, for context parallelism, narrow and widened."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from batch_twin import slow_batch
-from packs import Sample, write_samples
+from packs import Sample, sample_of, write_samples
 from training_source import StoredRows, random_samples, sequences_of, two_shards
 
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.batch import Batch, BatchAssembler
+from megatron_sft_idx.training.batch import Batch, BatchAssembler, widen
 
 WIDE = {"tokens", "labels", "position_ids", "loss_mask", "cu_seqlens", "max_seqlen"}
 
@@ -117,6 +117,35 @@ def test_pinning_is_left_out_where_there_is_no_gpu(tmp_path: Path) -> None:
     source, _ = two_shards(tmp_path)
     batch = Batch(BatchAssembler(source, 40).layout(2), pin_memory=True)
     assert batch.storage.is_pinned() == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_narrow_batches_widen_to_the_wide_ones(tmp_path: Path, multiple: int) -> None:
+    packs = random_samples(12, 40, np.random.default_rng(3))[1:]
+    packs.append(sample_of([8] * 6, lambda p: p % 2, lambda p: p + 1))  # exactly full, no tail
+    write_samples(tmp_path / "x", packs, capacity=48)
+    source = StoredRows(Shard(tmp_path / "x"), sequence_multiple=4, pad_id=3)
+    wide = BatchAssembler(source, 48, sequence_multiple=multiple).assemble(np.arange(len(packs)))
+    for form, dtype in (("narrow", torch.uint8), ("narrow-weighted", torch.float32)):
+        narrow = BatchAssembler(source, 48, sequence_multiple=multiple, form=form).assemble(np.arange(len(packs)))
+        assert narrow["tokens"].dtype == torch.int32
+        assert narrow["loss_mask"].dtype == dtype
+        assert "labels" not in narrow
+        assert "position_ids" not in narrow
+        widened = widen(narrow, 3, "cpu")
+        assert widened.keys() == wide.keys()
+        for name, tensor in wide.items():
+            assert widened[name].dtype == tensor.dtype, name
+            assert torch.equal(widened[name], tensor), name
+        assert narrow["tokens"].dtype == torch.int32  # widen leaves what it is given as it is
+
+
+def test_weights_are_refused_by_a_flag_mask(tmp_path: Path) -> None:
+    source, _ = two_shards(tmp_path)
+    narrow = BatchAssembler(source, 40, form="narrow")
+    narrow.assemble([0, 1])  # the first shard has flags
+    with pytest.raises(ValueError, match="ask for a float32 one"):
+        narrow.assemble([0, 20])
 
 
 def test_an_assembler_pickles_as_its_source(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch, widen
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedBatchSampler, PackedRows, rows_of
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
@@ -75,11 +75,12 @@ def assert_columns(batch: Tensors, slow: dict[str, Any]) -> None:
         assert batch[name].tolist() == slow[name], name
 
 
+@pytest.mark.parametrize("form", ["wide", "narrow"])
 @pytest.mark.parametrize("multiple", [1, MULTIPLE])
-def test_columns_of_two_shards_are_the_slow_ones(tmp_path: Path, multiple: int) -> None:
+def test_columns_of_two_shards_are_the_slow_ones(tmp_path: Path, multiple: int, form: Any) -> None:
     write_shards(tmp_path)
     source = StoredPacks(shards_of(tmp_path))
-    options: dict[str, Any] = {"sequence_multiple": multiple}
+    options: dict[str, Any] = {"sequence_multiple": multiple, "form": form}
     assembler = BatchAssembler(source, LENGTH, columns=NAMES, **options)
     plain = BatchAssembler(StoredPacks(shards_of(tmp_path, ())), LENGTH, **options)
     order = np.random.default_rng(1).permutation(source.num_packs)
@@ -103,6 +104,15 @@ def test_a_batch_has_the_columns_that_are_asked_for_in_that_order(tmp_path: Path
     assert all(torch.equal(tensor, whole[name]) for name, tensor in batch.items())
     row = BatchAssembler(source, LENGTH, columns=NAMES).sample(1)
     assert all(torch.equal(row[name], whole[name][0]) for name in whole)
+
+
+def test_widening_lets_columns_be(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    source = StoredPacks(shards_of(tmp_path))
+    narrow = BatchAssembler(source, LENGTH, columns=NAMES, form="narrow", pad_id=3)
+    wide = BatchAssembler(source, LENGTH, columns=NAMES, pad_id=3).assemble([2, 4])
+    widened = widen(narrow.assemble([2, 4]), 3)
+    assert all(torch.equal(wide[name], widened[name]) for name in wide)
 
 
 # ---- whatever reads them ----

@@ -111,15 +111,19 @@ sft_idx::BatchColumn column_of(const py::handle given, const sft_idx::SegmentTab
 }
 
 void assemble(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
-              const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, Longs tokens, Longs labels,
-              Longs position_ids, Array<float> loss_mask, Ints cu_seqlens, std::optional<Ints> cu_seqlens_padded,
-              Ints max_seqlen, const py::tuple& columns) {
+              const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, py::array tokens,
+              std::optional<Longs> labels, std::optional<Longs> position_ids, py::array loss_mask, Ints cu_seqlens,
+              std::optional<Ints> cu_seqlens_padded, Ints max_seqlen, const py::tuple& columns) {
   const Shards from(shards);
   const auto table = table_of(offsets, segment_shards, starts, lengths);
+  const bool wide = labels.has_value(), u8 = !wide && has_dtype(loss_mask, 'u', 1);
+  if (wide != position_ids.has_value()) throw std::invalid_argument("labels go with position_ids");
+  if (!has_dtype(tokens, 'i', wide ? 8 : 4)) throw py::type_error("tokens are int64 beside labels, else int32");
+  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks are float32, or uint8 without labels");
   const py::ssize_t seq_length = columns_of(tokens, "tokens");
   require_matrix(tokens, table.rows, seq_length, "tokens");
-  require_matrix(labels, table.rows, seq_length, "labels");
-  require_matrix(position_ids, table.rows, seq_length, "position_ids");
+  if (wide) require_matrix(*labels, table.rows, seq_length, "labels");
+  if (wide) require_matrix(*position_ids, table.rows, seq_length, "position_ids");
   require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
   const py::ssize_t width = columns_of(cu_seqlens, "cu_seqlens");
   require_matrix(cu_seqlens, table.rows, width, "cu_seqlens");
@@ -133,8 +137,9 @@ void assemble(const py::list& shards, const Longs& offsets, const Ints& segment_
   const sft_idx::BoundariesOut bounds{cu_seqlens.mutable_data(), padded ? padded->mutable_data() : nullptr,
                                       max_seqlen.mutable_data()};
   const sft_idx::BatchShape shape{seq_length, width, multiple, pad_id};
-  const sft_idx::BatchOut out{tokens.mutable_data(), labels.mutable_data(), position_ids.mutable_data(),
-                              loss_mask.mutable_data()};
+  const sft_idx::BatchOut out{tokens.mutable_data(), wide ? labels->mutable_data() : nullptr,
+                              wide ? position_ids->mutable_data() : nullptr, loss_mask.mutable_data(),
+                              u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
   std::vector<sft_idx::BatchColumn> beside;
   for (const py::handle column : columns) beside.push_back(column_of(column, table, seq_length, width));
   py::gil_scoped_release unlocked;
@@ -164,7 +169,7 @@ void bind_training(py::module_& m) {
         py::arg("tokens").noconvert(), py::arg("labels").noconvert(), py::arg("position_ids").noconvert(),
         py::arg("loss_mask").noconvert(), py::arg("cu_seqlens").noconvert(), py::arg("cu_seqlens_padded").noconvert(),
         py::arg("max_seqlen").noconvert(), "columns"_a = py::tuple(),
-        "Assemble a micro-batch in the widths that Megatron takes.");
+        "Assemble a micro-batch in the widths that Megatron takes, or, without labels, int32 ids and masks alone.");
   m.def("will_need", &will_need, py::arg("array").noconvert(), py::arg("starts").noconvert(),
         py::arg("stops").noconvert(), "Ask the kernel to read items [start, stop) of an array over a map in advance.");
 }

@@ -39,7 +39,7 @@ from megatron_sft_idx.live.acks import (
 from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
-from megatron_sft_idx.training import BatchAssembler, BatchLoader, Tensors, Wanted
+from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
 logger = logging.getLogger("megatron_sft_idx.live")
 # The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
@@ -74,6 +74,7 @@ class LiveDataset(IterableDataset[Tensors]):
         at_end: what makes all ranks take as many steps: ``pad`` with rows whose loss is masked, or ``drop``.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         pad_id: fills up rows; None for the tokenizer's.
+        form: of the batches; see ``BatchLayout``.
         columns: names of those of the shards' columns that batches have. Values are as stored: every shard numbers the
             files of ``source`` as the others do.
         consumer: name of this training run among those that read the catalog.
@@ -99,6 +100,7 @@ class LiveDataset(IterableDataset[Tensors]):
         at_end: AtEnd = "pad",
         sequence_multiple: int = 1,
         pad_id: int | None = None,
+        form: Form = "wide",
         columns: Sequence[str] = (),
         consumer: str = "train",
         ack_dir: str | os.PathLike[str] | None = None,
@@ -127,7 +129,7 @@ class LiveDataset(IterableDataset[Tensors]):
         if at_end not in ("pad", "drop"):
             raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
         self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
-        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id}
+        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
         self.columns = tuple(map(check_name, columns))
         require_consumer(consumer)
         self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer

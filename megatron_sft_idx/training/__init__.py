@@ -5,6 +5,6 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 ``loader``) may import torch and not Megatron.
 """
 
-from megatron_sft_idx.training.batch import BatchAssembler, Tensors
+from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
 from megatron_sft_idx.training.loader import BatchLoader, Wanted
 from megatron_sft_idx.training.sources import Arrays, Index, Segments, located

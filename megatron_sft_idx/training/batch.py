@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_s
 # ---- tensors and where they lie ----
 
 
+Form = Literal["wide", "narrow", "narrow-weighted"]
 Tensors = dict[str, torch.Tensor]
 
 # A cache line: every tensor of a batch begins on one.
@@ -67,6 +68,8 @@ class BatchLayout:
         seq_length: positions of a row.
         width: of ``cu_seqlens``.
         padded: whether sequences are padded inside the row, so that there is ``cu_seqlens_padded``.
+        form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
+            int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
         padding_mask: whether there is one: bool, True on padding, inside sequences and behind them.
         columns: that are there besides, [rows, seq_length], [rows, width - 1] or [rows] by what has a value in them.
     """
@@ -75,6 +78,7 @@ class BatchLayout:
     seq_length: int
     width: int
     padded: bool = False
+    form: Form = "wide"
     padding_mask: bool = False
     columns: tuple[BatchColumn, ...] = ()
 
@@ -83,8 +87,12 @@ class BatchLayout:
         """Name, dtype, shape and offset of every tensor, and the bytes of all."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
-        tensors = [(name, torch.int64, row) for name in ("tokens", "labels", "position_ids")]
-        tensors += [("loss_mask", torch.float32, row), ("cu_seqlens", torch.int32, bounds)]
+        if self.form == "wide":
+            tensors = [(name, torch.int64, row) for name in ("tokens", "labels", "position_ids")]
+        else:
+            tensors = [("tokens", torch.int32, row)]
+        loss = torch.uint8 if self.form == "narrow" else torch.float32
+        tensors += [("loss_mask", loss, row), ("cu_seqlens", torch.int32, bounds)]
         if self.padded:
             tensors.append(("cu_seqlens_padded", torch.int32, bounds))
         tensors.append(("max_seqlen", torch.int32, (self.rows,)))
@@ -204,6 +212,7 @@ class BatchAssembler(Dataset[Tensors]):
         width: of ``cu_seqlens``, one value for all that trains together; None for the source's own,
             ``most_sequences + 2``.
         pad_id: a valid token id; None for the source's, or 0 where it knows none.
+        form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         padding_mask: whether batches have one, for MoE routers.
         columns: names of those of the source's columns that batches have.
         fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
@@ -221,6 +230,7 @@ class BatchAssembler(Dataset[Tensors]):
         sequence_multiple: int = 1,
         width: int | None = None,
         pad_id: int | None = None,
+        form: Form = "wide",
         padding_mask: bool = False,
         columns: Sequence[str] = (),
         fetch_nbytes: int = BUDGET_NBYTES,
@@ -245,6 +255,7 @@ class BatchAssembler(Dataset[Tensors]):
         self.source, self.seq_length, self.sequence_multiple = source, seq_length, sequence_multiple
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
+        self.form: Form = form
         self.padding_mask = padding_mask
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
@@ -260,8 +271,8 @@ class BatchAssembler(Dataset[Tensors]):
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
         """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
-        padded = self.sequence_multiple > 1
-        return _layout(rows, seq_length or self.seq_length, self.width, padded, self.padding_mask, self.columns)
+        shape, padded = (rows, seq_length or self.seq_length, self.width), self.sequence_multiple > 1
+        return _layout(*shape, padded, self.form, self.padding_mask, self.columns)
 
     @property
     def source_files(self) -> list[dict[str, Any]]:
@@ -324,8 +335,8 @@ class BatchAssembler(Dataset[Tensors]):
             self.sequence_multiple,
             self.pad_id,
             arrays["tokens"],
-            arrays["labels"],
-            arrays["position_ids"],
+            arrays.get("labels"),
+            arrays.get("position_ids"),
             arrays["loss_mask"],
             arrays["cu_seqlens"],
             arrays.get("cu_seqlens_padded"),
@@ -489,6 +500,28 @@ def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.b
 
 def _any_remote(shards: Sequence[Arrays]) -> bool:
     return any(isinstance(arrays[0], RemoteArray) for arrays in shards)
+
+
+def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
+    """Make of a narrow batch what the wide form holds, bit for bit, on the device where that is cheap.
+
+    A narrow batch is 5 bytes a position to copy, a wide one 28.
+
+    Args:
+        batch: what an assembler of a narrow form gave, or its copy on the device.
+        pad_id: the assembler's.
+        device: where to; None for where the batch is.
+    """
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
+    logical, segment, tokens = batch["cu_seqlens"], segments_of(batch), batch["tokens"].long()
+    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    positions = places - batch.get("cu_seqlens_padded", logical).gather(1, segment)
+    labels = torch.full_like(tokens, pad_id)
+    labels[:, :-1] = tokens[:, 1:]
+    labels.masked_fill_(positions >= logical.diff(dim=1).gather(1, segment) - 1, pad_id)
+    loss_mask = batch["loss_mask"].float()
+    wide = {"tokens": tokens, "labels": labels, "position_ids": positions.long(), "loss_mask": loss_mask}
+    return {**wide, **{name: tensor for name, tensor in batch.items() if name not in wide}}
 
 
 def segments_of(batch: Tensors) -> torch.Tensor:

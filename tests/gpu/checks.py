@@ -31,7 +31,7 @@ from training_twin import lone_process, pretrain_script, random_sequences
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.batch import BatchAssembler, Tensors
+from megatron_sft_idx.training.batch import BatchAssembler, Tensors, widen
 from megatron_sft_idx.training.loader import BatchLoader, _Slot
 from megatron_sft_idx.training.model import connect, current_device, megatron_device, model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
@@ -153,6 +153,22 @@ def attention(setting: Setting) -> Iterator[Row]:
 
 
 # ---- batches on their way to the device ----
+
+
+def widening(setting: Setting) -> Iterator[Row]:
+    """Narrow batches, made wide on the device, against wide ones that were made on the host."""
+    for multiple in (1, 8):
+        source = setting.shard(f"narrow-{multiple}", rows=6, multiple=multiple)
+        wide = BatchAssembler(source, setting.length, sequence_multiple=multiple).assemble(range(6))
+        narrow = BatchAssembler(source, setting.length, sequence_multiple=multiple, form="narrow").assemble(range(6))
+        found = widen(narrow, PAD, current_device())
+        same = found.keys() == wide.keys() and all(
+            found[name].dtype == tensor.dtype and torch.equal(found[name].cpu(), tensor)
+            for name, tensor in wide.items()
+        )
+        nbytes = [sum(tensor.nbytes for tensor in one.values()) for one in (narrow, wide)]
+        said = f"{'equal' if same else 'another'}, {nbytes[0]:,} bytes for {nbytes[1]:,}"
+        yield Row(f"narrow batches widened on the device, multiple {multiple}", said, "bit for bit", same)
 
 
 def digest(batch: Tensors) -> torch.Tensor:
@@ -345,6 +361,7 @@ def context_rank(setting: Setting, prefix: Path, length: int, out: Path) -> None
 
 CHECKS = [
     Check("attention", attention, engine=True, rehearsed="thd for Transformer Engine's kernels"),
+    Check("widening", widening, rehearsed="on the CPU"),
     Check("transfers", transfers, rehearsed="in plain memory"),
     Check("step time", step_time, engine=True, rehearsed="thd for Transformer Engine's kernels"),
     Check("partition", partition, rehearsed="not held against Transformer Engine's"),

@@ -59,6 +59,8 @@ def test_a_comparison_can_fail(
     monkeypatch.setattr(checks, "LOSS", -1.0)
     rows = list(checks.attention(setting))
     assert [row.good for row in rows] == [False, True, None, True]
+    monkeypatch.setattr(checks, "widen", lambda batch, pad_id, device: {**batch, "tokens": batch["tokens"] + 1})
+    assert [row.good for row in checks.widening(setting)] == [False, False]
     assert "FAILS" in checks.table(rows)
 
 
@@ -75,6 +77,7 @@ def test_a_batch_that_is_written_over_is_noticed(setting: checks.Setting, monkey
     [
         ("attention", 1, False, "needs Transformer Engine"),
         ("attention", 1, True, None),
+        ("widening", 1, False, None),
         ("data parallel", 1, True, "needs 2 GPUs, found 1"),
         ("context parallel", 2, False, "needs Transformer Engine"),
         ("context parallel", 2, True, None),

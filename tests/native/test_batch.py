@@ -53,18 +53,19 @@ class Case:
     def rows(self) -> int:
         return max(len(self.offsets) - 1, 0)
 
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self, narrow: str | None) -> dict[str, Any]:
         """Buffers full of something that no batch holds."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
-        dtypes = {"tokens": "i8", "labels": "i8", "position_ids": "i8", "loss_mask": "f4"}
-        out: dict[str, Any] = {name: np.full(row, 99, dtype) for name, dtype in dtypes.items()}
+        wide = {"tokens": "i8", "labels": "i8", "position_ids": "i8", "loss_mask": "f4"}
+        dtypes = {"tokens": "i4", "labels": None, "position_ids": None, "loss_mask": narrow} if narrow else wide
+        out: dict[str, Any] = {name: dtype and np.full(row, 99, dtype) for name, dtype in dtypes.items()}
         out["cu_seqlens"] = np.full(bounds, -9, "i4")
         out["cu_seqlens_padded"] = np.full(bounds, -9, "i4") if self.multiple > 1 else None
         out["max_seqlen"] = np.full(self.rows, -9, "i4")
         return {**out, **self.replaced}
 
-    def run(self) -> dict[str, np.ndarray]:
-        out = self.outputs()
+    def run(self, narrow: str | None = None) -> dict[str, np.ndarray]:
+        out = self.outputs(narrow)
         where = self.offsets, self.segment_shards, self.starts, self.lengths
         _native.assemble(self.shards, *where, self.multiple, self.pad_id, *out.values(), self.columns)
         return {name: array for name, array in out.items() if array is not None}
@@ -122,8 +123,17 @@ def assert_equal(made: dict[str, np.ndarray], slow: dict[str, list[Any]]) -> Non
 
 @settings(deadline=None, max_examples=300)
 @given(cases())
-def test_a_batch_is_the_slow_one(case: Case) -> None:
+def test_wide_batch_is_the_slow_one(case: Case) -> None:
     assert_equal(case.run(), case.slow())
+
+
+@settings(deadline=None)
+@given(cases())
+def test_narrow_batch_is_the_slow_one_without_what_follows_from_it(case: Case) -> None:
+    slow = {name: rows for name, rows in case.slow().items() if name not in ("labels", "position_ids")}
+    assert_equal(case.run("f4"), slow)
+    if all(mask.dtype == np.uint8 for _, mask in case.shards):
+        assert_equal(case.run("u1"), slow)
 
 
 @settings(deadline=None)
@@ -239,7 +249,7 @@ def test_a_column_that_does_not_fit_is_refused_before_anything_is_written(
     per: str, slots: np.ndarray, starts: np.ndarray, word: str
 ) -> None:
     case = Case()
-    case.replaced = out = case.outputs()
+    case.replaced = out = case.outputs(None)
     case.columns = (column_of(case, per, [np.ones((10, 2), "f4"), np.ones((4, 2), "f4")], slots, starts),)
     with pytest.raises(ValueError, match=word):
         case.run()
@@ -309,13 +319,16 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("narrow", [None, "f4"])
 @pytest.mark.parametrize(("change", "word"), REFUSED)
-def test_what_does_not_fit_is_refused_before_anything_is_written(change: dict[str, Any], word: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    narrow: str | None, change: dict[str, Any], word: str
+) -> None:
     case = Case(**change)
-    out = case.outputs()
+    out = case.outputs(narrow)
     case.replaced = out
     with pytest.raises(ValueError, match=word):
-        case.run()
+        case.run(narrow)
     for array in out.values():
         assert array is None or np.isin(array, (99, -9)).all()
 
@@ -325,6 +338,11 @@ def test_absent_shard_is_refused() -> None:
     case.shards[1] = None
     with pytest.raises(ValueError, match="of shard 1, which is not there"):
         case.run()
+
+
+def test_weights_do_not_go_into_a_flag_mask() -> None:
+    with pytest.raises(ValueError, match="ask for a float32 one"):
+        Case().run("u1")
 
 
 BAD_SHARDS = [
@@ -378,7 +396,7 @@ def test_padded_boundaries_go_with_a_multiple() -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "labels", "position_ids", "loss_mask", "cu_seqlens", "max_seqlen"])
 def test_outputs_are_not_converted_and_read_only_ones_not_written(name: str) -> None:
-    good = Case().outputs()[name]
+    good = Case().outputs(None)[name]
     for other in (good.astype("f8"), np.repeat(good, 2, axis=-1)[..., ::2]):
         with pytest.raises((TypeError, ValueError)):
             Case(replaced={name: other}).run()

@@ -116,13 +116,13 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
             lambda: blocked(loader(dataset, collate, random_batches(of, waiting, next(seeds)), 2), waiting),
         ]
 
-    def inline() -> Callable[[], float]:
-        assembler = assembler_of(prefix)
+    def inline(form: Any) -> Callable[[], float]:
+        assembler = assembler_of(prefix, form=form)
         out = Batch(assembler.layout(ROWS))
         return lambda: per_batch((assembler.assemble(picked, out) for picked in order(1000)), 1000)
 
-    def thread() -> list[Callable[[], float] | None]:
-        assembler = assembler_of(prefix)
+    def thread(form: Any) -> list[Callable[[], float] | None]:
+        assembler = assembler_of(prefix, form=form)
         return [
             lambda: per_batch(BatchLoader(assembler, order(1000)), 1000),
             None,
@@ -131,9 +131,11 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
 
     ways: list[tuple[str, list[Callable[[], float] | None]]] = [
         (COPYING, [copying(prefix, order), None, None]),
-        (ASSEMBLE, [inline(), None, None]),
-        (THREAD, thread()),
+        (ASSEMBLE, [inline("wide"), None, None]),
+        (THREAD, thread("wide")),
         ("`BatchAssembler` in a DataLoader", through(assembler_of(prefix), whole_batch, (400, 150, 100))),
+        ("narrow form into reused buffers", [inline("narrow"), None, None]),
+        ("narrow form, the thread", thread("narrow")),
         (NUMPY, through(Files(prefix), peers.collate, (400, 150, 100))),
     ]
     for store in stores:
