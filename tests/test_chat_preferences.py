@@ -114,9 +114,10 @@ def test_what_stands_beside_a_pair_is_read() -> None:
         ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, "chosen: .* has the role 'x'"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; only text"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label is true"),
+        (None, "the row is null, expected an object"),
     ],
 )
-def test_no_pair(row: dict[str, Any], words: str) -> None:
+def test_no_pair(row: Any, words: str) -> None:
     with pytest.raises(RowError, match=words):
         read_judged(row, PAIRS)
 
@@ -144,9 +145,10 @@ def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:
         ({"messages": said("Q", "A"), "label": 1.0}, "label is '1.0'"),
         ({"messages": said("Q", "A", "P"), "label": True}, "ends with a user's message"),
         ({"chosen": "A", "rejected": "B", "prompt": "Q", "label": True}, "a preference row"),
+        ([1], "the row is a list, expected an object"),
     ],
 )
-def test_no_verdict(row: dict[str, Any], words: str) -> None:
+def test_no_verdict(row: Any, words: str) -> None:
     with pytest.raises(RowError, match=words):
         read_judged(row, VERDICTS)
 

@@ -28,7 +28,6 @@ from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.tokenizer import tokens as engine_module
 from megatron_sft_idx.chat.tokenizer.tokens import (
     FastEngine,
-    Ids,
     build_tokenizer,
     exact_ids,
     known_class,
@@ -64,9 +63,9 @@ def forgotten() -> Iterator[None]:
 
 def differing(fast: FastEngine, exact: Tokenizer, texts: list[str]) -> list[str]:
     """The texts whose ids differ."""
-    ours = fast.ids(texts).rows()
+    ours = fast.ids(texts)
     with ThreadPoolExecutor(1) as thread:  # the tokenizers library keeps a thread's words until the thread ends
-        theirs = thread.submit(exact_ids, exact, texts).result().rows()
+        theirs = thread.submit(exact_ids, exact, texts).result()
     return [text for text, a, b in zip(texts, ours, theirs, strict=True) if not np.array_equal(a, b)]
 
 
@@ -341,5 +340,4 @@ def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(t
 
 def test_no_texts_are_no_rows() -> None:
     fast, _ = engines(zoo.spec_of("gpt2"))
-    assert fast.ids([]).rows() == []
-    assert Ids.of([[], [1], []]).offsets.tolist() == [0, 0, 1, 1]
+    assert fast.ids([]) == []

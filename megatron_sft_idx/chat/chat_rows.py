@@ -32,8 +32,9 @@ from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
 _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
+_Message = dict[str, Any]
 # Messages, and the loss weight of each.
-_Turns = tuple[list[dict[str, Any]], list[float]]
+_Turns = tuple[list[_Message], list[float]]
 
 TURNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "prompt", "query", "question")
@@ -45,10 +46,9 @@ _TOOLS = ("tools", "functions")
 _MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 _MEDIA = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
 CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response", "rejected_messages")
-_PAIRS = (*CHOSEN, *REJECTED)
 VERDICTS = ("label", "kto_tag")
 # Beside what makes a chat.
-_REFUSED = frozenset({*_MEDIA, *_PAIRS, *VERDICTS})
+_REFUSED = frozenset({*_MEDIA, *CHOSEN, *REJECTED, *VERDICTS})
 _MORE = frozenset({*_SYSTEMS, *_TOOLS, "chat_template_kwargs"})
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
@@ -86,7 +86,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     Raises:
         RowError: with the reason alone, for every row that cannot be used.
     """
-    columns = _typed(data, dict, "the row").keys()
+    columns = require_object(data).keys()
     if not columns.isdisjoint(_REFUSED):
         _refuse_columns(data, options)
     kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
@@ -107,18 +107,18 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     return Conversation(messages, weights, None if alone else _tools_of(data), {} if alone else _kwargs_of(data))
 
 
+def require_object(data: Any) -> dict[str, Any]:
+    """The row, RowError where it is no object."""
+    return _typed(data, dict, "the row")
+
+
 def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
-    for column in _MEDIA:
-        if _is_filled(data.get(column)):
-            raise RowError(f"the row has {column}; only text can be trained on here")
-    pair = [
-        column
-        for column in (*CHOSEN, *REJECTED)
-        if _is_filled(data.get(column)) and not isinstance(data[column], (bool, int))
-    ]
-    if pair and options.messages_key not in pair:
+    if (media := _filled(data, _MEDIA)) is not None:
+        raise RowError(f"the row has {media}; only text can be trained on here")
+    names = [name for name in (*CHOSEN, *REJECTED) if _is_filled(data.get(name)) and not isinstance(data[name], int)]
+    if names and options.messages_key not in names:
         raise RowError(
-            f"a preference row ({', '.join(pair)}), but supervised fine-tuning takes one answer; keep the chosen one"
+            f"a preference row ({', '.join(names)}), but supervised fine-tuning takes one answer; keep the chosen one"
             " alone, as messages, name the column that holds it as messages with --messages-key, or make pairs of such"
             " rows with --row-kind preference"
         )
@@ -169,7 +169,7 @@ def _read_list(turns: Any, column: str) -> _Turns:
     return messages, weights
 
 
-def _read_plain(turn: Any, *, is_sharegpt: bool) -> dict[str, Any] | None:
+def _read_plain(turn: Any, *, is_sharegpt: bool) -> _Message | None:
     """A turn that is a speaker and a text, as most are; None where it is anything else."""
     if type(turn) is not dict or len(turn) != 2:
         return None
@@ -209,35 +209,32 @@ def _read_alpaca(data: dict[str, Any]) -> _Turns:
     asked = f"{prompt}\n{more}" if prompt and more else prompt or more
     if not asked:
         raise RowError("the prompt is empty")
-    pairs = []
     history = data.get("history") or []
     if not isinstance(history, (list, tuple)):
         raise RowError(f"history is {_kind_of(history)}, expected a list of [prompt, answer] pairs")
     for i, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(s, str) for s in pair):
             raise RowError(f"history[{i}] is not a pair of strings, expected [prompt, answer]")
-        pairs.append((pair[0], pair[1]))
-    return _exchange([*pairs, (asked, answer)])
+    return _exchange([*history, (asked, answer)])
 
 
-def _exchange(pairs: list[tuple[str, str]]) -> _Turns:
+def _exchange(pairs: Sequence[Sequence[str]]) -> _Turns:
+    if not pairs[-1][1]:
+        raise RowError("the answer is empty, so there is nothing to learn")
     messages = []
     for asked, answer in pairs:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    if not pairs[-1][1]:
-        raise RowError("the answer is empty, so there is nothing to learn")
     return messages, [1.0] * len(messages)
 
 
-def _says_something(message: dict[str, Any]) -> bool:
-    if message["role"] != "assistant":
-        return False
-    return bool(message.get("content") or message.get("tool_calls") or message.get("reasoning_content"))
+def _says_something(message: _Message) -> bool:
+    return message["role"] == "assistant" and bool(
+        message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
+    )
 
 
-def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weights: list[float]) -> None:
-    column = next((name for name in _SYSTEMS if _is_filled(data.get(name))), None)
-    if column is None:
+def _put_system_first(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> None:
+    if (column := _filled(data, _SYSTEMS)) is None:
         return
     system = _typed(data[column], str, column)
     if messages[0]["role"] not in ("system", "developer"):
@@ -248,13 +245,10 @@ def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weig
 
 
 def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
-    column = next((name for name in _TOOLS if _is_filled(data.get(name))), None)
-    if column is None:
+    column = _filled(data, _TOOLS)
+    if column is None or (isinstance(data[column], str) and not data[column].strip()):
         return None
-    tools = data[column]
-    if isinstance(tools, str) and not tools.strip():
-        return None
-    if (tools := _parsed(tools, column)) is None:
+    if (tools := _parsed(data[column], column)) is None:
         return None
     read = []
     for i, given in enumerate(_typed(tools, list, column, "a list of tool schemas")):
@@ -270,73 +264,60 @@ def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
     if not _is_filled(kwargs) or not _is_filled(kwargs := _parsed(kwargs, name)):
         return {}
     kwargs = _typed(kwargs, dict, name)
-    if reserved := [key for key in _RESERVED_KWARGS if key in kwargs]:
-        raise RowError(f"{name} sets {reserved[0]}, which is not a row's to set")
+    for key in _RESERVED_KWARGS:
+        if key in kwargs:
+            raise RowError(f"{name} sets {key}, which is not a row's to set")
     return dict(kwargs)
 
 
-# ---- ShareGPT's turns ----
-
-
-_SPEAKERS = {
-    "system": "system",
-    "developer": "developer",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "function_call",
-    "tool_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
-
-
-def _message_of_turn(turn: Any, what: str) -> dict[str, Any]:
-    """Translates one turn; keys other than ``from`` and ``value`` are kept.
-
-    The value of a ``function_call`` is JSON: a function with its arguments, or a list of them. It becomes an
-    assistant message of tool calls, and what follows stays a message of its own.
-    """
-    turn = _typed(turn, dict, what, "an object with from and value")
-    speaker = turn.get("from")
-    role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        raise RowError(f"{what} is from {_name_of(speaker)}; known are {', '.join(_SPEAKERS)}")
-    if turn.get("value") is None:
-        raise RowError(f"{what} ({speaker}) has no value")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if role != "function_call":
-        return {**rest, "role": role, "content": _text_of(turn["value"], f"{what}.value")}
-    what = f"{what} ({speaker})"
-    calls = _parsed(turn["value"], what)
-    if not (calls := calls if isinstance(calls, list) else [calls]):
-        raise RowError(f"{what} holds no call")
-    return {**rest, "role": "assistant", "content": None, "tool_calls": [_make_tool_call(call, what) for call in calls]}
-
-
-# ---- OpenAI's messages, and the one form that chat templates are handed ----
+# ---- turns of ShareGPT's, and OpenAI's messages, the one form that chat templates are handed ----
 
 
 # Each with the role it stands for.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"function": "tool"}
+_SPEAKERS = {
+    **{"system": "system", "developer": "developer", "human": "user", "user": "user"},
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
+    **dict.fromkeys(("observation", "tool", "function_response", "tool_response"), "tool"),
+}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXT_KEYS = ("text", "value", "content")
-_REASONING_PARTS = ("reasoning", "thinking", "think")
-_CALL_PARTS = ("tool_call", "function_call")
+# Chat templates write reasoning, then text, then tool calls.
+_PARTS_BEFORE_TEXT = ("reasoning", "thinking", "think")
+_PARTS_BEHIND_TEXT = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHTS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("train", "loss", "trainable")
+_MOST_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
 # These say which part of a message is trained on; a row that has one must not train as if it had none.
 _UNREAD = ("train_detail", "loss_mask", "masked")
 # Read here and not handed on; the rest of a message is kept for the template.
 _CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
 _WEIGHING, _NOT_TAKEN = frozenset({*_WEIGHTS, *_FLAGS}), frozenset({*_MEDIA, *_UNREAD})
+
+
+def _message_of_turn(turn: Any, what: str) -> _Message:
+    """Translates one turn of ShareGPT's; keys other than ``from`` and ``value`` are kept.
+
+    The value of a ``function_call`` is JSON: a function with its arguments, or a list of them. It becomes an
+    assistant message of tool calls, and what follows stays a message of its own.
+    """
+    turn = _typed(turn, dict, what, "an object with from and value")
+    speaker, value = turn.get("from"), turn.get("value")
+    role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise RowError(f"{what} is from {_name_of(speaker)}; known are {', '.join(_SPEAKERS)}")
+    if value is None:
+        raise RowError(f"{what} ({speaker}) has no value")
+    rest = {key: other for key, other in turn.items() if key not in ("from", "value")}
+    if role != "function_call":
+        return {**rest, "role": role, "content": _text_of(value, f"{what}.value")}
+    what = f"{what} ({speaker})"
+    calls = _parsed(value, what)
+    if not (calls := calls if isinstance(calls, list) else [calls]):
+        raise RowError(f"{what} holds no call")
+    return {**rest, "role": "assistant", "content": None, "tool_calls": [_make_tool_call(call, what) for call in calls]}
 
 
 def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
@@ -356,10 +337,10 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RowError(f"{what} has the role {_name_of(given)}; known are {', '.join(_ROLES)}")
-    for key in (*_MEDIA, *_UNREAD) if not _NOT_TAKEN.isdisjoint(message) else ():
-        if key in _MEDIA and _is_filled(message.get(key)):
+    if not _NOT_TAKEN.isdisjoint(message):
+        if (key := _filled(message, _MEDIA)) is not None:
             raise RowError(f"{what} has {key}; only text can be trained on here")
-        if key in _UNREAD and message.get(key) is not None:
+        if (key := _first(message, _UNREAD)) is not None:
             raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_fields(message, what)
@@ -401,37 +382,38 @@ def _text_of(content: Any, what: str) -> str:
     return "".join(texts)
 
 
-def _with_fields(message: dict[str, Any], what: str) -> dict[str, Any]:
+def _with_fields(message: _Message, what: str) -> _Message:
     """An assistant message whose reasoning and tool calls stand in fields, where templates look, and not in parts."""
     parts = message["content"]
     kinds = [part.get("type") if isinstance(part, dict) else "text" for part in parts]
-    order = [0 if kind in _REASONING_PARTS else 2 if kind in _CALL_PARTS else 1 for kind in kinds]
-    if all(rank == 1 for rank in order):
+    order = [(kind in _PARTS_BEHIND_TEXT) - (kind in _PARTS_BEFORE_TEXT) for kind in kinds]
+    if not any(order):
         return message
     if order != sorted(order):
         raise RowError(
             f"{what}.content has parts in the order {', '.join(map(str, kinds))}; chat templates write reasoning, then"
             " text, then tool calls: make it several messages"
         )
-    found: dict[str, list[Any]] = {"reasoning_content": [], "content": [], "tool_calls": []}
-    for i, (part, rank) in enumerate(zip(parts, order, strict=True)):
-        if rank == 1:
-            found["content"].append(part)
-            continue
+    texts: list[Any] = []
+    reasoning: list[str] = []
+    calls: list[Any] = []
+    for i, (part, place) in enumerate(zip(parts, order, strict=True)):
         where = f"{what}.content[{i}]"
-        key = _first(part, (part["type"], *_TEXT_KEYS))
-        if rank == 0:
-            found["reasoning_content"].append(_text_of(None if key is None else part[key], where))
+        key = _first(part, (part["type"], *_TEXT_KEYS)) if place else None
+        if place == 0:
+            texts.append(part)
+        elif place < 0:
+            reasoning.append(_text_of(None if key is None else part[key], where))
         elif key is None:
-            found["tool_calls"].append({key: item for key, item in part.items() if key != "type"})
+            calls.append({name: value for name, value in part.items() if name != "type"})
         else:
-            calls = _parsed(part[key], where)
-            found["tool_calls"] += calls if isinstance(calls, list) else [calls]
-    fields = {"reasoning_content": "\n".join(found["reasoning_content"]), "tool_calls": found["tool_calls"]}
-    for key, value in fields.items():
-        if value and _is_filled(message.get(key)):
-            raise RowError(f"{what} has {key} beside parts of that kind; keep one")
-    return message | {key: value for key, value in fields.items() if value} | {"content": found["content"] or None}
+            found = _parsed(part[key], where)
+            calls += found if isinstance(found, list) else [found]
+    made = {"reasoning_content": "\n".join(reasoning), "tool_calls": calls}
+    fields = {key: value for key, value in made.items() if value}
+    if (twice := _filled(message, fields)) is not None:
+        raise RowError(f"{what} has {twice} beside parts of that kind; keep one")
+    return message | fields | {"content": texts or None}
 
 
 def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
@@ -523,15 +505,17 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
         raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
     if (column := _first(row, _MASKS)) is None:
         raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
-    read = _mask_of_labels if column == "labels" else _mask_of_numbers
-    return TokenizedRow(ids, read(row[column], ids, column, alignment))
+    values = (_integers if column == "labels" else _numbers)(row[column], column)
+    if len(values) != len(ids):
+        raise RowError(f"{column} has {len(values)} entries for {len(ids)} input_ids")
+    if column == "labels":
+        return TokenizedRow(ids, _mask_of_labels(values, ids, alignment))
+    return TokenizedRow(ids, _mask_of_numbers(values, column, alignment))
 
 
-def _mask_of_numbers(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
-    mask = _numbers(values, column)
-    _require_length(mask, ids, column)
+def _mask_of_numbers(values: NDArray[Any], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
-        mask = mask.astype(np.float32)
+        mask = values.astype(np.float32)
     wrong = ~np.isfinite(mask) | (mask < 0)
     if wrong.any():
         at = int(np.argmax(wrong))
@@ -543,36 +527,34 @@ def _mask_of_numbers(values: Any, ids: NDArray[np.int64], column: str, alignment
     return np.concatenate([np.zeros(1, np.float32), mask[:-1]])
 
 
-def _mask_of_labels(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
-    given = _integers(values, column)
-    _require_length(given, ids, column)
-    labels = given
+def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64], alignment: MaskAlignment) -> NDArray[np.float32]:
+    early = labels[:-1]
     if alignment == "label":
-        if given[-1] != _NOT_TRAINED:
-            raise RowError(f"labels end with {given[-1]}, expected -100: no token follows; token-aligned?")
-        labels = np.concatenate([np.full(1, _NOT_TRAINED, np.int64), given[:-1]])
+        if labels[-1] != _NOT_TRAINED:
+            raise RowError(f"labels end with {labels[-1]}, expected -100: no token follows; token-aligned?")
+        labels = np.concatenate([np.full(1, _NOT_TRAINED, np.int64), early])
     trained: NDArray[np.bool_] = labels != _NOT_TRAINED
     wrong = trained & (labels != ids)
-    if not wrong.any():
-        return trained.astype(np.float32)
-    at = int(np.argmax(wrong))
-    reason = f"labels: {labels[at]} stands for the token {ids[at]} at {at}; expected that id or -100"
-    shifted = given[:-1] != _NOT_TRAINED
-    if alignment == "token" and (given[:-1] == ids[1:])[shifted].all():
-        reason += "; they look shifted by one: hand them in as label-aligned"
-    raise RowError(reason)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        reason = f"labels: {labels[at]} stands for the token {ids[at]} at {at}; expected that id or -100"
+        if alignment == "token" and (early == ids[1:])[early != _NOT_TRAINED].all():
+            reason += "; they look shifted by one: hand them in as label-aligned"
+        raise RowError(reason)
+    return trained.astype(np.float32)
 
 
 def _numbers(values: Any, column: str) -> NDArray[Any]:
+    reason = f"{column} is not a flat list of numbers"
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):
-        raise RowError(f"{column} is not a flat list of numbers") from None
+        raise RowError(reason) from None
     if array.ndim != 1:
         what = _kind_of(values) if array.ndim == 0 else f"{array.ndim}-dimensional"
         raise RowError(f"{column} is {what}, expected a flat list of numbers")
     if array.size and array.dtype.kind not in "biuf":
-        raise RowError(f"{column} is not a flat list of numbers")
+        raise RowError(reason)
     return array
 
 
@@ -585,24 +567,13 @@ def _integers(values: Any, column: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _require_length(values: NDArray[Any], ids: NDArray[np.int64], column: str) -> None:
-    if len(values) != len(ids):
-        raise RowError(f"{column} has {len(values)} entries for {len(ids)} input_ids")
-
-
 # ---- single values ----
 
 
-_MOST_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
-_JSON_NAMES = {
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    tuple: "a list",
-    dict: "an object",
-    type(None): "null",
+_JSON_NAMES: dict[type, str] = {
+    **dict.fromkeys((int, float), "a number"),
+    **dict.fromkeys((list, tuple), "a list"),
+    **{bool: "a boolean", str: "a string", dict: "an object", type(None): "null"},
 }
 
 
@@ -620,6 +591,11 @@ def _name_of(value: Any) -> str:
 def _is_filled(value: Any) -> bool:
     """Whether a column says something: not null, and not an empty string, list or object."""
     return value is not None and not (isinstance(value, (str, Sequence, Mapping)) and len(value) == 0)
+
+
+def _filled(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first of these columns that says something."""
+    return next((name for name in names if _is_filled(data.get(name))), None)
 
 
 def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:

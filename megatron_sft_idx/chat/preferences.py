@@ -20,7 +20,7 @@ message, or the ``completion``, is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from megatron_sft_idx.chat.chat_rows import (
     VERDICTS,
     RowError,
     RowOptions,
+    require_object,
     to_sequence_source,
 )
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
@@ -43,7 +44,7 @@ _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 Turns = list[Any]
 
 
-def read_judged(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
+def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
     """Reads one row of the kind ``preference``, as its chosen and its rejected conversation, or ``kto``.
 
     Returns:
@@ -52,12 +53,12 @@ def read_judged(data: dict[str, Any], options: RowOptions) -> tuple[list[Convers
     Raises:
         RowError: with the reason alone.
     """
+    row = require_object(data)
     if options.kind == "kto":
-        source, label = _read_verdict(data, options)
-        return [source], label
-    prompt, chosen, rejected = _pair_of(data, options)
+        return _read_verdict(row, options)
+    prompt, chosen, rejected = _pair_of(row, options)
     used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
-    rest = {column: value for column, value in data.items() if column not in used}
+    rest = {column: value for column, value in row.items() if column not in used}
     alone = replace(options, kind="prompt-completion", messages_key=None)
     read: list[Conversation | TokenizedRow] = []
     for name, completion in (("chosen", chosen), ("rejected", rejected)):
@@ -79,18 +80,18 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
         raise RowError(f"{turns} is no list of messages")
     rejected, all_of_rejected = _answer(data[rejected_in], rejected_in)
     if chosen_in is None:
-        assert given is not None
-        chosen, all_of_chosen, prompt = given, True, given[:-1]
-        all_of_rejected = all_of_rejected or rejected_in == "rejected_messages"
+        chosen, prompt = given or [], (given or [])[:-1]
+        rejected = rejected if all_of_rejected or rejected_in == "rejected_messages" else prompt + rejected
     else:
         chosen, all_of_chosen = _answer(data[chosen_in], chosen_in)
-        prompt = given if given is not None else _prompt_of(data)
-    if chosen_in and all_of_chosen and all_of_rejected:
-        _require_shared(data, prompt, chosen, rejected)
-    chosen = chosen if all_of_chosen else prompt + chosen
-    rejected = rejected if all_of_rejected else prompt + rejected
-    both = list(zip(chosen, rejected, strict=False))
-    shared = next((at for at, (one, other) in enumerate(both) if one != other), len(both))
+        prompt = _prompt_of(data) if given is None else given
+        if all_of_chosen and all_of_rejected:
+            _require_shared(data, prompt, chosen, rejected)
+        chosen = chosen if all_of_chosen else prompt + chosen
+        rejected = rejected if all_of_rejected else prompt + rejected
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
     if not shared:
         raise RowError("chosen and rejected answer no common prompt: no message is before both")
     if shared == min(len(chosen), len(rejected)):
@@ -101,7 +102,7 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
 def _answer(value: Any, column: str) -> tuple[Turns, bool]:
     """Its turns, and whether they are all of a conversation rather than what follows the prompt."""
     if isinstance(value, str):
-        return (list(_transcript(value)), True) if value.startswith(_HUMAN) else ([_said("assistant", value)], False)
+        return (_transcript(value), True) if value.startswith(_HUMAN) else ([_said("assistant", value)], False)
     if isinstance(value, dict):
         return [value], False
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -114,14 +115,14 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
     if isinstance(prompt, list):
         return prompt
     if isinstance(prompt, str) and prompt.startswith(_HUMAN):
-        return list(_transcript(prompt))
-    found, history = _texts_of(data), data.get("history") or []
-    if not all(isinstance(text, str) for text in found.values()):
-        raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(found)}")
+        return _transcript(prompt)
+    texts, history = _texts_of(data), data.get("history") or []
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(texts)}")
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError("history is no list of [prompt, answer] pairs")
-    earlier = [_said(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
-    return [*earlier, _said("user", "\n".join(found.values()))] if found else earlier
+    turns = [_said(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [*turns, _said("user", "\n".join(texts.values()))] if texts else turns
 
 
 def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
@@ -135,39 +136,41 @@ def _texts_of(data: dict[str, Any]) -> dict[str, Any]:
 
 def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
     """RowError where whole conversations stand beside a prompt that they do not begin with."""
-    if prompt in (chosen[: len(prompt)], chosen) and prompt:
+    if prompt and prompt == chosen[: len(prompt)]:
         return  # as UltraFeedback's messages, which are those of the chosen one
     texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
-    if missing := [name for name, text in _texts_of(data).items() if text not in texts]:
-        raise RowError(f"chosen and rejected are whole conversations, in which {missing[0]} is not a message of both")
-    if any(data.get(name) for name in TURNS):
+    for name, text in _texts_of(data).items():
+        if text not in texts:
+            raise RowError(f"chosen and rejected are whole conversations, in which {name} is not a message of both")
+    if _first(data, TURNS):
         raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")
 
 
-def _transcript(text: str) -> Iterator[dict[str, str]]:
+def _transcript(text: str) -> Turns:
     """Turns of Anthropic's transcripts; the last, where it says nothing, is what the answer goes on with."""
+    turns = []
     for human in text.split(_HUMAN)[1:]:
         asked, *answers = human.split(_ASSISTANT)
-        yield _said("user", asked.strip())
-        yield from (_said("assistant", answer.strip()) for answer in answers if answer.strip())
+        turns.append(_said("user", asked.strip()))
+        turns += [_said("assistant", answer.strip()) for answer in answers if answer.strip()]
+    return turns
 
 
 def _said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[Conversation | TokenizedRow, int]:
+def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int]:
     column = next((name for name in VERDICTS if data.get(name) is not None), None)
     if column is None:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
-    if data[column] not in (0, 1) or not isinstance(data[column], (bool, int)):
+    if data[column] not in (0, 1) or not isinstance(data[column], int):
         raise RowError(f"{column} is {str(data[column])[:40]!r}, expected true or false")
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
     source = to_sequence_source(rest, replace(options, kind="auto"))
     if isinstance(source, Conversation) and "completion" not in data:
-        asked = [index for index, message in enumerate(source.messages) if message["role"] == "user"]
-        judged = asked[-1] + 1 if asked else 0
+        judged = max((i + 1 for i, message in enumerate(source.messages) if message["role"] == "user"), default=0)
         if judged == len(source.messages):
             raise RowError("the row ends with a user's message, so there is no answer that its label could judge")
         source.weights[:judged] = [0.0] * judged
-    return source, int(data[column])
+    return [source], int(data[column])

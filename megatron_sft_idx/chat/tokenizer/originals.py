@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.tokenizer.tokens import (
     AddedToken,
-    Ids,
     Offsets,
     Passage,
     TokenizerFiles,
@@ -124,9 +123,9 @@ class SentencePieceModel:
         options = [self._always, self._begins_with_space]
         self.fingerprint = _fingerprint("sentencepiece", files.content, options, self.added)
 
-    def ids(self, passages: Sequence[Passage]) -> Ids:
+    def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
         """See ``JsonModel.ids``."""
-        return Ids.of([self.locate(passage)[0] for passage in passages])
+        return [self.locate(passage)[0] for passage in passages]
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
         """See ``JsonModel.locate``."""
@@ -205,9 +204,9 @@ class RankModel:
         content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
         self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
 
-    def ids(self, passages: Sequence[Passage]) -> Ids:
+    def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
         """See ``JsonModel.ids``."""
-        return Ids.of([self._ids_of(passage) for passage in passages])
+        return [self._ids_of(passage) for passage in passages]
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
         """Never needed: tokens spell the text."""

@@ -31,7 +31,6 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
     TOKEN_FLAGS,
     AddedToken,
     Backend,
-    Ids,
     JsonModel,
     Kind,
     Located,
@@ -156,13 +155,10 @@ class Tokenizer:
                 weights, crossed, spelled = spellings.weights(
                     ids, [utf8[i] for i in some], [row.spans for row in rows], whole_characters=whole_characters
                 )
-                bounds = ids.offsets.tolist()
                 for at, (i, row) in enumerate(zip(some, rows, strict=True)):
                     if spelled[at]:
-                        here = slice(bounds[at], bounds[at + 1])
-                        known = ids.flat[here]
-                        crossings = _crossings(spellings.nbytes[known], utf8[i], row) if crossed[at] else []
-                        result[i] = _weighed(row, known, weights[here], crossings, straddling)
+                        crossings = _crossings(spellings.nbytes[ids[at]], utf8[i], row) if crossed[at] else []
+                        result[i] = _weighed(row, ids[at], weights[at], crossings, straddling)
         for i in [i for i in range(len(rendered)) if i not in result]:  # any tokenizer, any text
             row = rendered[i]
             try:
@@ -199,7 +195,7 @@ class Tokenizer:
         """
         return self._model.decode(ids)
 
-    def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> Ids:
+    def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
         """Ids of passages, of which row each is from."""
         try:
             return self._model.ids(passages)
@@ -230,7 +226,7 @@ class Tokenizer:
                     places.append((index, weight))
         ids = [[np.zeros(0, np.uint32)] for _ in rendered]
         masks = [[np.zeros(0, np.float32)] for _ in rendered]
-        found = self._ids([index for index, _ in places], passages).rows()
+        found = self._ids([index for index, _ in places], passages)
         for (index, weight), some in zip(places, found, strict=True):
             ids[index].append(some)
             masks[index].append(np.full(len(some), weight, np.float32))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -100,28 +100,6 @@ class Passage(NamedTuple):
     text: str
     literals: Sequence[tuple[int, int]] = ()
     middle: bool = False
-
-
-class Ids(NamedTuple):
-    """Token ids of many texts end to end: text i has ``flat[offsets[i]:offsets[i + 1]]``."""
-
-    flat: NDArray[np.uint32]
-    offsets: NDArray[np.int64]
-
-    @staticmethod
-    def of(rows: Sequence[Sequence[int] | NDArray[np.uint32]]) -> Ids:
-        """Joins rows of ids."""
-        arrays = [np.zeros(0, np.uint32), *(np.asarray(row, np.uint32) for row in rows)]
-        return Ids(np.concatenate(arrays), _offsets_of(rows))
-
-    def rows(self) -> list[NDArray[np.uint32]]:
-        """The texts' ids one by one, as views."""
-        return [self.flat[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
-
-
-def _offsets_of(rows: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where each row begins when they stand end to end, and where the last one ends."""
-    return np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
 
 
 class Offsets:
@@ -213,20 +191,20 @@ class TokenSpellings:
         )
 
     def weights(
-        self, ids: Ids, utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
-    ) -> tuple[NDArray[np.float32], list[int], list[bool]]:
-        """Weights of all tokens end to end; by text, how many spans straddle and whether the weights hold.
+        self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
+    ) -> tuple[list[NDArray[np.float32]], list[int], list[bool]]:
+        """By text, the weights of its tokens, how many spans straddle, and whether the weights hold.
 
         They hold where the tokens spell the text byte for byte, which is checked, never assumed.
 
         Raises:
             ValueError: spans descend, overlap or end past their text.
         """
-        count = sum(map(len, spans))
+        count, offsets = sum(map(len, spans)), _offsets_of(ids)
         edges = chain.from_iterable((span.start, span.stop) for row in spans for span in row)
         weights, straddling, spelled = _native.weigh_tokens(
-            ids.flat,
-            ids.offsets,
+            np.concatenate([np.zeros(0, np.uint32), *ids]),
+            offsets,
             b"".join(utf8),
             _offsets_of(utf8),
             self._bytes,
@@ -236,7 +214,13 @@ class TokenSpellings:
             _offsets_of(spans),
             whole_characters,
         )
-        return weights, straddling.tolist(), spelled.astype(bool).tolist()
+        by_text = [weights[begin:end] for begin, end in pairwise(offsets.tolist())]
+        return by_text, straddling.tolist(), spelled.astype(bool).tolist()
+
+
+def _offsets_of(rows: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where each row begins when they stand end to end, and where the last one ends."""
+    return np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
 
 
 # ---- gigatoken, where it is known to give the same ids ----
@@ -255,9 +239,10 @@ def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(orjson.dumps(bare).decode())
 
 
-def exact_ids(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> Ids:
+def exact_ids(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[NDArray[np.uint32]]:
     """Token ids by the tokenizers library, right by definition for every tokenizer.json; it adds no special ones."""
-    return Ids.of([encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -357,14 +342,13 @@ class FastEngine:
         self._make, self._exact, self._nfc = make, exact, nfc
         self._encoder, self._seen_nbytes = make(), 0
 
-    def ids(self, texts: list[str]) -> Ids:
+    def ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Token ids of the texts, without special tokens added."""
         ids = self.raw_ids([text.encode() for text in texts])
         doubtful = [i for i, text in enumerate(texts) if not (text.isascii() or self._is_settled(text))]
-        if not doubtful:
-            return ids
-        exact = dict(zip(doubtful, exact_ids(self._exact, [texts[i] for i in doubtful]).rows(), strict=True))
-        return Ids.of([exact.get(i, row) for i, row in enumerate(ids.rows())])
+        for i, exact in zip(doubtful, exact_ids(self._exact, [texts[i] for i in doubtful]), strict=True):
+            ids[i] = exact
+        return ids
 
     def _is_settled(self, text: str) -> bool:
         """Whether all Unicode tables in play say the same about a text, which then is gigatoken's.
@@ -376,13 +360,13 @@ class FastEngine:
             not self._nfc or unicodedata.is_normalized("NFC", text)
         )
 
-    def raw_ids(self, utf8: list[bytes]) -> Ids:
+    def raw_ids(self, utf8: list[bytes]) -> list[NDArray[np.uint32]]:
         """Gigatoken's own answer, whatever the text."""
         self._seen_nbytes += sum(map(len, utf8))
         if self._seen_nbytes > RENEWAL_NBYTES:
             self._encoder, self._seen_nbytes = self._make(), 0
         # As quick as a batch, which would import the awkward package: half a second.
-        return Ids.of([self._encoder.encode(text) for text in utf8])
+        return [np.asarray(self._encoder.encode(text), np.uint32) for text in utf8]
 
 
 @lru_cache(maxsize=1)
@@ -425,9 +409,8 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
         text = token.content
         texts.append(f"a{text}b {text} \n {text}{text}\n\n{text}1 {text[:-1]} {text[1:]}")
     texts = [unicodedata.normalize("NFC", text) for text in texts]
-    expected = exact_ids(tokenizer, texts)
-    found = engine.raw_ids([text.encode() for text in texts])
-    return np.array_equal(expected.offsets, found.offsets) and np.array_equal(expected.flat, found.flat)
+    expected, found = exact_ids(tokenizer, texts), engine.raw_ids([text.encode() for text in texts])
+    return all(map(np.array_equal, expected, found))
 
 
 # ---- a tokenizer.json ----
@@ -507,7 +490,7 @@ class JsonModel:
                 raise FormatError(f"{files.path}: {reason}")
         self.name = "gigatoken" if self._fast is not None else "tokenizers"
 
-    def ids(self, passages: Sequence[Passage]) -> Ids:
+    def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
         """Token ids of the passages.
 
         Raises:
@@ -518,8 +501,8 @@ class JsonModel:
         ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
         if len(plain) == len(passages):
             return ids
-        rows = dict(zip(plain, ids.rows(), strict=True))
-        return Ids.of([rows[i] if i in rows else self.locate(p)[0] for i, p in enumerate(passages)])
+        known = dict(zip(plain, ids, strict=True))
+        return [known[i] if i in known else self.locate(passage)[0] for i, passage in enumerate(passages)]
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located]:
         """Ids, and which characters of the passage they stand for.
