@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -78,10 +77,8 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
     def __enter__(self) -> SFTIndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.writer.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.writer.__exit__(*error)
 
     def add_pack(
         self,

@@ -128,21 +128,15 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         name = backend or ("mmap" if mmap else "pread")
         read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)
         shard = Shard(path_prefix, backend=read, copy=copy, index_cache=cache, columns=columns)
-        self._take(shard, object_storage_config)
-
-    def _take(self, shard: Shard, object_storage_config: Any) -> None:
-        """Set all state; the constructor and unpickling both come through here."""
-        self.path_prefix = shard.prefix
-        self.multimodal = False
-        self.mmap = shard.backend == "mmap"
-        self.object_storage_config = object_storage_config
-        self.shard = shard
+        self.__setstate__((shard, object_storage_config))
 
     def __getstate__(self) -> tuple[Shard, Any]:
         return self.shard, self.object_storage_config
 
     def __setstate__(self, state: tuple[Shard, Any]) -> None:
-        self._take(*state)
+        """Set all there is; the constructor and unpickling both come through here."""
+        self.shard, self.object_storage_config = state
+        self.path_prefix, self.multimodal, self.mmap = self.shard.prefix, False, self.shard.backend == "mmap"
 
     def __del__(self) -> None:
         # The parent deletes a reader and an index; ours close with their last view.

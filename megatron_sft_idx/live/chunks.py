@@ -383,6 +383,14 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
     """
     stopped = threading.Event()
 
+    def write_end(chunks: int) -> None:
+        for place in end_folders:
+            try:
+                return Catalog(place).write_end(chunks)
+            except OSError as error:
+                reason = error.strerror
+        raise FormatError(f"{place}: {reason}; give --ack-dir, a folder that this run may write to")
+
     def watch() -> None:
         still = Still()
         while not stopped.wait(min(1.0, seconds / 4)):
@@ -392,7 +400,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                 status = os.stat(path)
                 unchanged = still.seconds((newest, status.st_size, status.st_mtime_ns))
                 if unchanged >= seconds and status.st_size and ends_whole(path):
-                    _write_end(end_folders, newest + 1)
+                    write_end(newest + 1)
                     said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)
                     return
@@ -410,12 +418,3 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
     finally:
         stopped.set()
         thread.join()
-
-
-def _write_end(folders: Sequence[str], chunks: int) -> None:
-    for folder in folders:
-        try:
-            return Catalog(folder).write_end(chunks)
-        except OSError as error:
-            reason = error.strerror
-    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")

@@ -421,11 +421,10 @@ class Walk:
 
     def _wait(self, shard: int) -> bool:
         """Wait for a shard; False where the catalog ends before it."""
+        before = self.state.base.num_items(shard)
 
         def uncommitted() -> int:
-            """Items of all ranks before the shard that no acknowledgement includes."""
-            done = self._acknowledged(self.state).values()
-            return max(0, self.state.base.num_items(shard) - sum(items for items, _ in done))
+            return max(0, before - sum(items for items, _ in self._acknowledged(self.state).values()))
 
         return self._shards.wait(shard, self._waiter, uncommitted)
 

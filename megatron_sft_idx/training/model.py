@@ -101,23 +101,21 @@ def layer_spec(attention: str) -> ModuleSpec:
 
 def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
     """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
-    masked, params = None, None
-    whole, batch = batch, laid_out(batch, attention)
-    length = batch["tokens"].shape[1]
-    if attention in ("thd", "te"):
-        params = packed_seq_params(whole)
-    elif attention == "mask":
-        masked = block_mask(_bounds(whole), length)
-    else:
-        masked = torch.ones(1, 1, length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)
-    inputs = {
-        "input_ids": batch["tokens"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": masked,
-        "labels": batch["labels"],
-        "packed_seq_params": params,
+    laid = laid_out(batch, attention)
+    length, device = laid["tokens"].shape[1], laid["tokens"].device
+    inputs: dict[str, Any] = {
+        "input_ids": laid["tokens"],
+        "position_ids": laid["position_ids"],
+        "labels": laid["labels"],
     }
-    return inputs, batch["loss_mask"]
+    inputs |= {"attention_mask": None, "packed_seq_params": None}
+    if attention in ("thd", "te"):
+        inputs["packed_seq_params"] = packed_seq_params(batch)
+    elif attention == "mask":
+        inputs["attention_mask"] = block_mask(_bounds(batch), length)
+    else:
+        inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    return inputs, laid["loss_mask"]
 
 
 def laid_out(batch: Batch, attention: str, keys: Sequence[str] = _TOKENWISE) -> Batch:

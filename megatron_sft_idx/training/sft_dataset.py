@@ -220,14 +220,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                     f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
                     " a loss that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
                 )
-        if masked := shards.total("num_masked_packs"):
-            what = "sequences" if len(shards) == shards.num_sequences else "packs"
-            said = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
-            log_single_rank(logger, logging.WARNING, "%s: %s", path, said)
-        if self.index_only_packing:
-            require_fit(shards, self.plan_options)
-            return
-        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            if self.index_only_packing:
+                continue
             if header.capacity > self.sequence_length:
                 raise FormatError(
                     f"{prefix}: packs of up to {header.capacity} tokens, sequence_length is {self.sequence_length};"
@@ -239,6 +233,13 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                     f" multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
                     f" {self.sequence_multiple}, or set index_only_packing"
                 )
+        if masked := shards.total("num_masked_packs"):
+            what = "sequences" if len(shards) == shards.num_sequences else "packs"
+            said = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
+            log_single_rank(logger, logging.WARNING, "%s: %s", path, said)
+        if self.index_only_packing:
+            require_fit(shards, self.plan_options)
+            return
         fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
         if fill < 0.5:  # hardly packed for this job
             said = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
