@@ -543,8 +543,9 @@ def checked_alignment(path: str, alignment: str) -> MaskAlignment:
 
 def all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
-    mask = np.ones(int(lengths.sum()), np.uint8)
-    mask[np.cumsum(lengths) - 1] = 0
+    ends = lengths.cumsum()
+    mask = np.ones(int(ends[-1]) if len(ends) else 0, np.uint8)
+    mask[ends - 1] = 0
     return mask
 
 

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,7 @@ from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from megatron_sft_idx.formats.parquet import Opener
-    from megatron_sft_idx.formats.stock import MaskRule
+from megatron_sft_idx.storage import BackendName, ReadOptions
 
 
 class JoinedShards:
@@ -96,30 +90,13 @@ class JoinedShards:
 _SHARED_OPTIONS = {"backend", "columns", "copy", *ReadOptions._fields}
 
 
-class Options(TypedDict, total=False):
-    """What readers of the one or the other format take besides; ``Reader`` of each format says what it means."""
-
-    advice: Advice
-    allow_gaps: bool
-    backend: BackendName | ReadOptions
-    cache_nbytes: int
-    capacity: int | None
-    columns: Sequence[str]
-    copy: bool
-    huge_pages: bool
-    index_cache: str | None
-    mask_path: str | os.PathLike[str] | None
-    mask_rule: MaskRule | None
-    opener: Opener | None
-
-
 def open_dataset(
     source: Source,
     *,
     format: str | None = None,
     mask_alignment: MaskAlignment = "label",
     max_open: int = MAX_OPEN,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> PackedDataset:
     """Open packed data of any format this package reads.
 
@@ -129,8 +106,9 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
         max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader: for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``; for these,
-            Parquet, memmap folders and JSON lines ``columns``, names of those that packs come with.
+        options: of the format's reader, as its ``Reader`` says: for shards ``backend``, ``advice`` and
+            ``huge_pages`` of ``Shard``; for these, Parquet, memmap folders and JSON lines ``columns``, names of those
+            that packs come with. One that the format does not have is an error.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.
@@ -238,9 +216,9 @@ class PackedDataset:
             i += self._before[-1]
         if not 0 <= i < self._before[-1]:
             raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._before[-1]}")
-        if len(self._before) == 2 and (shard := self._shard(0)) is not None:
-            self._only = shard
-            return shard[i]
+        if len(self._before) == 2 and self._parts.name == JoinedShards.name:
+            self._only = self._shard(0)
+            return self[i]
         number = bisect_right(self._before, i) - 1
         return self._parts.read(number, i - self._before[number])
 
