@@ -115,16 +115,13 @@ def test_chunks_go_by_number_past_99999(tmp_path: Path) -> None:
     assert reader.notes[0].startswith("chunks 0 to 99997 are not here: freed by their producer")
 
 
-def test_gaps_are_errors_unless_their_producer_made_them(tmp_path: Path) -> None:
+def test_gaps_are_errors(tmp_path: Path) -> None:
     packs = demo_samples(8)
     folder = write_chunks(tmp_path / "x", packs, 1)
     for number in (2, 3, 6):
         (folder / f"chunk_{number:05d}.jsonl").unlink()
     with pytest.raises(FormatError, match="chunks 2 to 3, 6 are missing"):
         Reader(folder)
-    reader = Reader(folder, allow_gaps=True)
-    assert_reads(reader, [packs[i] for i in (0, 1, 4, 5, 7)])
-    assert reader.notes[0] == "chunks 2 to 3, 6 are not here; gaps were allowed"
 
 
 def test_a_name_that_could_be_there_twice_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from packs import Sample, assert_is, demo_samples, sample_of
 from parquet_tables import table_of, write_groups
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats import parquet
 from megatron_sft_idx.formats.parquet import Reader, Writer
 
 # ---- trips ----
@@ -143,38 +143,6 @@ def test_metadata_of_other_rows_is_counted_again(tmp_path: Path) -> None:
 # ---- reading ----
 
 
-class Counting(io.FileIO):
-    """Counts what is read."""
-
-    nbytes = 0
-
-    def read(self, size: int | None = -1) -> Any:
-        data = super().read(-1 if size is None else size)
-        Counting.nbytes += len(data or b"")
-        return data
-
-
-def test_an_opener_supplies_the_bytes_and_groups_are_read_once(tmp_path: Path) -> None:
-    packs = demo_samples(20)
-    write_groups(tmp_path / "x", table_of(packs), [5, 5, 10])
-    opened: list[str] = []
-
-    def opener(path: str) -> Any:
-        opened.append(path)
-        return Counting(tmp_path / "x")
-
-    reader = Reader("elsewhere://x", opener=opener)
-    assert opened == ["elsewhere://x"]
-    reader.read(7)
-    before = Counting.nbytes
-    for i in (5, 9, 6, 8):
-        assert_is(reader.read(i), packs[i])
-    assert Counting.nbytes == before
-    assert_is(reader.read(10), packs[10])
-    assert Counting.nbytes > before
-    assert_reads(reader, packs)
-
-
 def test_runs_are_bounded_whatever_the_row_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_sft_idx.formats.parquet.RUN_TOKENS", 12)
     lengths = [1] * 40 + [3] * 6 + [5] + [1] * 3 + [30] + [2] * 2
@@ -197,12 +165,14 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path, monke
         return decode(self, group)
 
     monkeypatch.setattr(Reader, "_decode", noting)
-    one = Reader(tmp_path / "x", cache_nbytes=0)
+    monkeypatch.setattr(parquet, "_CACHE_NBYTES", 0)
+    one = Reader(tmp_path / "x")
     for i in (0, 1, 2, 0, 7, 6):
         one.read(i)
     assert decoded == [0, 1, 0, 3]
     decoded.clear()
-    two = Reader(tmp_path / "x", cache_nbytes=2 * 1100 + 500)
+    monkeypatch.setattr(parquet, "_CACHE_NBYTES", 2 * 1100 + 500)
+    two = Reader(tmp_path / "x")
     for i in (0, 2, 0, 4, 0, 2):
         two.read(i)
     assert decoded == [0, 1, 2, 1]

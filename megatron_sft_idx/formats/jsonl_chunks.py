@@ -90,32 +90,23 @@ def chunk_numbers(folder: str) -> list[int]:
     return sorted(numbers)
 
 
-def chunk_paths(folder: str, *, allow_gaps: bool) -> tuple[list[str], list[str]]:
+def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
     """Paths of a folder's chunks in order, and notes on those that are not there any more.
 
-    A producer deletes chunks that were consumed, from the first one on. So what is missing before the first chunk is
-    said in a note; a gap after it is an error unless it is allowed.
+    A producer deletes chunks that were consumed, from the first one on: that is said in a note.
 
     Raises:
-        FormatError: no chunks, a gap, or a name that is not a chunk's.
+        FormatError: no chunks, a gap after the first, or a name that is not a chunk's.
     """
     numbers = chunk_numbers(folder)
     if not numbers:
         raise FormatError(f"{folder}: no chunks in it, expected files named {chunk_name(0)} and on")
-    notes = []
-    if numbers[0]:
-        notes.append(f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems")
-    gaps = [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]
-    if gaps:
+    if gaps := [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_LISTED])
         listed += ", ..." if len(gaps) > _LISTED else ""
-        if not allow_gaps:
-            raise FormatError(
-                f"{folder}: chunks {listed} are missing between others; copy them, or pass allow_gaps where their"
-                " producer freed them"
-            )
-        notes.append(f"chunks {listed} are not here; gaps were allowed")
-    return [os.path.join(folder, chunk_name(number)) for number in numbers], notes
+        raise FormatError(f"{folder}: chunks {listed} are missing between others; copy them, or make them again")
+    freed = f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems"
+    return [os.path.join(folder, chunk_name(number)) for number in numbers], [freed] if numbers[0] else []
 
 
 def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -379,7 +370,9 @@ def recognise(path: str) -> str | None:
     try:
         if not os.path.isdir(path):
             return f"its first line has {', '.join(FIELDS)}" if _begins_packed(path) else None
-        paths, _ = chunk_paths(path, allow_gaps=True)
+        paths = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
+        if not paths:
+            return None
         # Chunks may be empty, and a dataset without packs has no other.
         first = next((chunk for chunk in paths if os.path.getsize(chunk)), None)
         if first is None:
@@ -417,7 +410,6 @@ class Reader(PackedReader):
     Opening reads all bytes once to find the lines; 16 bytes a pack are kept of them.
 
     Args:
-        allow_gaps: chunks in between are missing because their producer freed them.
         columns: names of those that packs come with; None for all.
 
     Raises:
@@ -426,11 +418,11 @@ class Reader(PackedReader):
 
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
 
-    def _open(self, *, allow_gaps: bool = False, columns: Sequence[str] | None = ()) -> None:
+    def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self.alignment = "token"
         self._paths = [self.path]
         if os.path.isdir(self.path):
-            self._paths, self.notes = chunk_paths(self.path, allow_gaps=allow_gaps)
+            self._paths, self.notes = _chunk_paths(self.path)
         try:
             bounds = [line_bounds(chunk) for chunk in self._paths]
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -505,7 +505,6 @@ class Writer(MemmapShardWriter):
         spec: what is going to be written.
         overwrite: replace such a folder.
         allow_loss: write loss weights above 0 as 1.
-        pack_size: width of the rows where not the capacity, such as the longest pack, to save space.
 
     Raises:
         FormatError: sizes that the format does not have, or something is at ``path``.
@@ -513,18 +512,12 @@ class Writer(MemmapShardWriter):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: PackedSpec,
-        *,
-        overwrite: bool = False,
-        allow_loss: bool = False,
-        pack_size: int | None = None,
+        self, path: str | os.PathLike[str], spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False
     ) -> None:
         super().__init__(
             path,
             spec.num_packs,
-            max(spec.capacity, 1) if pack_size is None else pack_size,  # an empty shard's capacity may be 0
+            max(spec.capacity, 1),  # an empty shard's capacity may be 0
             spec.num_sequences,
             np.uint16 if spec.token_dtype == np.uint16 else np.int32,
             mask_alignment="label",

@@ -26,7 +26,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,9 @@ VERSION = 1
 # What the footer counts of every row group, beside its rows.
 _COUNTED = ("input_ids", "seq_start_id")
 
-# Opens a path for reading: a pyarrow NativeFile, or anything with read, seek, tell and size of a binary file.
-Opener = Callable[[str], Any]
-
 _MAGIC = b"PAR1"
+# Memory for decoded row groups; the last one is kept whatever its size.
+_CACHE_NBYTES = 256 << 20
 _READ_NBYTES = 1 << 20
 # A decoded row group above this is refused: a few bytes of run lengths may claim any number of values.
 _MOST_GROUP_VALUES = 1 << 31
@@ -185,8 +184,6 @@ class Reader(PackedReader):
     follow. Each process opens its own reader; threads may share one.
 
     Args:
-        opener: opens the path where it is no local file.
-        cache_nbytes: memory for decoded row groups; the last one is kept whatever its size.
         columns: names of those that packs come with; None for all that the file says it has.
 
     Raises:
@@ -194,21 +191,17 @@ class Reader(PackedReader):
         SFTIndexError: pyarrow is not installed.
     """
 
-    def _open(
-        self, *, opener: Opener | None = None, cache_nbytes: int = 256 << 20, columns: Sequence[str] | None = ()
-    ) -> None:
+    def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._cache: OrderedDict[int, PackRun] = OrderedDict()
-        self._cache_nbytes, self._cached_nbytes = cache_nbytes, 0
+        self._cached_nbytes = 0
         self._lock = threading.Lock()
         with pyarrow_errors(self.path):
             import pyarrow as pa
             import pyarrow.parquet as pq
 
             # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
-            if opener is None:
-                open_regular(self.path).close()
-            source = pa.OSFile(self.path) if opener is None else opener(self.path)
-            source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
+            open_regular(self.path).close()
+            source = pa.OSFile(self.path)
             # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
             self._file = pq.ParquetFile(source, buffer_size=_READ_NBYTES, pre_buffer=False)
             # Size, and checksum of the footer, which has place, size, counts and value range of every column chunk.
@@ -305,7 +298,7 @@ class Reader(PackedReader):
                 run = self._decode(group)
                 self._cache[group] = run
                 self._cached_nbytes += run.nbytes
-                while self._cached_nbytes > self._cache_nbytes and len(self._cache) > 1:
+                while self._cached_nbytes > _CACHE_NBYTES and len(self._cache) > 1:
                     self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
             self._cache.move_to_end(group)
         return run.pack(index - self._first_packs[group])
@@ -397,9 +390,6 @@ class Reader(PackedReader):
 # pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
 _MOST_GROUP_TOKENS = 4 << 20
 
-# Codecs that Parquet has.
-_CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
-
 
 class Writer(PackedWriter):
     """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, what Nemotron writes and Bridge reads.
@@ -409,10 +399,9 @@ class Writer(PackedWriter):
     Args:
         row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
             large ones the file small.
-        compression: as pyarrow calls it.
 
     Raises:
-        FormatError: something is at ``path``, or an option is not what pyarrow takes.
+        FormatError: something is at ``path``, or a group of no packs.
         SFTIndexError: pyarrow is not installed.
     """
 
@@ -421,7 +410,7 @@ class Writer(PackedWriter):
     binary = True
     carries = True
 
-    def _begin(self, *, row_group_size: int = 1000, compression: str = "zstd") -> None:
+    def _begin(self, *, row_group_size: int = 1000) -> None:
         assert self._spec is not None
         self.carries = PADDED not in self._spec.metadata  # Megatron-Bridge knows none
         spec = self._spec if self.carries else dataclasses.replace(self._spec, columns={})
@@ -435,9 +424,6 @@ class Writer(PackedWriter):
         with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
-
-            if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
-                raise FormatError(f"{self._path}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._most_tokens = fewer_tokens(_MOST_GROUP_TOKENS, spec.columns)
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
@@ -455,7 +441,7 @@ class Writer(PackedWriter):
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
         temporary = self._make().temporary
         with naming(temporary):
-            self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression=compression)
+            self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression="zstd")
 
     def _append(self, run: PackRun) -> None:
         first = 0

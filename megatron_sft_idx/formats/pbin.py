@@ -400,26 +400,23 @@ class Writer(PackedWriter):
 
     Args:
         allow_loss: write, though loss masks and which sequences shared a pack are lost.
-        token_nbytes: bytes of a token, 1, 2 or 4; None for 2 with uint16 tokens and 4 with int32.
 
     Raises:
-        FormatError: no leave to lose; a size of another number; the file exists.
+        FormatError: no leave to lose; the file exists.
         OSError: the disk says no.
     """
 
     format = "pbin"
     reader, kind = Reader, Kind("a Modalities .pbin", _is_whole)
 
-    def _begin(self, *, token_nbytes: int | None = None) -> None:
+    def _begin(self) -> None:
         if not self._allow_loss:
             raise FormatError(
                 f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
                 " document trained as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
             )
         assert self._spec is not None
-        token_nbytes = token_nbytes or self._spec.token_dtype.itemsize
-        if token_nbytes not in _TOKEN_NBYTES:
-            raise FormatError(f"{self._path}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
+        token_nbytes = self._spec.token_dtype.itemsize
         self._dtype = np.dtype(f"<u{token_nbytes}")
         self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
         self._lengths: list[NDArray[np.int64]] = []
@@ -427,14 +424,11 @@ class Writer(PackedWriter):
         self._file.write(encode_header(0, token_nbytes))
 
     def _append(self, run: PackRun) -> None:
-        largest = np.iinfo(self._dtype).max
         tokens = np.asarray(run.tokens)
-        if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
-            at = int(np.argmax((tokens < 0) | (tokens > largest)))
+        if len(tokens) and tokens.max() > (largest := np.iinfo(self._dtype).max):
+            at = int(np.argmax(tokens))
             raise SequenceError(
-                self._path,
-                self._pack_at(run, at),
-                f"has id {tokens[at]}, expected 0 to {largest} in {self._dtype.itemsize} bytes; pass token_nbytes=4",
+                self._path, self._pack_at(run, at), f"has id {tokens[at]}, the spec says {largest} at most"
             )
         self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
         self._lengths.append(run.sequence_lengths())
