@@ -326,11 +326,7 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     Text parts become one string, parts that hold reasoning or a tool call the fields of that name; arguments of
     tool calls become objects (as templates expect them) and an old ``function_call`` one of the tool calls; the
     role ``function`` becomes ``tool``; reasoning is found under ``reasoning_content`` whatever the row calls it,
-    and under its own name too. Null keys are left out, as transformers leaves them out.
-
-    Args:
-        message: the message as the row has it; not changed.
-        what: how error messages call it, such as ``messages[3]``.
+    and under its own name too. Null keys are left out, as transformers leaves them out. Errors call it ``what``.
     """
     message = _typed(message, dict, what, "an object with role and content")
     given = message.get("role")

@@ -311,18 +311,6 @@ def _read_blocks(file: InputFile) -> Blocks:
         raise FormatError(f"{file.path}: cannot be read: {error.strerror or error}") from None
 
 
-def _stream_blocks(stream: io.BufferedReader, name: str) -> Blocks:
-    """As ``_read_blocks``, of text that comes in a pipe, as it comes."""
-    arriving = _with_positions(iter(partial(stream.read1, _BLOCK_NBYTES), b""))
-    try:
-        for block, at in _text_of(name, "", arriving):
-            if at == len(block) and (compression := _compression_of(block)):
-                raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
-            yield block, at
-    except OSError as error:
-        raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
-
-
 def _with_positions(blocks: Iterable[bytes]) -> Blocks:
     position = 0
     for block in blocks:
@@ -437,7 +425,13 @@ def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) ->
     Raises:
         FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``MAX_ROW_NBYTES``.
     """
-    yield from cut_lines(_stream_blocks(stream, name), path=name, piece_nbytes=piece_nbytes)
+    try:
+        if compression := _compression_of(stream.peek(1)):
+            raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
+        arriving = _with_positions(iter(partial(stream.read1, _BLOCK_NBYTES), b""))
+        yield from cut_lines(_text_of(name, "", arriving), path=name, piece_nbytes=piece_nbytes)
+    except OSError as error:
+        raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
 # A block, where rows end in it (at these separator bytes), and the bytes of the file read so far.

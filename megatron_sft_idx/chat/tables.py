@@ -7,7 +7,6 @@ large row groups are. Arrow cannot tell an absent key from a null one: keys that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,29 +72,29 @@ def table_pieces(
 ) -> Iterator[TablePiece]:
     """About ``piece_nbytes`` of rows at a time, whatever the row groups are; batches are split and gathered greedily.
 
-    Args:
-        path: of the file.
-        kind: of the file; Arrow's are IPC streams (what ``save_to_disk`` writes) and IPC files.
-        remote: the object at the path, where it is one.
-        piece_nbytes: of the rows as Arrow holds them.
+    Arrow files are IPC streams (what ``save_to_disk`` writes) or IPC files; ``remote`` is the object where it is one.
 
     Raises:
         FormatError: not a readable file of its kind.
         SFTIndexError: pyarrow is not installed.
     """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        extra = "pip install 'megatron-sft-idx[parquet]'"
+        raise SFTIndexError(f"{path}: reading {kind.title()} files needs pyarrow: {extra}") from None
+
     first, consumed, nbytes, position = 1, 0, 0, 0
     held: list[pa.RecordBatch] = []
 
     def piece() -> TablePiece:
-        import pyarrow as pa
-
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, held[0].schema) as writer:
             for batch in held:
                 writer.write_batch(batch)
         return TablePiece(path, first, position - consumed, sink.getvalue().to_pybytes())
 
-    with _pyarrow_errors(path, kind.title()):
+    try:
         batches = _arrow_batches(path, remote) if kind == "arrow" else _parquet_batches(path, remote, piece_nbytes)
         for whole, at in batches:
             at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
@@ -110,6 +109,8 @@ def table_pieces(
                 position = at
         if held:
             yield piece()
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{path}: not a readable {kind.title()} file: {str(error).splitlines()[0]}") from None
 
 
 def _parquet_batches(path: str, remote: ObjectFile | None, piece_nbytes: int) -> _Batches:
@@ -149,20 +150,6 @@ def _arrow_batches(path: str, remote: ObjectFile | None) -> _Batches:
 
 def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
     return max(1, min(num_rows, num_rows * piece_nbytes // max(1, nbytes)))
-
-
-@contextmanager
-def _pyarrow_errors(path: str, kind: str) -> Iterator[None]:
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise SFTIndexError(
-            f"{path}: reading {kind} files needs pyarrow: pip install 'megatron-sft-idx[parquet]'"
-        ) from None
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise FormatError(f"{path}: not a readable {kind} file: {str(error).splitlines()[0]}") from None
 
 
 # ---- values ----

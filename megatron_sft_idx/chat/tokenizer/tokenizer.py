@@ -249,19 +249,12 @@ def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
 
 
 class _Crossing(NamedTuple):
-    """A token that is trained on and begins before its span.
+    """A token that is trained on and begins before its span."""
 
-    Attributes:
-        token: its number in the text.
-        before: what of it lies before the span.
-        text: all that it spells.
-        held: whether a span that is trained on holds its beginning too.
-    """
-
-    token: int
-    before: str
-    text: str
-    held: bool
+    token: int  # its number in the text
+    before: str  # what of it lies before the span
+    text: str  # all that it spells
+    held: bool  # whether a span that is trained on holds its beginning too
 
 
 def _crossings(nbytes: NDArray[np.int64], utf8: bytes, row: Rendered) -> list[_Crossing]:
