@@ -241,8 +241,10 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
             same = (now := _object_at(paths.seq_idx)) is not None and now.etag == seq_idx.info.etag
     except ShardNotFoundError:
         raise
-    except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
-        raise _not_found(paths) from None
+    except (OSError, FormatError) as error:  # gone, as when another shard is being published, or what is no file
+        if isinstance(error, FileNotFoundError) or (seq_idx.info is None and paths.missing()):
+            raise _not_found(paths) from None
+        raise
     # Sizes alone would not tell: a shuffled shard has the same.
     if not same:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")

@@ -579,7 +579,7 @@ class Publication:
         written = [path for path in paths.all if paths.temporary(path) in self._files]
         for path in written:
             self._files[paths.temporary(path)].sync()
-        found = _inodes({*written, *(self._replaced.keys() - {*paths.all})})
+        found = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
         if strange := [path for path in found if found[path] != self._replaced.get(path)]:
             raise FormatError(
                 f"{paths.prefix}: {', '.join(strange)} exist already, which were not there when this was begun;"

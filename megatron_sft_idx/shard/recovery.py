@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -135,7 +133,6 @@ def _nbytes(path: str) -> int:
 def recover(
     prefix: str | os.PathLike[str],
     *,
-    metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: Advance = lambda num_tokens: None,
 ) -> Header:
@@ -149,7 +146,6 @@ def recover(
 
     Args:
         prefix: the path the five files will share.
-        metadata: JSON object for the header; None takes what was known when the build began.
         overwrite: replace a shard that is at the prefix.
         progress: called with the tokens read since the last call.
 
@@ -182,8 +178,7 @@ def recover(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
                 " build it again with overwrite (--overwrite)"
             )
-        known = options.metadata if metadata is None else metadata
-        writer.metadata = {**known, "recovered": {"packs": kept, "packs_in_journal": remains.num_recorded}}
+        writer.metadata["recovered"] = {"packs": kept, "packs_in_journal": remains.num_recorded}
         return writer.finalize()
     finally:
         publication.close()

@@ -507,7 +507,8 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
     begins, nbytes = np.array([array.offset for array in files], np.int64) + starts * size, counts * size
     while done < len(files):
         stamped = tuple([array.file for array in files[done:]])
-        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], out[int(counts[:done].sum()) :])
+        room = out[int(counts[:done].sum()) :] if done else out
+        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], room)
         done, looks = done + more, 0 if more else looks
         if done < len(files):
             files[done].look_again(looks)
