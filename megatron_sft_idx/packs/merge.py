@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,9 +32,9 @@ _COUNTS = ("num_packs", "num_sequences", "num_tokens")
 _Spans = Callable[[int, int], tuple[tuple[int, int], tuple[int, int]]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """Packs of one shard that follow each other.
+    """Packs of one shard that follow each other; as a dict, an entry of ``ORIGIN`` in the JSON block.
 
     Attributes:
         shard_id: of the shard, hex.
@@ -54,17 +51,6 @@ class Run:
     num_packs: int
     num_sequences: int
     num_tokens: int
-
-    def followed_by(self, other: Run) -> Run | None:
-        """Both as one, where the other begins at this one's end."""
-        if (self.shard_id, self.source, self.first_pack + self.num_packs) != (
-            other.shard_id,
-            other.source,
-            other.first_pack,
-        ):
-            return None
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
-        return dataclasses.replace(self, **sums)
 
 
 def own_run(header: Header) -> Run:
@@ -87,54 +73,33 @@ def runs_of(header: Header) -> list[Run]:
 
 def slice_runs(runs: Sequence[Run], first: int, stop: int, spans: _Spans) -> list[Run]:
     """Of a shard's runs, those of its packs ``[first, stop)``; ``spans`` gives the tokens and sequences of packs."""
-    begins = list(accumulate((run.num_packs for run in runs), initial=0))
-    found = []
-    number = bisect_right(begins, first) - 1
-    while first < stop:
-        run, begin = runs[number], begins[number]
-        end = min(begin + run.num_packs, stop)
-        tokens, sequences = spans(first, end)
-        counts = end - first, sequences[1] - sequences[0], tokens[1] - tokens[0]
-        found.append(Run(run.shard_id, run.source, run.first_pack + first - begin, *counts))
-        first, number = end, number + 1
+    found, begin = [], 0
+    for run in runs:
+        low, high = max(first, begin), min(stop, begin + run.num_packs)
+        if low < high:
+            (token, last_token), (sequence, last_sequence) = spans(low, high)
+            counts = high - low, last_sequence - sequence, last_token - token
+            found.append(Run(run.shard_id, run.source, run.first_pack + low - begin, *counts))
+        begin += run.num_packs
     return found
 
 
-def extend_runs(runs: list[Run], more: Iterable[Run]) -> None:
-    """Append runs to a list; one that continues the last becomes part of it, an empty one is left out."""
+def _extend(runs: list[Run], more: Iterable[Run]) -> None:
+    """Append runs; one that continues the last becomes part of it, an empty one is left out."""
     for run in more:
-        if runs and (both := runs[-1].followed_by(run)):
-            runs[-1] = both
+        last = runs[-1] if runs else None
+        place = run.shard_id, run.source, run.first_pack
+        if last and (last.shard_id, last.source, last.first_pack + last.num_packs) == place:
+            sums = {name: getattr(last, name) + getattr(run, name) for name in _COUNTS}
+            runs[-1] = dataclasses.replace(last, **sums)
         elif run.num_packs:
             runs.append(run)
-
-
-def origin_entry(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """What the JSON block has under ``ORIGIN``."""
-    return [dataclasses.asdict(run) for run in runs]
 
 
 # What a part of a split says of the whole.
 SPLIT = "split"
 # Keys of the JSON block that count or name what is in one shard: not true of a merged one, nor of a part.
 PER_SHARD = frozenset({"columns", "notes", "packing", "sources", ORIGIN, SPLIT})
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """Something that all shards have in common.
-
-    Attributes:
-        name: as messages say it.
-        value_of: gives it, None where a shard does not know.
-        remedy: how shards that differ in it can become one all the same.
-        block: entry of the JSON block it is read from, if it is.
-    """
-
-    name: str
-    value_of: Callable[[Header], Any]
-    remedy: str
-    block: str = ""
 
 
 _COPY = "copy one with ShardWriter(..., {}=...).add_shard(Shard(...)), which converts, and merge the copy"
@@ -146,52 +111,52 @@ _CAPACITY = (
 _MULTIPLE = "pack one again (megatron-sft-idx pack SHARD --seq-length N --sequence-multiple M)"
 _TEMPLATES = "preprocess one again with the template of the other, or pass mixed_templates (--mixed-templates)"
 # Masks are label-aligned everywhere: a header that claims anything else is refused when it is read (rule H5).
-_FIELDS = (
-    _Field("token dtype", lambda header: header.token_dtype, _COPY.format("token_dtype")),
-    _Field("mask dtype", lambda header: header.mask_dtype, _COPY.format("mask_dtype")),
+# What all shards have in common: as messages say it, what gives it (None where a shard does not know), and how shards
+# that differ in it can become one all the same.
+_FIELDS: tuple[tuple[str, Callable[[Header], Any], str], ...] = (
+    ("token dtype", lambda header: header.token_dtype, _COPY.format("token_dtype")),
+    ("mask dtype", lambda header: header.mask_dtype, _COPY.format("mask_dtype")),
     # An empty shard may have a capacity of 0: it was to be that of the longest pack.
-    _Field("capacity", lambda header: header.capacity or None, _CAPACITY),
-    _Field("sequence multiple", lambda header: header.sequence_multiple, _MULTIPLE),
-    _Field("pad id", lambda header: header.pad_id, _TOKENIZERS),
-    _Field("tokenizer", lambda header: header.tokenizer, _TOKENIZERS, "tokenizer"),
-    _Field("chat template", lambda header: header.template, _TEMPLATES, "chat_template"),
+    ("capacity", lambda header: header.capacity or None, _CAPACITY),
+    ("sequence multiple", lambda header: header.sequence_multiple, _MULTIPLE),
+    ("pad id", lambda header: header.pad_id, _TOKENIZERS),
+    ("tokenizer", lambda header: header.tokenizer, _TOKENIZERS),
+    ("chat template", lambda header: header.template, _TEMPLATES),
 )
-_COMPARED = {field.block for field in _FIELDS if field.block}
+# Entries of the JSON block that fields are read from.
+_BLOCKS = {"tokenizer": "tokenizer", "chat template": "chat_template"}
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What the shards so far say of one field.
+class _Common:
+    """Entries that are the same in all of several objects, and names of those that are not."""
 
-    Attributes:
-        known: first shard that knows it, and its value there.
-        unknown: first shard that does not know it.
-        num_unknown: shards that do not know it.
-        differs: whether two values were let pass.
-    """
+    def __init__(self) -> None:
+        self.entries: dict[str, Any] | None = None
+        self.differ: set[str] = set()
 
-    known: tuple[str, Any] | None = None
-    unknown: str = ""
-    num_unknown: int = 0
-    differs: bool = False
+    def add(self, entries: Mapping[str, Any]) -> None:
+        """Take one more object."""
+        before = dict(entries) if self.entries is None else self.entries
+        self.differ |= {key for key in entries.keys() | before if entries.get(key) != before.get(key)}
+        self.entries = {key: value for key, value in before.items() if key not in self.differ}
 
 
 class Agreement:
     """Takes the headers of the shards that are to be one, in order, and keeps some hundred bytes of each.
 
     Args:
-        mixed_capacity: let capacities differ; the largest is that of the merged shard.
-        mixed_templates: let chat templates differ.
+        mixed: names of the fields that may differ: of capacities, the largest is that of the merged shard.
     """
 
-    def __init__(self, *, mixed_capacity: bool = False, mixed_templates: bool = False) -> None:
-        self._mixed = {"capacity": mixed_capacity, "chat template": mixed_templates}
-        self._seen = {field.name: _Seen() for field in _FIELDS}
+    def __init__(self, mixed: Collection[str]) -> None:
+        self._mixed = mixed
         self._first: Header | None = None
         self._capacity, self._rebuilt = 0, False
+        self._known: dict[str, tuple[str, Any]] = {}  # of a field, the first shard that knows it, and its value there
+        self._unknown: dict[str, tuple[str, int]] = {}  # the first that does not, and how many
+        self._differ: set[str] = set()  # fields of which two values were let pass
         self._compared: dict[str, Any] = {}  # entries of the JSON block that fields are read from
-        self._blocks: dict[str, Any] = {}  # other entries that are the same everywhere
-        self._dropped: set[str] = set()  # names of those that are not
+        self._blocks = _Common()  # the others
         self._own: list[Run] = []
         self._runs: list[Run] = []
 
@@ -201,38 +166,32 @@ class Agreement:
         Raises:
             FormatError: it does not go together with one before it; says both values and both prefixes.
         """
-        for field in _FIELDS:
-            self._compare(field, prefix, header)
-        own = {key: value for key, value in header.metadata.items() if key not in PER_SHARD | _COMPARED}
-        if self._first is None:
-            self._first, self._blocks = dataclasses.replace(header, metadata={}), own
-        differ = {key for key in own.keys() | self._blocks if own.get(key) != self._blocks.get(key)}
-        self._dropped |= differ
-        for key in differ:
-            self._blocks.pop(key, None)
+        for name, value_of, remedy in _FIELDS:
+            self._compare(name, value_of(header), remedy, prefix, header)
+        aside = PER_SHARD | {*_BLOCKS.values()}
+        self._blocks.add({key: value for key, value in header.metadata.items() if key not in aside})
+        self._first = self._first or dataclasses.replace(header, metadata={})
         self._capacity = max(self._capacity, header.capacity)
         self._rebuilt |= header.rebuilt
-        extend_runs(self._own, [own_run(header)])
+        _extend(self._own, [own_run(header)])
         if len(self._runs) <= MAX_RUNS:  # else it is not going to be listed
-            extend_runs(self._runs, runs_of(header))
+            _extend(self._runs, runs_of(header))
 
-    def _compare(self, field: _Field, prefix: str, header: Header) -> None:
-        value, seen = field.value_of(header), self._seen[field.name]
+    def _compare(self, name: str, value: Any, remedy: str, prefix: str, header: Header) -> None:
+        block = _BLOCKS.get(name)
         if value is None:
-            seen.unknown = seen.unknown or prefix
-            seen.num_unknown += 1
-        elif seen.known is None:
-            seen.known = prefix, value
-            if field.block:
-                self._compared[field.block] = header.metadata[field.block]
-        elif value != seen.known[1]:
-            if not self._mixed.get(field.name):
-                first, expected = seen.known
-                raise FormatError(
-                    f"{prefix}: {field.name} {value}, in {first} {expected}; a merged shard has one: {field.remedy}"
-                )
-            seen.differs = True
-            self._compared.pop(field.block, None)
+            first, count = self._unknown.get(name, (prefix, 0))
+            self._unknown[name] = first, count + 1
+        elif name not in self._known:
+            self._known[name] = prefix, value
+            if block:
+                self._compared[block] = header.metadata[block]
+        elif value != self._known[name][1]:
+            if name not in self._mixed:
+                first, expected = self._known[name]
+                raise FormatError(f"{prefix}: {name} {value}, in {first} {expected}; a merged shard has one: {remedy}")
+            self._differ.add(name)
+            self._compared.pop(block or "", None)
 
     def header(self) -> Header:
         """What the merged shard has in common with its sources; counts and checksums are those of the first.
@@ -247,28 +206,29 @@ class Agreement:
             raise FormatError(
                 f"{len(runs)} shards, a header has room for the names of {MAX_RUNS}; merge some first, then the results"
             )
-        pad_id = self._seen["pad id"].known
+        origin = {ORIGIN: list(map(dataclasses.asdict, runs))}
         return dataclasses.replace(
             self._first,
             capacity=self._capacity,
-            pad_id=pad_id[1] if pad_id else None,
-            metadata=self._blocks | self._compared | {ORIGIN: origin_entry(runs)},
+            pad_id=self._known.get("pad id", ("", None))[1],
+            metadata=(self._blocks.entries or {}) | self._compared | origin,
             rebuilt=self._rebuilt,
         )
 
     def notes(self) -> list[str]:
         """What was not compared, or differs: a sentence each."""
-        notes = []
-        for name, seen in self._seen.items():
-            if seen.known and seen.num_unknown:
-                others = f" and {seen.num_unknown - 1:,} more" if seen.num_unknown > 1 else ""
-                notes.append(f"{seen.unknown}{others}: {name} not recorded, taken to be that of {seen.known[0]}")
-            if seen.differs:
+        notes, names = [], [name for name, _, _ in _FIELDS]
+        for name in names:
+            if name in self._known and name in self._unknown:
+                first, count = self._unknown[name]
+                others = f" and {count - 1:,} more" if count > 1 else ""
+                notes.append(f"{first}{others}: {name} not recorded, taken to be that of {self._known[name][0]}")
+            if name in self._differ:
                 notes.append(f"{name}: not the same in all shards, as was allowed")
-        if nowhere := [name for name, seen in self._seen.items() if not seen.known]:
+        if nowhere := [name for name in names if name not in self._known]:
             notes.append(f"recorded in none of the shards, so not compared: {', '.join(nowhere)}")
-        if self._dropped:
-            notes.append(f"not the same in all shards, so left out of the header: {', '.join(sorted(self._dropped))}")
+        if dropped := sorted(self._blocks.differ):
+            notes.append(f"not the same in all shards, so left out of the header: {', '.join(dropped)}")
         return notes
 
 
@@ -303,6 +263,16 @@ class _Files:
         return np.array(numbers, np.uint32)
 
 
+@dataclass(slots=True)
+class _Joined:
+    """A column that all shards so far have: where it was found first, what it is there, and what is in common."""
+
+    where: str
+    spec: ColumnSpec
+    metadata: _Common = field(default_factory=_Common)
+    nbytes: int = 0
+
+
 class _JoinedColumns:
     """Takes the columns of the shards that are to be one, in order: first what they are, then their numbers.
 
@@ -313,11 +283,8 @@ class _JoinedColumns:
     def __init__(self, *, allow_loss: bool) -> None:
         self._allow_loss = allow_loss
         self._first: str | None = None
-        self._found: dict[str, tuple[str, ColumnSpec]] = {}  # where a column was found first, and what it is there
-        self._metadata: dict[str, dict[str, Any]] = {}  # what is the same everywhere
-        self._differ: dict[str, set[str]] = {}  # keys of what is not
+        self._found: dict[str, _Joined] = {}
         self._lost: dict[str, str] = {}  # why a column is left out
-        self._nbytes: Counter[str] = Counter()
         self._files, self._files_again = _Files(), _Files()
         self._first_pair = 0  # what is added to the numbers of pairs of this shard
         self._next_pair = 0  # above all that were given
@@ -330,7 +297,7 @@ class _JoinedColumns:
             FormatError: it lacks a column that another has, or has one of another kind.
             ShardNotFoundError, CorruptShardError: of a column that it has.
         """
-        first, self._first = self._first or prefix, self._first or prefix
+        first = self._first = self._first or prefix
         paths, columns = ShardPaths.of(prefix), {}
         for name in column_names(paths, header, beside):
             try:
@@ -341,7 +308,7 @@ class _JoinedColumns:
                 self._lose(name, f"{error}")
         for name in sorted((self._found.keys() | columns.keys()) - self._lost.keys()):
             if name not in columns:
-                self._lose(name, f"{prefix}: no column {name}, which {self._found[name][0]} has")
+                self._lose(name, f"{prefix}: no column {name}, which {self._found[name].where} has")
             elif name not in self._found and prefix != first:
                 self._lose(name, f"{first}: no column {name}, which {prefix} has")
             else:
@@ -349,22 +316,19 @@ class _JoinedColumns:
 
     def _take(self, prefix: str, name: str, column: ColumnHeader) -> None:
         """A column that all shards so far have."""
-        spec = column.spec
-        where, like = self._found.setdefault(name, (prefix, spec))
+        spec, own = column.spec, dict(column.spec.metadata)
+        joined = self._found.setdefault(name, _Joined(prefix, spec))
+        where, like = joined.where, joined.spec
         if spec.kind != like.kind:
             self._lose(name, f"{prefix}: column {name} is {_said(spec)}, in {where} {_said(like)}")
             return
         if name == "source" and is_source(spec) != is_source(like):
             self._lose(name, f"{prefix}: column {name} does not name its files as that of {where} does, or the other")
             return
-        own = dict(spec.metadata)
         if name == "source" and is_source(spec):
             self._files.add(own.pop(_FILES))
-        metadata = self._metadata.setdefault(name, own)
-        differ = {key for key in own.keys() | metadata.keys() if own.get(key) != metadata.get(key)}
-        self._differ.setdefault(name, set()).update(differ)
-        self._metadata[name] = {key: value for key, value in metadata.items() if key not in differ}
-        self._nbytes[name] += column.rows * spec.row_nbytes
+        joined.metadata.add(own)
+        joined.nbytes += column.rows * spec.row_nbytes
 
     def _lose(self, name: str, why: str) -> None:
         if not self._allow_loss:
@@ -378,16 +342,16 @@ class _JoinedColumns:
     def specs(self) -> dict[str, ColumnSpec]:
         """The columns of the one shard. FormatError where a table of all files fits no header."""
         specs = {}
-        for name, (_, spec) in self._found.items():
-            metadata = dict(self._metadata[name])
-            if name == "source" and is_source(spec):
+        for name, joined in self._found.items():
+            metadata = dict(joined.metadata.entries or {})
+            if name == "source" and is_source(joined.spec):
                 metadata[_FILES] = self._files.table
-            specs[name] = ColumnSpec(*spec.kind, metadata)
+            specs[name] = ColumnSpec(*joined.spec.kind, metadata)
         return specs
 
     def nbytes(self) -> int:
         """Bytes of all their values."""
-        return sum(self._nbytes[name] for name in self._found)
+        return sum(joined.nbytes for joined in self._found.values())
 
     def renumber(self, source: SourceShard) -> Renumber:
         """What becomes of the numbers of one shard; asked for in the order in which they were added."""
@@ -426,9 +390,8 @@ class _JoinedColumns:
     def notes(self) -> list[str]:
         """What was left out: a sentence each."""
         notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._lost.items())]
-        for name in sorted(self._found):
-            if differ := self._differ[name]:
-                keys = ", ".join(sorted(differ))
+        for name, joined in sorted(self._found.items()):
+            if keys := ", ".join(sorted(joined.metadata.differ)):
                 notes.append(f"column {name}: not the same in all shards, so left out of its metadata: {keys}")
         return notes
 
@@ -509,7 +472,8 @@ def merge(
     read = [place for source in prefixes for place in places_of(source, "a source")]
     require_apart(places_of(paths.prefix, "the output", written=True), read)
     check_free(paths, overwrite=overwrite)
-    agreement = Agreement(mixed_capacity=mixed_capacity, mixed_templates=mixed_templates)
+    allowed = {"capacity": mixed_capacity, "chat template": mixed_templates}
+    agreement = Agreement({name for name, mixed in allowed.items() if mixed})
     columns, beside = _JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
     ids, total, trained_tokens, masked_packs = [], 0, 0, 0
     for source in prefixes:

@@ -16,14 +16,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
-from megatron_sft_idx.packs.merge import (
-    ORIGIN,
-    PER_SHARD,
-    SPLIT,
-    origin_entry,
-    runs_of,
-    slice_runs,
-)
+from megatron_sft_idx.packs.merge import ORIGIN, PER_SHARD, SPLIT, runs_of, slice_runs
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import column_names, open_column
 from megatron_sft_idx.shard.publication import (
@@ -161,7 +154,7 @@ def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, dr
     runs = slice_runs(runs_of(shard.header), part.first, part.stop, shard.spans)
     # What the JSON block says of one shard is as it is for the part.
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
-    own = {ORIGIN: origin_entry(runs), SPLIT: part.entry()}
+    own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: part.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in shard.columns.items()}
     with CopyWriter(part.paths.prefix, like, specs, overwrite=overwrite, durable=durable, drops=drops) as writer:
