@@ -10,8 +10,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from threading import Lock
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,21 +39,13 @@ _SMALL_NBYTES = 64 << 10
 
 
 class Meter:
-    """Tells of bytes as they are read. Threads may share one.
-
-    Args:
-        advance: called with the bytes read since it was last called, in whichever thread read them.
-    """
+    """Tells ``advance`` of bytes as they are read, in whichever thread; none reads on once it is stopped."""
 
     def __init__(self, advance: Advance = lambda nbytes: None) -> None:
         self._advance, self._stopped, self._lock = advance, False, Lock()
 
     def add(self, nbytes: int) -> None:
-        """``nbytes`` more are read.
-
-        Raises:
-            CancelledError: there is to be no more reading.
-        """
+        """``nbytes`` more are read. CancelledError where there is to be no more reading."""
         with self._lock:
             if self._stopped:
                 raise CancelledError
@@ -62,30 +54,6 @@ class Meter:
     def stop(self) -> None:
         """Let every thread end where it is."""
         self._stopped = True
-
-
-class _Disk:
-    """A local file: ``nbytes`` is its size when it was opened."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        # Not to wait for the other end where somebody has put a pipe there.
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self._fd)
-        self.nbytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise FileNotFoundError(0, "not a regular file", path)
-
-    def read_some(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the file's end."""
-        try:
-            return os.preadv(self._fd, [out], offset)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} at byte {offset}", self._path) from error
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class _Object:
@@ -100,7 +68,7 @@ class _Object:
         self._windows: dict[int, Future[bytes | memoryview]] = {}
 
     def read_some(self, out: memoryview, offset: int) -> int:
-        """As of a local file."""
+        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the object's end."""
         number, begin = divmod(offset, _WINDOW_NBYTES)
         count = max(min(len(out), self.nbytes - offset), 0)
         if count > _SMALL_NBYTES or number in self._windows:
@@ -147,22 +115,31 @@ class CheckedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.shrunk: int | None = None
-        self._source = _Object(path) if is_remote(path) else _Disk(path)
-        self.nbytes = self._source.nbytes
+        self._object = _Object(path) if is_remote(path) else None
+        if self._object:
+            self.nbytes, self.close = self._object.nbytes, self._object.close
+            return
+        # Not to wait for the other end where somebody has put a pipe there.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status, self.close = os.fstat(self._fd), partial(os.close, self._fd)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FileNotFoundError(0, "not a regular file", path)
 
-    def __enter__(self) -> CheckedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._source.close()
+    def _read_some(self, out: memoryview, offset: int) -> int:
+        if self._object:
+            return self._object.read_some(out, offset)
+        try:
+            return os.preadv(self._fd, [out], offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}", self.path) from error
 
     def read_into(self, out: NDArray[Any], offset: int) -> int:
         """Fill an array from a position in bytes on; how many whole items there were."""
         view, done = as_bytes(out), 0
         while done < len(view):
-            got = self._source.read_some(view[done:], offset + done)
+            got = self._read_some(view[done:], offset + done)
             if not got:
                 if offset + done < self.nbytes:
                     self.shrunk = offset + done

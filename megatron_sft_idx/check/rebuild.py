@@ -1,9 +1,9 @@
 """``rebuild``: what is left of a shard, to a shard again.
 
 Indexes come back from each other, from the data, or from a killed build's journal; columns come back from nothing, and
-are left as they are. ``restore`` says what can be brought
-back; here is what is done about it: what is wrong is found, new files are written beside the old ones, and take their
-places complete, synced and checked.
+are left as they are. ``restore`` says what can be brought back; here is what is
+done about it: what is wrong is found, new files are written beside the old ones, and take their places complete, synced
+and checked.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def rebuild(
         faults, checked = _faults(paths, header, error, watch)
         if not faults:
             return _untouched(paths, header, checked, "", dry_run)
-        with Repair(paths, faults, known or Known(), watch, lock) as repair:
+        with contextlib.closing(Repair(paths, faults, known or Known(), watch, lock)) as repair:
             if header is not None:
                 done = restore(repair, header)
             elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
@@ -140,14 +140,13 @@ def rebuild(
             else:
                 done = derive(repair, raw, error)
             kept = repair.publish()
-        report, note = Rebuilt(paths.prefix, _states(paths, header, faults, done)), ""
-        if report.opens and not dry_run:
+        note = ""
+        if not dry_run and faults.keys() <= done.keys():
             _require_rules(paths, checked := _verified(paths, watch, "verifying"), "rebuilt")
             if header is None:
                 header = read_header(paths)
                 note = _unlisted(paths, header)
-        files = (*report.files, *_column_states(paths, header, checked))
-        return Rebuilt(paths.prefix, files, tuple(kept), note, dry_run)
+        return Rebuilt(paths.prefix, _states(paths, header, faults, done, checked), tuple(kept), note, dry_run)
 
 
 # ---- what is wrong ----
@@ -212,7 +211,7 @@ def _verified(paths: ShardPaths, watch: Watch, what: str) -> Report:
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
     """FormatError unless the five files keep every rule, which checksums alone do not tell."""
-    for first in [finding for finding in report.findings if column_of(finding.path) is None][:1]:
+    if first := next((finding for finding in report.findings if column_of(finding.path) is None), None):
         raise FormatError(
             f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
             f" first is byte {first.offset} of {first.path}: {first.what}; move {paths.seq_idx} away to have the"
@@ -221,36 +220,33 @@ def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
 
 
 def _states(
-    paths: ShardPaths, header: Header | None, faults: dict[str, str], done: dict[str, str]
+    paths: ShardPaths, header: Header | None, faults: dict[str, str], done: dict[str, str], checked: Report
 ) -> tuple[FileState, ...]:
-    def state(path: str) -> FileState:
+    """Of the five files, and of the columns that are there or listed, which nothing else holds."""
+    states = []
+    for path in paths.all:
         fault = faults.get(path, "")
         if path in done:
-            return FileState(path, "rebuilt", fault or "not as Megatron writes it (rule I1)", done[path])
-        return FileState(path, "lost", fault, _why_lost(paths, path, header)) if fault else FileState(path, "good")
-
-    return tuple(state(path) for path in paths.all)
-
-
-def _column_states(paths: ShardPaths, header: Header | None, checked: Report) -> tuple[FileState, ...]:
-    """Columns that are there or listed: good, or lost, since nothing else holds what they hold."""
-    faults = {finding.path: finding for finding in reversed(checked.findings) if column_of(finding.path)}
-    listed = {} if header is None else listed_columns(header.metadata)
-
-    def state(path: str) -> FileState:
-        if (fault := faults.get(path)) is None:
-            return FileState(path, "good")
-        return FileState(path, "lost", fault.what, f"a column cannot be derived; {fault.remedy}")
-
-    paths = with_present(paths.with_columns(listed))
-    return tuple(state(paths.column(name)) for name in paths.columns)
+            states.append(FileState(path, "rebuilt", fault or "not as Megatron writes it (rule I1)", done[path]))
+        elif fault:
+            states.append(FileState(path, "lost", fault, _why_lost(paths, path, header)))
+        else:
+            states.append(FileState(path, "good"))
+    broken = {finding.path: finding for finding in reversed(checked.findings)}
+    paths = with_present(paths.with_columns({} if header is None else listed_columns(header.metadata)))
+    for path in map(paths.column, paths.columns):
+        if finding := broken.get(path):
+            states.append(FileState(path, "lost", finding.what, f"a column cannot be derived; {finding.remedy}"))
+        else:
+            states.append(FileState(path, "good"))
+    return tuple(states)
 
 
 def _untouched(paths: ShardPaths, header: Header | None, checked: Report, more: str, dry_run: bool) -> Rebuilt:
     """The five files are good; columns may be lost."""
-    found = Rebuilt(paths.prefix, (*_states(paths, header, {}, {}), *_column_states(paths, header, checked)))
+    found = Rebuilt(paths.prefix, _states(paths, header, {}, {}, checked), dry_run=dry_run)
     note = "nothing to do" if found.whole else "the five files are good, and nothing was rebuilt"
-    return replace(found, note=note + more, dry_run=dry_run)
+    return replace(found, note=note + more)
 
 
 def _unlisted(paths: ShardPaths, header: Header) -> str:

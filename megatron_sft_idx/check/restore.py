@@ -14,7 +14,6 @@ import dataclasses
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ class Known:
 
 
 class Repair:
-    """A shard that files are to be brought back of: new ones are published together, or removed with the context.
+    """A shard that files are to be brought back of: new ones are published together, or removed when it is closed.
 
     A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
 
@@ -131,12 +130,8 @@ class Repair:
             only = (paths.starts, paths.idx, paths.seq_idx)
             self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
 
-    def __enter__(self) -> Repair:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Remove what is not published."""
         if self._new is not None:
             self._new.abandon()
 
@@ -161,28 +156,26 @@ class Repair:
             FormatError: something else has appeared at one of the names. Old files that are no longer at theirs are
                 kept under the other one, which the message names.
         """
-        if self._new is None or not self._written:
+        new = self._new
+        if new is None or not self._written:
             return []
-        for path in self.paths.all:
-            if path not in self._written:
-                self._new.drop(path)
+        for path in {*self.paths.all} - self._written:
+            new.drop(path)
         before = {path: inode for path in self.paths.all if path in self._written and (inode := inode_of(path))}
         kept: dict[str, str] = {}
         made: list[str] = []
         try:
             for path in before:
                 kept[path] = _keep(path, made)
-            self._new.publish()
+            new.publish()
         except (OSError, FormatError) as error:
-            # Closed, it has said that all is complete: a later run takes the steps that are left, with no look back.
-            remedy = "" if self._new.closed else "; move back what is missing, then run the rebuild again"
-            moved = []
+            moved = [f"{path} is {name} now" for path, name in kept.items() if inode_of(path) != before[path]]
             for path, name in kept.items():
-                if inode_of(path) != before[path]:
-                    moved.append(f"{path} is {name} now")
-                elif name in made and not self._new.closed:
+                if name in made and not new.closed and inode_of(path) == before[path]:
                     os.unlink(name)  # the file never left its place
             if moved:
+                # Closed, it has said that all is complete: a later run takes the steps left, with no look back.
+                remedy = "" if new.closed else "; move back what is missing, then run the rebuild again"
                 raise FormatError(f"{error}. What was there before is kept: {', '.join(moved)}{remedy}") from error
             raise
         return list(kept.values())
@@ -222,10 +215,13 @@ def _keep(path: str, made: list[str]) -> str:
 def restore(repair: Repair, header: Header) -> dict[str, str]:
     """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
 
+    Arrays of ``.seq.idx`` come from ``.seq.bin`` and the first lengths with which they have their checksum; ``.idx``
+    from ``.seq.idx``; ``.seq.bin`` from ``.seq.idx`` where every pack is one sequence, else also from the ids.
+
     Returns:
         How each file came back, by path.
     """
-    paths, faults = repair.paths, repair.faults
+    paths, faults, eod_id = repair.paths, repair.faults, repair.known.eod_id
     done: dict[str, str] = {}
     digests = dict(zip(paths.data, header.digests, strict=True))
 
@@ -238,29 +234,29 @@ def restore(repair: Repair, header: Header) -> dict[str, str]:
 
     packs: Iterable[PackChunk] | None
     if paths.seq_idx not in faults:
-        stored = [
-            offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
-        ]
+        arrays = header.token_offsets_offset, header.nbytes
+        stored = [offset_lengths(paths.seq_idx, at, header.num_packs) for at in arrays]
         packs = Repeated(".seq.idx", header.num_packs, lambda: map(PackChunk, *stored))
     elif packs := _restore_arrays(repair, header):
         done[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_SAME}"
-    if packs is not None and paths.idx in faults:
+    if packs is None:
+        return done
+    if paths.idx in faults:
         dtype = header.token_dtype
         digest = write_idx(repair.create(paths.idx), packs, token_dtype_of(dtype)[0], dtype.itemsize, header.num_packs)
         accept(paths.idx, digest, "from .seq.idx")
-    if packs is not None and paths.starts in faults:
-        # All zeros where every pack is one sequence; else what follows each end-of-sequence id.
-        eod_id, out = repair.known.eod_id, HashedFile(repair.create(paths.starts))
-        if header.num_sequences == header.num_packs:
-            for chunk in packs:
-                out.write(np.zeros(len(chunk.lengths), "<u4"))
-            accept(paths.starts, out.digest(), "one sequence a pack")
-        elif eod_id is not None and paths.tokens not in faults:
-            for starts in _starts_after(paths.tokens, header, eod_id, packs):
-                out.write(starts)
-            accept(paths.starts, out.digest(), f"from end-of-sequence id {eod_id}")
-        else:
-            repair.drop(paths.starts)
+    if paths.starts in faults:
+        how = "one sequence a pack"
+        starts: Iterable[NDArray[Any]] = (np.zeros(len(chunk.lengths), "<u4") for chunk in packs)
+        if header.num_sequences != header.num_packs:
+            if eod_id is None or paths.tokens in faults:
+                return done
+            how = f"from end-of-sequence id {eod_id}"
+            starts = _starts_after(paths.tokens, header, eod_id, packs)
+        out = HashedFile(repair.create(paths.starts))
+        for some in starts:
+            out.write(some)
+        accept(paths.starts, out.digest(), how)
     return done
 
 
@@ -367,7 +363,11 @@ def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> di
     # Written nowhere first: what is stored is held against the checksum of the arrays too.
     header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
     if proven := _prove(stored, header, sizes, paths.seq_idx):
-        _require_same(paths.seq_idx, proven, known)
+        for name in _KNOWN:
+            said, stored_value = getattr(known, name), getattr(proven, name)
+            if said not in (None, stored_value):
+                what = f"its header proves {name} {stored_value}, --{name.replace('_', '-')} is {said}"
+                raise FormatError(f"{paths.seq_idx}: {what}; leave the option out")
         header, what = proven, f"{_SAME}, its own checksums prove it"
     elif isinstance(error, UnsupportedVersionError):
         raise error  # it may well be good
@@ -452,7 +452,7 @@ def _measured(
         "mask_dtype": mask_dtype_of(dtypes[1])[0],
         "header_nbytes": 0,
     }
-    claims, findings = Claims.of(values), Findings(paths.prefix, 1)
+    claims, findings = Claims(values), Findings(paths.prefix, 1)
     walk = claims.kernel(1)
 
     def pack_of(token: int) -> int | None:
@@ -464,7 +464,10 @@ def _measured(
         return None
 
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
+        files = [
+            stack.enter_context(contextlib.closing(CheckedFile(path)))
+            for path in (paths.tokens, paths.loss, paths.starts)
+        ]
         advance = stack.enter_context(repair.watch("checking", sum(file.nbytes for file in files)))
         meter = Meter(advance)
         tokens, loss, starts = (Stream(file, meter) for file in files)
@@ -487,14 +490,6 @@ def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
         firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
         token, sequence = int(begins[-1]), int(firsts[-1])
         yield Run(begins, firsts, len(chunk.lengths))
-
-
-def _require_same(path: str, proven: Header, known: Known) -> None:
-    for name in _KNOWN:
-        said, stored = getattr(known, name), getattr(proven, name)
-        if said not in (None, stored):
-            option = "--" + name.replace("_", "-")
-            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
 
 
 def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class Finding:
 
 
 class Findings:
-    """Collects findings, the first ``most`` of each rule and a count of all.
+    """Collects findings, the first ``most`` of each rule, and ``counts`` of all.
 
     Args:
         prefix: of the shard, which remedies name.
@@ -128,10 +129,6 @@ class Findings:
             remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
             self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
 
-    def add_uncounted(self, rule: str, more: int) -> None:
-        """``more`` findings of a rule of which nothing but their number is known."""
-        self.counts[rule] += more
-
     @staticmethod
     def remedy(path: str) -> str:
         """What brings a file back."""
@@ -146,66 +143,43 @@ class Findings:
 # ---- the header ----
 
 
-@dataclass(frozen=True)
 class Claims:
     """What a header says of its shard, none of which is known to be right: no count is above what the format allows.
 
     So sums and products of a few of them fit 63 bits.
 
-    Attributes:
+    Args:
         values: the header's fixed fields by name, as they are.
         sound: no rule of the header is broken, so what it says of the files is what its writer said.
         vocab_size: the tokenizer's, from the JSON block; None where that does not say.
+        listed: checksums of the columns that the shard was written with, in hex, by name.
+
+    Attributes:
         token_dtype: of ``.bin``; None for a code that means nothing.
         mask_dtype: of ``.loss.bin``, likewise.
         sequence_offsets: where they begin in ``.seq.idx``, in bytes.
         token_offsets: likewise.
         nbytes: sizes of the files by the counts, by suffix; without those whose dtype code means nothing.
-        listed: checksums of the columns that the shard was written with, in hex, by name.
     """
 
-    values: Mapping[str, Any]
-    sound: bool
-    vocab_size: int | None
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
-    capacity: int
-    sequence_multiple: int
-    token_dtype: np.dtype[Any] | None
-    mask_dtype: np.dtype[Any] | None
-    sequence_offsets: int
-    token_offsets: int
-    nbytes: Mapping[str, int]
-    listed: Mapping[str, str]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         values: Mapping[str, Any],
         *,
         sound: bool = True,
         vocab_size: int | None = None,
         listed: Mapping[str, str] | None = None,
-    ) -> Claims:
-        """What fields say."""
+    ) -> None:
+        self.values, self.sound, self.vocab_size, self.listed = values, sound, vocab_size, listed or {}
         counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
-        index_nbytes, begin = 8 * (counts["num_packs"] + 1), int(values["header_nbytes"])
-        token_offsets = align(begin + index_nbytes)
-        return cls(
-            values=values,
-            sound=sound,
-            vocab_size=vocab_size,
-            **counts,
-            capacity=min(int(values["capacity"]), MAX_CAPACITY),
-            sequence_multiple=max(1, min(int(values["sequence_multiple"]), MAX_CAPACITY)),
-            token_dtype=TOKEN_DTYPES.get(values["token_dtype"]),
-            mask_dtype=MASK_DTYPES.get(values["mask_dtype"]),
-            sequence_offsets=begin,
-            token_offsets=token_offsets,
-            nbytes=data_nbytes({**values, **counts}) | {".seq.idx": token_offsets + index_nbytes},
-            listed=listed or {},
-        )
+        self.num_packs, self.num_sequences, self.num_tokens = counts.values()
+        self.capacity = min(int(values["capacity"]), MAX_CAPACITY)
+        self.sequence_multiple = max(1, min(int(values["sequence_multiple"]), MAX_CAPACITY))
+        self.token_dtype = TOKEN_DTYPES.get(values["token_dtype"])
+        self.mask_dtype = MASK_DTYPES.get(values["mask_dtype"])
+        array_nbytes, self.sequence_offsets = 8 * (self.num_packs + 1), int(values["header_nbytes"])
+        self.token_offsets = align(self.sequence_offsets + array_nbytes)
+        self.nbytes = data_nbytes({**values, **counts}) | {".seq.idx": self.token_offsets + array_nbytes}
 
     def kernel(self, most: int) -> _native.PackWalk:
         """The kernel that walks the packs of such a shard, and keeps so many breaches of each rule."""
@@ -256,7 +230,7 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
-    return Claims.of(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
+    return Claims(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
 
 
 def _whole_with_magic(file: CheckedFile) -> bool:
@@ -282,19 +256,32 @@ def check_sizes(files: Mapping[str, CheckedFile], claims: Claims, findings: Find
             findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected} by the header")
 
 
+def _hold(
+    file: CheckedFile,
+    dtype: Any,
+    offset: int,
+    expected: int,
+    rule: str,
+    what: str,
+    findings: Findings,
+    pack: Any = None,
+) -> None:
+    """One item, where the file has it, against what it must be; ``what`` says it, with {} for the value."""
+    for found in file.array(dtype, offset, 1):
+        if found != expected:
+            findings.add(rule, file.path, offset, what.format(found), expected, pack=pack)
+
+
 def check_arrays(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
     """The ends of both arrays of ``.seq.idx`` (O1, O2), the zeros between them (H5), the head of ``.idx`` (I1)."""
-    file = files[".seq.idx"]
+    file, last = files[".seq.idx"], 8 * claims.num_packs
     for rule, what, base, total in (
         ("O1", "sequence_offsets", claims.sequence_offsets, claims.num_sequences),
         ("O2", "token_offsets", claims.token_offsets, claims.num_tokens),
     ):
-        for which, index, expected in (("first", 0, 0), ("last", claims.num_packs, total)):
-            offset = base + 8 * index
-            for found in file.array("<i8", offset, 1):
-                if found != expected:
-                    findings.add(rule, file.path, offset, f"{found} as {which} of {what}", expected)
-    gap = claims.sequence_offsets + 8 * (claims.num_packs + 1)
+        _hold(file, "<i8", base, 0, rule, f"{{}} as first of {what}", findings)
+        _hold(file, "<i8", base + last, total, rule, f"{{}} as last of {what}", findings)
+    gap = claims.sequence_offsets + last + 8
     if any(file.read(gap, claims.token_offsets - gap)):
         findings.add("H5", file.path, gap, "bytes between the two arrays", "zeros")
     if idx := files.get(".idx"):
@@ -328,44 +315,31 @@ def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Fi
     if not claims.num_packs:
         return
     last = claims.num_packs - 1
-    if idx := files.get(".idx"):
-        for pack in sorted({0, last}):
-            _check_idx_entry(files[".seq.idx"], idx, claims, pack, findings)
-    starts, loss = files.get(".seq.bin"), files.get(".loss.bin")
-    if starts:
-        for found in starts.array("<u4", 0, 1):
-            if found != 0:
-                findings.add("P2", starts.path, 0, f"a first sequence that starts at {found}", 0, pack=0)
-        offset = 4 * (claims.num_sequences - 1)
-        lengths = files[".seq.idx"].array("<i8", claims.token_offsets + 8 * last, 2)
-        length = int(lengths[1]) - int(lengths[0]) if len(lengths) == 2 else 0
+
+    def ends(pack: int) -> list[int]:
+        """Of one pack, its begin and end in tokens; less where the file has not both."""
+        return [*map(int, files[".seq.idx"].array("<i8", claims.token_offsets + 8 * pack, 2))]
+
+    idx, dtype = files.get(".idx"), claims.token_dtype
+    lengths, positions, documents = idx_places(claims.num_packs)
+    for pack in sorted({0, last}):
+        if not idx or dtype is None or len(span := ends(pack)) < 2:
+            continue
+        _hold(idx, "<i4", lengths + 4 * pack, span[1] - span[0], "I1", "length {}", findings, pack)
+        _hold(idx, "<i8", positions + 8 * pack, span[0] * dtype.itemsize, "I1", "position {}", findings, pack)
+        for document in (pack, pack + 1):
+            _hold(idx, "<i8", documents + 8 * document, document, "I1", "document {}", findings, pack)
+    if starts := files.get(".seq.bin"):
+        _hold(starts, "<u4", 0, 0, "P2", "a first sequence that starts at {}", findings, 0)
+        offset, span = 4 * (claims.num_sequences - 1), ends(last)
+        length = span[1] - span[0] if len(span) == 2 else 0
         for found in starts.array("<u4", offset, 1):
             if found >= length > 0:
                 expected = f"less than the {length} tokens of the pack"
                 findings.add("P4", starts.path, offset, f"a sequence that starts at {found}", expected, pack=last)
-    if loss and claims.mask_dtype is not None:
+    if (loss := files.get(".loss.bin")) and claims.mask_dtype is not None:
         offset = claims.mask_dtype.itemsize * (claims.num_tokens - 1)
-        for found in loss.array(claims.mask_dtype, offset, 1):
-            if found != 0:
-                findings.add("P6", loss.path, offset, f"mask {found} at a sequence's end", 0, pack=last)
-
-
-def _check_idx_entry(seq_idx: CheckedFile, idx: CheckedFile, claims: Claims, pack: int, findings: Findings) -> None:
-    offsets = seq_idx.array("<i8", claims.token_offsets + 8 * pack, 2)
-    if len(offsets) < 2 or claims.token_dtype is None:
-        return
-    begin, end = map(int, offsets)
-    lengths, positions, documents = idx_places(claims.num_packs)
-    for what, base, dtype, number, expected in (
-        ("length", lengths, "<i4", pack, end - begin),
-        ("position", positions, "<i8", pack, begin * claims.token_dtype.itemsize),
-        ("document", documents, "<i8", pack, pack),
-        ("document", documents, "<i8", pack + 1, pack + 1),
-    ):
-        offset = base + int(dtype[-1]) * number
-        for found in idx.array(dtype, offset, 1):
-            if found != expected:
-                findings.add("I1", idx.path, offset, f"{what} {found}", expected, pack=pack)
+        _hold(loss, claims.mask_dtype, offset, 0, "P6", "mask {} at a sequence's end", findings, last)
 
 
 # ---- inside packs ----
@@ -376,6 +350,7 @@ def add_breaches(
 ) -> None:
     """What the kernel found, as findings; see csrc/verify.h for its numbers."""
     kept: Counter[str] = Counter()
+    multiple, dtype = claims.sequence_multiple, claims.mask_dtype
     for rule, pack, at, found, expected in walk.breaches:
         kept[rule] += 1
         owner: int | None = pack
@@ -384,25 +359,24 @@ def add_breaches(
             what = f"offset {found}"
             wanted = f"at most {expected}" if found > expected else f"more than the {expected} before it"
         elif rule in ("P1", "P5"):
-            path, offset = paths.seq_idx, claims.token_offsets + 8 * at
-            unit = (
-                "tokens" if rule == "P1" else f"positions with each sequence rounded up to {claims.sequence_multiple}"
-            )
-            what, wanted = f"{found} {unit}", f"at most the capacity {expected}"
+            path, offset, wanted = paths.seq_idx, claims.token_offsets + 8 * at, f"at most the capacity {expected}"
+            unit = "tokens" if rule == "P1" else f"positions with each sequence rounded up to {multiple}"
+            what = f"{found} {unit}"
         elif rule in ("P2", "P3", "P4"):
             path, offset, what = paths.starts, 4 * at, f"a sequence that starts at {found}"
             wanted = {"P2": "0", "P3": f"{expected} or more", "P4": f"{expected} or less"}[rule]
         else:
-            dtype = claims.mask_dtype
             assert dtype is not None
             path, offset, owner = paths.loss, at * dtype.itemsize, pack_of(at)
-            what = f"mask {dtype.type(found)}"
-            wanted = "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1"
+            what, wanted = (
+                f"mask {dtype.type(found)}",
+                "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1",
+            )
             if rule == "P6":
                 what, wanted = f"{what} at a sequence's end", "0"
         findings.add(rule, path, offset, what, wanted, pack=owner)
     for rule, count in walk.counts.items():
-        findings.add_uncounted(rule, count - kept[rule])
+        findings.counts[rule] += count - kept[rule]
 
 
 def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findings, pack_of: PackOf) -> None:
@@ -416,7 +390,7 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
                 for position in bad[: findings.most].tolist():
                     offset, pack = (first + position) * dtype.itemsize, pack_of(first + position)
                     findings.add(rule, stream.file.path, offset, f"id {ids[position]}", f"0 to {limit - 1}", pack=pack)
-                findings.add_uncounted(rule, len(bad[findings.most :]))
+                findings.counts[rule] += len(bad[findings.most :])
         first += len(ids)
 
 
@@ -452,7 +426,7 @@ def check_columns(paths: ShardPaths, claims: Claims | None, findings: Findings, 
         except (FileNotFoundError, NotADirectoryError):
             findings.add("C1", path, 0, "something that is no regular file", "a column", remedy=remedy)
             continue
-        with file:
+        with closing(file):
             _check_column(file, name, claims, findings, meter, remedy)
 
 
@@ -486,16 +460,15 @@ def _check_column(
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
         if listed is not None and listed != checksum:
             add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
-    checked = ""
     if name == "source" and not is_source(column.spec):
+        name = ""
         expected = "uint32 x 2 a sequence, and files with names in its JSON"
         add("C9", FIXED_NBYTES, "a source that names no files", expected)
     elif name == "pair" and column.spec.kind != PAIR.kind:
+        name = ""
         add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
-    elif name in ("source", "pair"):
-        checked = name
     if meter is not None:
-        _check_values(Stream(file, meter, len(raw)), column, checked, findings, add)
+        _check_values(Stream(file, meter, len(raw)), column, name, findings, add)
 
 
 def _check_values(
@@ -503,20 +476,20 @@ def _check_values(
 ) -> None:
     """C7; C9: each row of ``source`` is of a file that is named; C10: sequences are chosen and rejected in turn."""
     begin, files = stream.position, len(column.spec.metadata["files"]) if name == "source" else 0
-    while name:
+    while name in ("source", "pair"):
         at = stream.position
         # Both rows of a pair are read together.
         rows = stream.take("<u8", _PIECE_ROWS).view("<u4").reshape(-1, 2)
         if not len(rows):
             break
-        bad = torn_pairs(rows) if name == "pair" else np.flatnonzero(rows[:, 0] >= files)
+        if name == "pair":
+            rule, bad, expected = "C10", torn_pairs(rows), "[n, 0] and [n, 1], chosen and rejected"
+        else:
+            rule, bad, expected = "C9", np.flatnonzero(rows[:, 0] >= files), f"less than {files}"
         for i in bad[: findings.most].tolist():
-            if name == "pair":
-                expected = "[n, 0] and [n, 1], chosen and rejected"
-                add("C10", at + 8 * i, f"rows {rows[i : i + 2].tolist()}", expected)
-            else:
-                add("C9", at + 8 * i, f"file {rows[i, 0]}", f"less than {files}")
-        findings.add_uncounted("C10" if name == "pair" else "C9", len(bad[findings.most :]))
-    found = stream.finish()
-    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and found != column.checksum:
-        add("C7", begin, f"checksum {found.hex()} of the values", column.checksum.hex())
+            found = f"rows {rows[i : i + 2].tolist()}" if name == "pair" else f"file {rows[i, 0]}"
+            add(rule, at + 8 * i, found, expected)
+        findings.counts[rule] += len(bad[findings.most :])
+    checksum = stream.finish()
+    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and checksum != column.checksum:
+        add("C7", begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())

@@ -127,7 +127,7 @@ def verify_shard(
     with ExitStack() as stack:
         files = _open_files(paths, findings)
         for file in files.values():
-            stack.enter_context(file)
+            stack.callback(file.close)
         if not files and not left:
             raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
         if left:
@@ -291,7 +291,7 @@ def _compare(
         for i in bad[: findings.most].tolist():
             offset = base + found.itemsize * i
             findings.add("I1", idx.file.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
-        findings.add_uncounted("I1", len(bad[findings.most :]))
+        findings.counts["I1"] += len(bad[findings.most :])
         first, expected = first + len(found), expected[len(found) :]
 
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import SequenceError
-from megatron_sft_idx.packing.linear_program import plan_by_linear_program
+from megatron_sft_idx.packing.linear_program import Patterns, plan_by_linear_program
 
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
 METHODS: Final = (
@@ -146,20 +146,6 @@ def pack_sequences(
     return _ungroup(plan, array, starts, capacity)
 
 
-@dataclass(frozen=True, slots=True)
-class _Patterns:
-    """A plan before hand-out: ``used[p]`` packs hold the entries ``[offsets[p], offsets[p + 1])``."""
-
-    method: str
-    offsets: NDArray[np.int64]
-    entries: NDArray[np.int32]
-    used: NDArray[np.int64]
-
-    @property
-    def packs(self) -> int:
-        return int(self.used.sum())
-
-
 class _Job:
     """One call: the lengths, their size classes (in units of the multiple), and the bound."""
 
@@ -175,23 +161,25 @@ class _Job:
     def plan(self, method: str, effort: str) -> PackPlan:
         if method in ("first-fit-shuffle", "sequential"):
             return self.in_order(method)
-        best: _Patterns | None = None
-        # The fewest packs, the earlier planner of two; the bound ends the search.
+        found: list[tuple[str, Patterns]] = []
         for planner, name in _PLANNERS.items():
-            if method in ("auto", name) and (best is None or best.packs > self.bound):
+            # The bound ends the search.
+            if method in ("auto", name) and not any(_packs(patterns) == self.bound for _, patterns in found):
                 patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
-                best = _fewer(best, _Patterns(name, *patterns))
-        assert best is not None
-        if effort == "high" and best.packs > self.bound * (1 + _GAP) + 1:
+                found.append((name, patterns))
+        fewest = min(_packs(patterns) for _, patterns in found)
+        if effort == "high" and fewest > self.bound * (1 + _GAP) + 1:
             patterns = plan_by_linear_program(self.sizes, self.counts, self.units, self.most, self.seed)
-            best = _fewer(best, _Patterns("linear-program", *patterns))
-        if method != "auto" or best.packs == self.bound:
-            return self.hand_out(best)
+            found.append(("linear-program", patterns))
+        # The fewest packs, the earlier planner of two.
+        best = min(found, key=lambda each: _packs(each[1]))
+        if method != "auto" or _packs(best[1]) == self.bound:
+            return self.hand_out(*best)
         # A method that goes in order may have fewer packs: lengths may come in a perfect order.
         methods = ["sequential", "first-fit-shuffle"] if len(self.lengths) <= _SHUFFLE_UP_TO else ["sequential"]
         plan = min((self.in_order(each) for each in methods), key=lambda plan: plan.num_packs)
-        if plan.num_packs >= best.packs:
-            return self.hand_out(best)
+        if plan.num_packs >= _packs(best[1]):
+            return self.hand_out(*best)
         if plan.method != "sequential":
             return plan
         return _reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
@@ -205,16 +193,15 @@ class _Job:
             offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
         return self._plan(offsets, sequences, int(np.diff(offsets).max()), method)
 
-    def hand_out(self, plan: _Patterns) -> PackPlan:
-        offsets, sequences = _native.packing_hand_out(
-            self.lengths, self.multiple, self.sizes, plan.offsets, plan.entries, plan.used, self.seed
-        )
-        counts = np.add.reduceat(plan.entries[:, 1], plan.offsets[:-1], dtype=np.int64)
+    def hand_out(self, method: str, patterns: Patterns) -> PackPlan:
+        offsets, sequences = _native.packing_hand_out(self.lengths, self.multiple, self.sizes, *patterns, self.seed)
+        begins, entries, _ = patterns
+        counts = np.add.reduceat(entries[:, 1], begins[:-1], dtype=np.int64)
         longest = None
         if self.multiple == 1:  # then the patterns know, and nothing as long as the lengths is touched
-            tokens = self.sizes[plan.entries[:, 0]] * plan.entries[:, 1]
-            longest = int(np.add.reduceat(tokens, plan.offsets[:-1]).max())
-        return self._plan(offsets, sequences, int(counts.max()), plan.method, longest)
+            tokens = self.sizes[entries[:, 0]] * entries[:, 1]
+            longest = int(np.add.reduceat(tokens, begins[:-1]).max())
+        return self._plan(offsets, sequences, int(counts.max()), method, longest)
 
     def _plan(
         self,
@@ -230,8 +217,8 @@ class _Job:
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
 
 
-def _fewer(best: _Patterns | None, other: _Patterns) -> _Patterns:
-    return other if best is None or other.packs < best.packs else best
+def _packs(patterns: Patterns) -> int:
+    return int(patterns[2].sum())
 
 
 def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:

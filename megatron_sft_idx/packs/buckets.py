@@ -53,25 +53,24 @@ def upload(
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
         StorageError: the store cannot be reached, or does not let these credentials.
     """
-    job = _Upload(source, prefix, on_progress)
-    nbytes = source.nbytes
+    job, nbytes, aborted = _Upload(source, prefix, on_progress), source.nbytes, 0
     if job.is_published(overwrite=overwrite):
         on_progress(nbytes)
-        return Copied(job.prefix, 0, nbytes, notes=source.notes)
-    shard_id = source.header.shard_id.hex()
-    job.claim(shard_id, overwrite=overwrite)
-    try:
-        # Another upload may have ended between the first look and the claim.
-        if job.is_published(overwrite=overwrite):
-            on_progress(nbytes)
-        else:
-            job.send(overwrite=overwrite)
-    except BaseException:
-        with contextlib.suppress(StorageError):  # the failure that led here counts
-            job.give_up(shard_id)
-        raise
-    job.give_up(shard_id)
-    return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear(), source.notes)
+    else:
+        job.claim(overwrite=overwrite)
+        try:
+            # Another upload may have ended between the first look and the claim.
+            if job.is_published(overwrite=overwrite):
+                on_progress(nbytes)
+            else:
+                job.send(overwrite=overwrite)
+        except BaseException:
+            with contextlib.suppress(StorageError):  # the failure that led here counts
+                job.give_up()
+            raise
+        job.give_up()
+        aborted = job.abort_uploads()
+    return Copied(job.prefix, job.sent, nbytes - job.sent, aborted, source.notes)
 
 
 def copy_shard(
@@ -136,18 +135,31 @@ class _Target:
                     " never replaced; choose another prefix, or remove it yourself"
                 )
 
-    def claim(self, shard_id: str, *, overwrite: bool = False) -> None:
+    def _read(self, suffix: str, nbytes: int) -> bytes:
+        return bytes(self.store.read(self.key + suffix, 0, nbytes))
+
+
+class _Upload(_Target):
+    def __init__(self, source: Source, prefix: str, on_progress: Advance) -> None:
+        super().__init__(prefix, [*source.files])
+        self._source, self._on_progress = source, on_progress
+        self._shard_id = source.header.shard_id.hex()
+        self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
+        self.sent = 0
+
+    def claim(self, *, overwrite: bool = False) -> None:
         """Make ``X.upload``, or find that it is held by an upload of the same shard.
 
         Raises:
             FormatError: another shard holds it, and ``overwrite`` is False; or something that is no claim is there.
         """
-        data, key = json.dumps({"version": _CLAIM_VERSION, "shard_id": shard_id}).encode(), self.key + ".upload"
+        claim = {"version": _CLAIM_VERSION, "shard_id": self._shard_id}
+        data, key = json.dumps(claim).encode(), self.key + ".upload"
         for _ in range(_ATTEMPTS):
             self.store.create(key, data, xxhash.xxh3_128_hexdigest(data))
             # Read even where it was made just now: some stores let two make one object, and the later one stays.
-            held = self.claimant()
-            if held == shard_id:
+            held = self._claimant()
+            if held == self._shard_id:
                 return
             if held == "":
                 raise FormatError(
@@ -163,7 +175,7 @@ class _Target:
             " for it, or pass overwrite (--overwrite) if none is at work any more"
         )
 
-    def claimant(self) -> str | None:
+    def _claimant(self) -> str | None:
         """The shard that holds the claim, None for nobody; what cannot be read is somebody else's: ``""``."""
         found = self.store.head(self.key + ".upload")
         if found is None:
@@ -175,13 +187,13 @@ class _Target:
                 return shard_id if isinstance(shard_id, str) else ""
         return ""
 
-    def give_up(self, shard_id: str) -> None:
+    def give_up(self) -> None:
         """Remove the claim, if it is still this shard's."""
-        if self.claimant() == shard_id:
+        if self._claimant() == self._shard_id:
             self.store.delete(self.key + ".upload")
 
-    def clear(self) -> int:
-        """Remove the parts that killed uploads of a shard's files have left; returns of how many.
+    def abort_uploads(self) -> int:
+        """Remove the parts that killed uploads of the files have left; returns of how many.
 
         The shard is there without it, and not everybody who may write may also list what is unfinished.
         """
@@ -189,18 +201,6 @@ class _Target:
             return sum(self.store.abort_uploads(self.key + suffix) for suffix in self.suffixes)
         except StorageError:
             return 0
-
-    def _read(self, suffix: str, nbytes: int) -> bytes:
-        return bytes(self.store.read(self.key + suffix, 0, nbytes))
-
-
-class _Upload(_Target):
-    def __init__(self, source: Source, prefix: str, on_progress: Advance) -> None:
-        super().__init__(prefix, [*source.files])
-        self._source, self._on_progress = source, on_progress
-        self._shard_id = source.header.shard_id.hex()
-        self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
-        self.sent = 0
 
     def is_published(self, *, overwrite: bool) -> bool:
         """Whether this very shard is there, whole.
@@ -253,7 +253,7 @@ class _Upload(_Target):
             self._publish()
 
     def _put(self, suffix: str) -> None:
-        self.claim(self._shard_id)
+        self.claim()
         nbytes, checksum = self._expected[suffix]
         try:
             self.store.put(self.key + suffix, self._checked(suffix), nbytes, checksum)
@@ -274,7 +274,7 @@ class _Upload(_Target):
             raise self._source.corrupt(suffix)
 
     def _publish(self) -> None:
-        self.claim(self._shard_id)
+        self.claim()
         if changed := [suffix for suffix in self.suffixes[:-1] if not self._is_there(suffix)]:
             raise FormatError(
                 f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"

@@ -187,23 +187,19 @@ class SourceShard:
             files = self._shard.files
             tokens = np.diff(files.token_offsets[begin : end + 1])
             sequences = np.diff(files.sequence_offsets[begin : end + 1])
-            self._check(begin, tokens, "O2", "tokens", self.header.longest_pack)
-            self._check(begin, sequences, "O1", "sequences", self.header.most_sequences)
+            for rule, what, base, counts, most in (
+                ("O2", "tokens", self.header.token_offsets_offset, tokens, self.header.longest_pack),
+                ("O1", "sequences", self.header.nbytes, sequences, self.header.most_sequences),
+            ):
+                for bad in np.flatnonzero((counts < 1) | (counts > most))[:1].tolist():
+                    raise CorruptShardError(
+                        self._path,
+                        base + 8 * (begin + bad),
+                        rule,
+                        f"pack {begin + bad} has {counts[bad]} {what} by the offsets, expected 1 to {most} by the"
+                        f" header; {ShardPaths.of(self._path).index_remedy}",
+                    )
             yield np.stack([tokens, sequences], axis=1)
-
-    def _check(self, begin: int, counts: NDArray[np.int64], rule: str, what: str, most: int) -> None:
-        """Every pack from ``begin`` on has 1 to ``most`` tokens or sequences."""
-        bad = np.flatnonzero((counts < 1) | (counts > most))
-        if len(bad):
-            i = begin + int(bad[0])
-            base = self.header.nbytes if rule == "O1" else self.header.token_offsets_offset
-            raise CorruptShardError(
-                self._path,
-                base + 8 * i,
-                rule,
-                f"pack {i} has {counts[bad[0]]} {what} by the offsets, expected 1 to {most} by the header;"
-                f" {ShardPaths.of(self._path).index_remedy}",
-            )
 
 
 def _at(offsets: Array, i: int) -> int:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
@@ -119,7 +119,7 @@ def split(
     counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
     with watch("splitting", nbytes + copied_nbytes(header, specs.values(), **counts)) as advance:
         shard = SourceShard(source, header.shard_id, advance, specs)
-        planned = list(_plan(shard, prefix, parts))
+        planned = _plan(shard, prefix, parts)
         outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
         require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
         refuse_other_splits(prefix, len(planned))
@@ -212,34 +212,27 @@ class _Part:
         return head is not None and head.work == "build" and head.content.get("overwrite") is True
 
 
-def _plan(shard: SourceShard, prefix: str, parts: Parts) -> Iterator[_Part]:
-    bounds = list(_bounds(shard, parts))
-    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
-    for number, (first, stop) in enumerate(pairwise(bounds)):
-        yield _Part(shard.header.shard_id, prefix, number, len(bounds) - 1, first, stop, columns)
-
-
-def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:
-    """First pack of every part, and the number of all packs.
-
-    Raises:
-        FormatError: too many parts.
-    """
-    num_packs = shard.header.num_packs
-    if parts.nbytes is not None:
-        bounds = _bounds_by_nbytes(shard, parts.nbytes)
-    elif parts.packs is not None:
+def _plan(shard: SourceShard, prefix: str, parts: Parts) -> list[_Part]:
+    """The parts in order. FormatError where they are too many."""
+    num_packs, bounds = shard.header.num_packs, _bounds_by_nbytes(shard, parts.nbytes or 1)
+    if parts.packs is not None:
         bounds = chain(range(0, max(num_packs, 1), parts.packs), [num_packs])
-    else:
-        shards = parts.shards or 1
+    elif parts.shards is not None:
+        shards = parts.shards
         bounds = (num_packs * part // shards for part in range(shards + 1))
-    for count, bound in enumerate(bounds):
-        if count > _MAX_PARTS:
-            raise FormatError(f"{shard.prefix}: more than {_MAX_PARTS} parts, five files each; ask for larger ones")
-        yield bound
+    edges = list(islice(bounds, _MAX_PARTS + 2))
+    if len(edges) > _MAX_PARTS + 1:
+        raise FormatError(f"{shard.prefix}: more than {_MAX_PARTS} parts, five files each; ask for larger ones")
+    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
+    return [
+        _Part(shard.header.shard_id, prefix, number, len(edges) - 1, first, stop, columns)
+        for number, (first, stop) in enumerate(pairwise(edges))
+    ]
 
 
 def _bounds_by_nbytes(shard: SourceShard, nbytes: int) -> Iterator[int]:
+    """First pack of every part, and the number of all packs."""
+
     def before(pack: int) -> int:
         """Bytes of all packs before one."""
         return shard.copied_nbytes(0, pack) + pack * _PACK_NBYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def bad_ids(folder: Path, ids: Any, limit: int) -> tuple[list[tuple[str, int]], 
     path = folder / "x.bin"
     path.write_bytes(ids.tobytes())
     findings = Findings("x", 5)
-    with CheckedFile(str(path)) as file:
+    with closing(CheckedFile(str(path))) as file:
         check_ids(Stream(file, Meter()), ids.dtype, limit, findings, lambda token: token)
     places = sorted((finding.rule, finding.offset // ids.itemsize) for finding in findings.kept)
     return places, sum(findings.counts.values())
