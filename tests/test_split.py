@@ -19,7 +19,7 @@ from packs import Sample, assert_holds, demo_samples, five_files, folder_of, ope
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.packs.copying import TrainedCount
+from megatron_sft_idx.packs import copying
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, part_prefix, split
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header, remove_shard
@@ -146,24 +146,20 @@ def test_an_empty_shard_is_split_into_empty_ones(tmp_path: Path) -> None:
     assert len(Shard(part_prefix(str(tmp_path / "shards"), 2, 3))) == 0
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 9), max_size=12),
-    pieces=st.lists(st.integers(1, 20)),
-    chunk=st.integers(1, 5),
-    data=st.data(),
-)
+@settings(max_examples=40, deadline=None)
+@given(packs=samples(), weights=st.booleans(), piece=st.integers(4, 40), chunk=st.integers(1, 5))
 def test_trained_positions_are_counted_in_any_pieces(
-    lengths: list[int], pieces: list[int], chunk: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], weights: bool, piece: int, chunk: int
 ) -> None:
-    total = sum(lengths)
-    mask = np.array(data.draw(st.lists(st.integers(0, 1), min_size=total, max_size=total)), np.uint8)
-    count = TrainedCount(np.array(lengths[i : i + chunk]) for i in range(0, len(lengths), chunk))
-    for piece in np.split(mask, [cut for cut in np.cumsum(pieces, dtype=int) if cut < total]):
-        count.add(piece)
-    packs = np.split(mask, np.cumsum(lengths[:-1], dtype=int)) if lengths else []
-    assert count.num_trained_tokens == mask.sum()
-    assert count.num_masked_packs == sum(not pack.any() for pack in packs)
+    folder = tmp_path_factory.mktemp("counted")
+    write_samples(folder / "x", packs, mask_dtype=np.float32 if weights else np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_PIECE_NBYTES", piece)
+        patch.setattr(copying, "_CHUNK_PACKS", chunk)
+        parts = cut(folder / "x", folder / "p", shards=3)
+    masks = [[pack["loss_mask"] for pack in Shard(part)] for part in parts]
+    counts = [(header.num_trained_tokens, header.num_masked_packs) for header in map(read_header, parts)]
+    assert counts == [(sum(map(np.count_nonzero, part)), sum(not mask.any() for mask in part)) for part in masks]
 
 
 @pytest.mark.parametrize(("small", "large"), [((300_000, 3), (900_000, 3)), ((20, 50_000), (100, 50_000))])

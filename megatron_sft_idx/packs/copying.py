@@ -31,7 +31,7 @@ from megatron_sft_idx.storage.progress import Advance
 # multiples of the file system's block, and packs end anywhere. And so what was hashed is what was written.
 _PIECE_NBYTES = 1 << 20
 # Of the offset arrays: their chunks are some MiB.
-_CHUNK_PACKS = 1 << 16
+_CHUNK_PACKS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,47 +206,6 @@ def _at(offsets: Array, i: int) -> int:
     return int(offsets[i : i + 1][0])
 
 
-class TrainedCount:
-    """Counts trained positions, and packs without one.
-
-    Args:
-        lengths: tokens of the packs, int64 arrays one after another; asked for as the masks reach them.
-
-    Attributes:
-        num_trained_tokens: positions above zero so far.
-        num_masked_packs: packs that ended so far without any.
-    """
-
-    def __init__(self, lengths: Iterable[NDArray[np.int64]]) -> None:
-        self._lengths = iter(lengths)
-        self._ends = np.empty(0, np.int64)  # of packs that have not ended yet, as far as they are known
-        self._position = 0
-        self._trained = False  # whether the pack at the position has a trained token before it
-        self.num_trained_tokens = 0
-        self.num_masked_packs = 0
-
-    def add(self, mask: NDArray[Any]) -> None:
-        """Count the next masks; a piece may begin and end anywhere."""
-        self.num_trained_tokens += int(np.count_nonzero(mask))
-        while len(mask):
-            if not len(self._ends):
-                self._ends = self._position + np.cumsum(next(self._lengths))
-            known = int(self._ends[-1]) - self._position
-            self._count_packs(mask[:known])
-            mask = mask[known:]
-
-    def _count_packs(self, mask: NDArray[Any]) -> None:
-        """``mask`` reaches no further than the known ends; arrays go before the next lengths are asked for."""
-        ended = int(np.searchsorted(self._ends, self._position + len(mask), side="right"))
-        starts = np.append(0, self._ends[:ended] - self._position)
-        trained = np.maximum.reduceat(mask, starts[starts < len(mask)]) > 0
-        trained[0] |= self._trained
-        self.num_masked_packs += ended - int(np.count_nonzero(trained[:ended]))
-        self._trained = bool(trained[ended:].any())
-        self._ends = self._ends[ended:]
-        self._position += len(mask)
-
-
 class CopyWriter:
     """Writes a shard out of ranges of packs of other shards; publishes and journals as ``ShardWriter`` does.
 
@@ -296,6 +255,7 @@ class CopyWriter:
         self._columns = columns
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
+        self._trained = np.zeros(2, np.int64)  # tokens that are trained on, packs without one
         self._num_packs = 0
         self._publication = Publication(
             self._paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
@@ -319,7 +279,6 @@ class CopyWriter:
         source: SourceShard,
         first: int,
         stop: int,
-        trained: TrainedCount | None = None,
         renumber: Renumber | None = None,
     ) -> None:
         """Append the packs ``[first, stop)`` of a source; of a column, what ``renumber`` makes of its rows.
@@ -334,10 +293,12 @@ class CopyWriter:
         spans: dict[Per, tuple[int, int]] = {"token": token_span, "sequence": sequence_span, "pack": (first, stop)}
         for piece in source.tokens.pieces(*token_span):
             self._files.write(self._paths.tokens, piece)
-        for piece in source.loss.pieces(*token_span):
-            self._files.write(self._paths.loss, piece)
-            if trained is not None:
-                trained.add(piece)
+        if (first, stop) == (0, source.header.num_packs):
+            for piece in source.loss.pieces():
+                self._files.write(self._paths.loss, piece)
+            self._trained += source.header.num_trained_tokens, source.header.num_masked_packs
+        else:
+            self._append_masks(source, first, stop)
         for piece in source.starts.pieces(*sequence_span):
             self._files.write(self._paths.starts, piece)
         for name, spec in self._columns.items():
@@ -352,18 +313,26 @@ class CopyWriter:
             self._most = np.maximum(self._most, records.max(axis=0))
             self._publication.journal.write(encode_block(PACK, records.astype(np.uint32)))
 
-    def finalize(self, num_trained_tokens: int, num_masked_packs: int, *, publish: bool = True) -> Header:
-        """Write the indexes and publish, or set the shard aside for ``publish_all``.
+    def _append_masks(self, source: SourceShard, first: int, stop: int) -> None:
+        """Append some of a source's masks, and count the tokens that are trained on, and packs without one."""
+        (position, _), _ = source.spans(first, stop)
+        for records in source.records(first, stop):
+            ends, trained = position + np.cumsum(records[:, 0]), np.zeros(len(records), np.bool_)
+            for piece in source.loss.pieces(position, int(ends[-1])):
+                self._files.write(self._paths.loss, piece)
+                # The packs that the piece has tokens of; the first may have begun before it, the last end behind it.
+                low, high = np.searchsorted(ends, [position, position + len(piece) - 1], side="right")
+                begins = np.append(position, ends[low:high]) - position
+                trained[low : high + 1] |= np.maximum.reduceat(piece, begins) > 0
+                self._trained[0] += np.count_nonzero(piece)
+                position += len(piece)
+            self._trained[1] += np.count_nonzero(~trained)
+            del records, ends, trained  # before the next are read
 
-        Args:
-            num_trained_tokens: of all that was appended.
-            num_masked_packs: likewise.
-            publish: whether to publish.
-
-        Returns:
-            The header.
-        """
+    def finalize(self, *, publish: bool = True) -> Header:
+        """Write the indexes and publish, or set the shard aside for ``publish_all``; returns the header."""
         (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
+        num_trained_tokens, num_masked_packs = self._trained.tolist()
         header = dataclasses.replace(
             self._like,
             num_packs=self._num_packs,

@@ -475,15 +475,13 @@ def merge(
     allowed = {"capacity": mixed_capacity, "chat template": mixed_templates}
     agreement = Agreement({name for name, mixed in allowed.items() if mixed})
     columns, beside = _JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
-    ids, total, trained_tokens, masked_packs = [], 0, 0, 0
+    ids, total = [], 0
     for source in prefixes:
         header = read_header(source)
         agreement.add(source, header)
         columns.add(source, header, beside[source])
         ids.append(header.shard_id)
         total += nbytes_of(header)
-        trained_tokens += header.num_trained_tokens
-        masked_packs += header.num_masked_packs
     specs, total = columns.specs(), total + columns.nbytes()
     new = CopyWriter(paths.prefix, agreement.header(), specs, overwrite=overwrite, durable=durable, nbytes=total)
     with new as writer, watch("merging", total) as advance:
@@ -492,7 +490,7 @@ def merge(
             shard.verify_indexes()
             writer.append(shard, 0, shard.header.num_packs, renumber=columns.renumber(shard))
         columns.require_same()
-        header = writer.finalize(trained_tokens, masked_packs)
+        header = writer.finalize()
     notes = [*agreement.notes(), *columns.notes()]
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
-from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
+from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, copied_nbytes, nbytes_of
 from megatron_sft_idx.packs.merge import ORIGIN, PER_SHARD, SPLIT, runs_of, slice_runs
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import column_names, open_column
@@ -158,9 +158,8 @@ def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, dr
     like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in shard.columns.items()}
     with CopyWriter(part.paths.prefix, like, specs, overwrite=overwrite, durable=durable, drops=drops) as writer:
-        trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
-        writer.append(shard, part.first, part.stop, trained)
-        writer.finalize(trained.num_trained_tokens, trained.num_masked_packs, publish=False)
+        writer.append(shard, part.first, part.stop)
+        writer.finalize(publish=False)
 
 
 @dataclass(frozen=True, slots=True)
