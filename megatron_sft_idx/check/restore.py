@@ -363,11 +363,7 @@ def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> di
     # Written nowhere first: what is stored is held against the checksum of the arrays too.
     header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
     if proven := _prove(stored, header, sizes, paths.seq_idx):
-        for name in _KNOWN:
-            said, stored_value = getattr(known, name), getattr(proven, name)
-            if said not in (None, stored_value):
-                what = f"its header proves {name} {stored_value}, --{name.replace('_', '-')} is {said}"
-                raise FormatError(f"{paths.seq_idx}: {what}; leave the option out")
+        _require_same(paths.seq_idx, proven, known)
         header, what = proven, f"{_SAME}, its own checksums prove it"
     elif isinstance(error, UnsupportedVersionError):
         raise error  # it may well be good
@@ -490,6 +486,14 @@ def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
         firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
         token, sequence = int(begins[-1]), int(firsts[-1])
         yield Run(begins, firsts, len(chunk.lengths))
+
+
+def _require_same(path: str, proven: Header, known: Known) -> None:
+    for name in _KNOWN:
+        said, stored = getattr(known, name), getattr(proven, name)
+        if said not in (None, stored):
+            option = "--" + name.replace("_", "-")
+            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
 
 
 def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:
