@@ -72,13 +72,12 @@ def batch(folder: Path) -> Callable[[], object]:
     """A batch of shuffled packs as a trainer gets it; the shard is opened for it, and it is made in a thread."""
     from megatron_sft_idx.shard.shard_set import ShardSet
     from megatron_sft_idx.training.loader import BatchLoader
-    from megatron_sft_idx.training.rows import EpochOrder, PackedRows
+    from megatron_sft_idx.training.rows import PackedRows
     from megatron_sft_idx.training.sources import StoredPacks
 
     def first() -> object:
         source = StoredPacks(ShardSet([str(folder / "x")]))
-        order = EpochOrder(source.num_packs, 1234, "train", source.fingerprint)
-        rows = PackedRows(source, order, source.num_packs, seq_length=32)
+        rows = PackedRows(source, 1234, "train", source.num_packs, seq_length=32)
         with iter(BatchLoader(rows.assembler, rows.micro_batches([[0, 1], [2, 3]]))) as batches:
             return next(batches)
 

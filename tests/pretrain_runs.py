@@ -86,7 +86,8 @@ def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[flo
     else:
         source = PlannedPacks(ShardSet.open(path, same_capacity=False), PlanOptions(args.seq_length))
     assert source.num_packs == stored.source.num_packs
-    data = PackedRows(source, stored.order, samples, **stored.shape)
+    data = PackedRows(source, 0, "train", samples, **stored.shape)
+    data.order = stored.order
     seed_everything(args.seed)
     model = script.build_model(args)
     return script.train(

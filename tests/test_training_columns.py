@@ -188,9 +188,8 @@ def run_job(prefix: Path, samples: range, ranks: int, rows: int, context: int) -
     One dictionary a global batch of 12 samples.
     """
     source = StoredPacks(ShardSet.open(prefix, columns=("topk_ids", "topk_logp")))
-    order = EpochOrder(source.num_packs, 1, "train", source.fingerprint)
     options: dict[str, Any] = {"sequence_multiple": 2 * context if context > 1 else 1, "padding_mask": True}
-    packed = PackedRows(source, order, 1000, LENGTH, **options)
+    packed = PackedRows(source, 1, "train", 1000, LENGTH, **options)
     numbers = {tuple(pack["input_ids"].tolist()): i for i, pack in enumerate(source.shards)}
     streams = []
     for rank in range(ranks):
@@ -349,8 +348,7 @@ def test_a_blend_brings_the_columns_of_all_its_parts(tmp_path: Path, planned: bo
         write_columned(tmp_path / folder / "x", numbered_samples(40, 1 + 1000 * number), SOME, capacity=LENGTH)
         shards = shards_of(tmp_path / folder, tuple(SOME))
         source = PlannedPacks(shards, PlanOptions(LENGTH)) if planned and number else StoredPacks(shards)
-        order = EpochOrder(source.num_packs, 1, "train", source.fingerprint)
-        members.append(PackedRows(source, order, source.num_packs, LENGTH, width=40))
+        members.append(PackedRows(source, 1, "train", source.num_packs, LENGTH, width=40))
     member_of = np.array([0, 1, 1, 0, 1], np.int64)
     sample_of = np.array([1, 0, 1, 2, 2], np.int64)
     blend = BlendedRows(members, member_of, sample_of)

@@ -54,9 +54,6 @@ class EpochOrder:
         # both shuffle; either result serves.
         self._held: dict[int, NDArray[np.int32] | NDArray[np.int64]] = {}
 
-    def __reduce__(self) -> tuple[type[EpochOrder], tuple[int, int, str, str]]:
-        return EpochOrder, (self.packs, self.seed, self.split, self.fingerprint)
-
     def epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """The packs of one epoch in their order."""
         if (held := self._held.get(number)) is not None:
@@ -149,7 +146,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class PackedRows(Rows):
-    """Samples of one split: an order over a source of packs. Needs torch and not Megatron.
+    """Samples of one split: a seed's order over a source of packs. Needs torch and not Megatron.
 
     A ``PackedSFTDataset`` pickles as this: a worker process opens the files by itself, and starts without importing
     Megatron, which takes seconds and hundreds of MB.
@@ -160,7 +157,8 @@ class PackedRows(Rows):
     def __init__(
         self,
         source: StoredPacks | PlannedPacks,
-        order: EpochOrder,
+        seed: int,
+        split: str,
         num_samples: int,
         seq_length: int,
         sequence_multiple: int = 1,
@@ -169,7 +167,7 @@ class PackedRows(Rows):
         padding_mask: bool = False,
     ) -> None:
         self.source: StoredPacks | PlannedPacks = source
-        self.order, self.num_samples = order, num_samples
+        self.order, self.num_samples = EpochOrder(source.num_packs, seed, split, source.fingerprint), num_samples
         self.shape = {
             "seq_length": seq_length,
             "sequence_multiple": sequence_multiple,
@@ -179,8 +177,7 @@ class PackedRows(Rows):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, tuple(self.shape.values())
-        # The order's pack count and fingerprint are the source's.
+        order, shape = self.order, self.shape.values()
         return _reopened, (type(self), self.source.state(), order.seed, order.split, self.num_samples, *shape)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -254,12 +251,8 @@ def rows_of(dataset: Any) -> Rows:
     return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)  # type: ignore[arg-type]
 
 
-def _reopened(
-    kind: type[PackedRows], source_state: tuple[Any, ...], seed: int, split: str, num_samples: int, *shape: Any
-) -> PackedRows:
-    source = reopen(*source_state)
-    order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
-    return kind(source, order, num_samples, *shape)
+def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: Any) -> PackedRows:
+    return kind(reopen(*source_state), *others)
 
 
 # ---- dealing a global batch ----

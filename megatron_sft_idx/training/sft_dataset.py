@@ -28,7 +28,7 @@ from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch
-from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
+from megatron_sft_idx.training.rows import PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
 
 logger = logging.getLogger(__name__)
@@ -321,7 +321,6 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         else:
             self.source = StoredPacks(shards, first, last)
         config.most_sequences = max(config.most_sequences, self.source.most_sequences)
-        self.order = EpochOrder(self.source.num_packs, config.random_seed, index_split.name, self.source.fingerprint)
         self._rows: PackedRows | None = None
         # Put the content into the key of Megatron's caches, which holds the path only.
         self.unique_identifiers["data"] = self.source.fingerprint
@@ -360,7 +359,8 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
             kind = SingleRows if self.config.single_sequences else PackedRows
             self._rows = kind(
                 self.source,
-                self.order,
+                self.config.random_seed,
+                self.index_split.name,
                 len(self),
                 self.config.sequence_length,
                 sequence_multiple=self.config.sequence_multiple,

@@ -25,7 +25,7 @@ from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.rows import EpochOrder, PackedRows
+from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, plan_path
 
 CAPACITY, BATCH = 4096, 8
@@ -70,8 +70,7 @@ def start(prefix: str, cache: str) -> Start:
     source = PlannedPacks(shards, PlanOptions(CAPACITY), cache=cache)
     seconds.append(time.perf_counter() - begin)
     peak = memory("VmHWM") - before["VmRSS"]
-    order = EpochOrder(source.num_packs, 0, "train", source.fingerprint)
-    rows = PackedRows(source, order, source.num_packs, CAPACITY)
+    rows = PackedRows(source, 0, "train", source.num_packs, CAPACITY)
     tokens = rows.__getitems__(np.arange(BATCH)).tensors["tokens"]
     assert tokens.shape == (BATCH, CAPACITY)
     seconds.append(time.perf_counter() - begin)

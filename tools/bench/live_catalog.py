@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
-from megatron_sft_idx.training.rows import EpochOrder, PackedRows
+from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import StoredPacks
 
 RANKS = 4
@@ -47,7 +47,7 @@ def write_catalog(folder: Path, shards: int, packs: int) -> None:
 def static_batches(folder: Path) -> Iterator[Any]:
     """The shards as a dataset that is all there, in random order."""
     source = StoredPacks(ShardSet.open(folder))
-    rows = PackedRows(source, EpochOrder(source.num_packs, 0, "train", source.fingerprint), source.num_packs, CAPACITY)
+    rows = PackedRows(source, 0, "train", source.num_packs, CAPACITY)
     order = [list(range(first, first + ROWS)) for first in range(0, source.num_packs - ROWS + 1, ROWS)]
     return iter(BatchLoader(rows.assembler, rows.micro_batches(order)))
 
