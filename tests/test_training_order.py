@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 
 import numpy as np
 from hypothesis import given
@@ -51,11 +50,3 @@ def test_memory_does_not_grow_with_the_epochs() -> None:
     order = make(1000)
     order.pack_of(np.arange(0, 50_000, 7))
     assert sum(held.nbytes for held in order._held.values()) == 2 * 1000 * 4
-
-
-def test_it_pickles_without_its_permutations() -> None:
-    order = make(10_000)
-    order.epoch(3)
-    raw = pickle.dumps(order)
-    assert len(raw) < 150
-    assert pickle.loads(raw).epoch(4).tolist() == order.epoch(4).tolist()
