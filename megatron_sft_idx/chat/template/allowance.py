@@ -12,14 +12,14 @@ base is spent, a multiple of the conversation's own size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.runtime import Macro, Undefined
 from jinja2.utils import Namespace
-from markupsafe import Markup
 
 BASE = 1 << 27
 """Units of every rendering."""
@@ -42,11 +42,9 @@ POINTER = 8
 MAX_NUMBER = 1 << (1 << 16)
 """Whole numbers stay below this, and above its negative."""
 
-_MAX_KEY_DEPTH = 64
 _AHEAD = 1 << 18  # loops whose price is below this are paid when they begin
-_HARDLY_SPENT = BASE - (1 << 20)
-_FEW = 64  # parts, joined before they are paid for while little is spent
-_SMALL = 64  # the longest text that is paid by its characters, whatever their width
+_SMALL = 256  # characters: texts up to this length are paid as if they were narrow
+_QUOTED = 12  # the most bytes that Python's quoting makes of a character
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[Any, ...] = (list, tuple, *_VIEWS)
@@ -112,11 +110,19 @@ class Allowance:
 
     # Sizes
 
-    def weigh(self, value: Any, per_character: int = 1) -> int:
+    def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
         """Spend what it takes to go through a value and all that is in it, as often as it is in it.
+
+        Args:
+            value: what a template holds.
+            factor: units for each byte of text.
+            written: require that all of it has a text of its own.
 
         Returns:
             The units that were spent. What ``left`` drops by is another number where ``overspent`` adds to it.
+
+        Raises:
+            NotText: something in it has no text of its own, and it is to be ``written``.
         """
         waiting = [value]
         take = waiting.pop
@@ -126,20 +132,20 @@ class Allowance:
             kind = type(one)
             units += 2 * ITEM
             if kind is str:
-                units += (len(one) if len(one) <= _SMALL else text_bytes(one)) * per_character
+                units += (len(one) if one.isascii() else 4 * len(one)) * factor
             elif kind is dict:
                 waiting.extend(one)
                 waiting.extend(one.values())
-            elif kind is list or kind is tuple:
-                waiting.extend(one)
-            elif isinstance(one, str):
-                units += text_bytes(one) * per_character
             elif isinstance(one, _CONTAINERS):
                 waiting.extend(one)
             elif isinstance(one, int):
                 units += one.bit_length() >> 3
+            elif isinstance(one, str):
+                units += text_bytes(one) * factor
             elif isinstance(one, Namespace):
                 waiting.append(vars(one))
+            elif written and kind not in _NUMBERS and not isinstance(one, Undefined):
+                raise NotText(f"the template writes {_called(one)}")
             if units > 1 << 12:
                 self.spend(units)
                 spent += units
@@ -162,30 +168,20 @@ class Allowance:
         """The value, having made sure that hashing it takes no long time and no deep stack."""
         if type(value) is not str and isinstance(value, tuple):
             self.weigh(value)
-            deepest = [value]
-            for _ in range(_MAX_KEY_DEPTH):
-                deepest = [part for one in deepest for part in one if isinstance(part, tuple)]
-                if not deepest:
-                    break
-                self.spend(len(deepest) * ITEM)
-            else:
-                raise Overspent("a key of tuples within tuples within tuples")
+            if any(isinstance(part, tuple) for part in value):
+                raise Overspent("a key of tuples within tuples")
         return value
 
     # Loops
 
     def iterated(self, iterable: Any, weight: int) -> Any:
         """What a loop goes through, every item of which costs ``weight`` units."""
-        if type(iterable) in _SIZED:
-            if len(iterable) * weight > _AHEAD:
-                return _Paid(self, iterable, weight)
-            self.left -= len(iterable) * weight
+        if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _AHEAD:
+            self.left -= units
             if self.left < 0:
                 self.overspent()
             return iterable
-        if isinstance(iterable, Undefined):
-            return iterable
-        return self.each(iterable, weight)
+        return iterable if isinstance(iterable, Undefined) else self.each(iterable, weight)
 
     def each(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
         """The items, each paid for when it is taken."""
@@ -218,29 +214,10 @@ class Allowance:
         if isinstance(value, str):
             return str(value)
         if type(value) not in _NUMBERS:
-            self.written(value)
+            self.weigh(value, _QUOTED, written=True)
         text = str(value)
         self.spend(len(text))
         return text
-
-    def written(self, value: Any) -> None:
-        """Make sure that a value has a text of its own, wherever in it, and spend what it takes."""
-        if isinstance(value, (dict, Namespace, *_CONTAINERS)):
-            self.weigh(value, per_character=12)  # the most that quoting can make of one
-        waiting = [value]
-        while waiting:
-            one = waiting.pop()
-            if type(one) is str or type(one) in _NUMBERS or isinstance(one, (Markup, Undefined)):
-                continue
-            if isinstance(one, dict):
-                waiting.extend(one)
-                waiting.extend(one.values())
-            elif isinstance(one, _CONTAINERS):
-                waiting.extend(one)
-            elif isinstance(one, Namespace):
-                waiting.append(vars(one))
-            else:
-                raise NotText(f"the template writes {_called(one)}")
 
     def soft_text(self, value: Any) -> str:
         """The text of a value, which stays ``Markup`` if it is."""
@@ -249,46 +226,20 @@ class Allowance:
             return value
         return self.text(value)
 
-    def joined(self, parts: Any) -> str:
-        """The parts as one text."""
+    def joined(self, parts: Any, separator: str = "") -> str:
+        """The parts, each of them text, as one text."""
         if type(parts) is not list:
             parts = self.listed(parts)
-        if len(parts) > _FEW or self.left < _HARDLY_SPENT:
-            units = sum(map(len, parts))
-            self.spend(units if all(map(str.isascii, parts)) else 4 * units)
-            return "".join(parts)
-        text = "".join(parts)  # not long: no part has been paid for by more than a little
-        self.left -= len(text) if text.isascii() else 4 * len(text)
+        units = sum(map(len, parts)) + len(separator) * len(parts)
+        if units > _SMALL and not (separator.isascii() and all(map(str.isascii, parts))):
+            units *= 4
+        self.left -= units
         if self.left < 0:
             self.overspent()
-        return text
-
-    def joined_by(self, separator: str, parts: list[Any], strict: bool = False) -> str:
-        """The parts with a separator between them; those that are no text as text, unless ``strict``."""
-        if not strict:
-            parts = [part if type(part) is str else self.text(part) for part in parts]
-        if separator:
-            self.spend(text_bytes(separator) * len(parts))
-        texts = [part for part in parts if isinstance(part, str)]
-        units = sum(map(len, texts))
-        if units > _SMALL and not (separator.isascii() and all(map(str.isascii, texts))):
-            units = 4 * units + 4 * len(separator) * len(parts)
-        self.spend(units)
         return separator.join(parts)
 
-    def indents(self, value: Any) -> int:
-        """How many steps of indentation JSON text of a value has, all lines together."""
-        steps = 0
-        waiting = [(value, 1)]
-        while waiting:
-            one, depth = waiting.pop()
-            if isinstance(one, (dict, list, tuple)):
-                steps += depth * (1 + len(one))
-                waiting.extend((inner, depth + 1) for inner in (one.values() if isinstance(one, dict) else one))
-        return steps
-
     def concatenated(self, *parts: Any) -> str:
-        """``a ~ b``."""
+        """``a ~ b ~ c``."""
         for part in parts:
             if type(part) is not str:
                 return self.joined([self.text(part) for part in parts])
@@ -296,22 +247,22 @@ class Allowance:
 
     # Operators
 
-    def made(self, value: Any) -> Any:
-        """What was added up, of at most two values besides constants."""
-        if type(value) is str:
-            units = len(value)
-            self.left -= units if units <= _SMALL or value.isascii() else 4 * units
-            if self.left < 0:
-                self.overspent()
-            return value
-        if isinstance(value, str):
-            self.spend(text_bytes(value))
-        elif isinstance(value, bytes):
-            self.spend(len(value))
-        elif isinstance(value, (list, tuple)):
-            self.nests = True
-            self.spend(POINTER * len(value))
-        return self.number(value)
+    def added(self, *parts: Any) -> Any:
+        """``a + b + c``."""
+        for part in parts:
+            if type(part) is not str:
+                break
+        else:
+            return self.joined([*parts])
+        made, *others = parts
+        for other in others:
+            made = made + other
+            if isinstance(made, str):
+                self.spend(text_bytes(made))
+            elif isinstance(made, (list, tuple)):
+                self.nests = True
+                self.spend(POINTER * len(made))
+        return self.number(made)
 
     def subtracted(self, left: Any, right: Any) -> Any:
         """``left - right``."""
@@ -333,46 +284,48 @@ class Allowance:
             self.left -= len(holder) >> 2
             if self.left < 0:
                 self.overspent()
-            return item in holder
-        if kind is dict:
-            return self.key(item) in holder
-        if isinstance(holder, (list, tuple)) and type(item) in (str, *_NUMBERS):
+        elif kind is dict:
+            self.key(item)
+        elif isinstance(holder, (list, tuple)) and type(item) in (str, *_NUMBERS):
             self.spend(len(holder) * (ITEM + (len(item) >> 3 if type(item) is str else 0)))
         elif isinstance(holder, (dict, *_CONTAINERS)):
-            self.weigh(holder)
-            self.weigh(self.key(item))
+            self.weigh((holder, self.key(item)))
         elif not isinstance(holder, (Undefined, str, range)) or not isinstance(item, (str, int)):
             return item in self.each(holder)
         return item in holder
 
     def cut(self, part: Any) -> Any:
         """What was cut out of something."""
-        kind = type(part)
-        if kind is str:
-            self.left -= len(part) if len(part) <= _SMALL else text_bytes(part)
-        elif kind is list or kind is tuple:
-            self.left -= POINTER * len(part)
-        if self.left < 0:
-            self.overspent()
+        if isinstance(part, str):
+            self.spend(text_bytes(part))
+        elif isinstance(part, (list, tuple)):
+            self.spend(POINTER * len(part))
         return part
 
+    def filled(self, template: str, values: Sequence[Any]) -> None:
+        """Pay for ``template % values``, where each ``%`` may name any of the values.
 
-class _Paid:
-    """A sized iterable whose items are paid for when they are taken: a loop over it may end early."""
-
-    def __init__(self, allowance: Allowance, iterable: Any, weight: int) -> None:
-        self._allowance, self._iterable, self._weight = allowance, iterable, weight
-
-    def __len__(self) -> int:
-        return len(self._iterable)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._allowance.each(self._iterable, self._weight)
+        Raises:
+            NotText: a value has no text of its own.
+        """
+        weight = self.weigh(values, _QUOTED, written=True)
+        weight += 4 * max(numbers_in(template), sum_of_numbers(values) if "*" in template else 0)
+        self.spend(text_bytes(template) + template.count("%") * weight)
 
 
-def text_bytes(text: str | bytes) -> int:
+def text_bytes(text: str) -> int:
     """The most bytes that hold a text."""
     return len(text) if text.isascii() else 4 * len(text)
+
+
+def numbers_in(text: str) -> int:
+    """The sum of the whole numbers in a format: what it asks for by itself, in characters."""
+    return sum(int(digits) if len(digits) < 19 else 1 << 62 for digits in re.findall(r"\d+", text))
+
+
+def sum_of_numbers(values: Iterable[Any]) -> int:
+    """The sum of the whole numbers among arguments, none of them negative."""
+    return sum(abs(one) for one in values if isinstance(one, int))
 
 
 def _called(value: Any) -> str:

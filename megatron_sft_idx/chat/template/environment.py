@@ -31,15 +31,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Cycler, Namespace
 from markupsafe import Markup
 
-from megatron_sft_idx.chat.template.allowance import ITEM, POINTER, Allowance, Overspent, text_bytes
-from megatron_sft_idx.chat.template.prices import (
-    METHOD_FACTORS,
-    SHORT_ARGUMENT,
-    call_method,
-    counted_filters,
-    price_of_percent,
-    spec_width,
-)
+from megatron_sft_idx.chat.template.allowance import ITEM, POINTER, Allowance, Overspent, numbers_in, text_bytes
+from megatron_sft_idx.chat.template.prices import METHOD_FACTORS, SHORT_ARGUMENT, call_method, counted_filters
 from megatron_sft_idx.errors import FormatError
 
 GENERATION = "_generation"
@@ -58,22 +51,16 @@ _COMPARING = frozenset(
     ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
 )
 _OF_ALLOWANCE = (
-    "concatenated", "contains", "cut", "iterated", "key", "made", "soft_text", "spend", "subtracted", "text", "weighed",
+    "added", "concatenated", "contains", "cut", "iterated", "key", "soft_text", "spend", "subtracted", "text",
+    "weighed",
 )  # fmt: skip
 
-_STEP = 8
-"""Units of a node of the syntax tree, each time that it is evaluated."""
-
-_MAKES = 56
-"""Further units of a node that may make an object."""
+_NODE = 24
+"""Units of a node of the syntax tree, each time that the body around it is gone through."""
 
 _ENTERS = 2048
 """Further units of a macro, a block or a recursive loop, each time that it is entered."""
 
-_MAKERS = (
-    nodes.Call, nodes.Filter, nodes.Test, nodes.Concat, nodes.BinExpr, nodes.Output, nodes.Getattr, nodes.Getitem,
-    nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.For,
-)  # fmt: skip
 _LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"})
@@ -127,7 +114,8 @@ class _TemplateDict:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         if args and not isinstance(args[0], Mapping):
-            args = (self._allowance.listed(args[0]), *args[1:])
+            pairs = self._allowance.listed(args[0])
+            args = ([(self._allowance.key(key), value) for key, value in pairs], *args[1:])
         for some in (*args, kwargs):
             self._allowance.spend(4 * POINTER * len(some))
         return dict(*args, **kwargs)
@@ -141,12 +129,11 @@ class CountingGenerator(CodeGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._iterated: dict[int, int] = {}  # identity of what a loop goes through: the price of an iteration
-        self._entered: dict[int, int] = {}  # identity of a list of statements: its price
+        self._prices: dict[int, int] = {}  # by the identity of what a loop goes through, or of a body that is entered
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         """Write a node; what a loop goes through with its price."""
-        price = self._iterated.pop(id(node), None)
+        price = self._prices.pop(id(node), None)
         if price is None:
             return super().visit(node, *args, **kwargs)
         self.write("environment.iterated(")
@@ -155,7 +142,7 @@ class CountingGenerator(CodeGenerator):
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         """Write statements, those of a body that pays when it is entered with their price."""
-        price = self._entered.get(id(nodes))
+        price = self._prices.get(id(nodes))
         if price is not None:
             self.writeline(f"environment.spend({price})")
         super().blockvisit(nodes, frame)
@@ -164,21 +151,18 @@ class CountingGenerator(CodeGenerator):
         """Find out first where a dict's missing item may be None as well as undefined."""
         self._asked = set(_asked(node))
         for block in node.find_all(nodes.Block):
-            self._entered[id(block.body)] = _ENTERS + _price(block.body)
+            self._prices[id(block.body)] = _ENTERS + _price(block.body)
         super().visit_Template(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
-        """Write a loop."""
+        """Write a loop, which pays for each iteration; a recursive one is entered anew from within."""
         price = _price([*node.body, *([node.test] if node.test else [])])
-        if node.recursive:  # it is entered anew from within
-            self._entered[id(node.body)] = _ENTERS + price
-        else:
-            self._iterated[id(node.iter)] = price
+        self._prices[id(node.body if node.recursive else node.iter)] = price + (_ENTERS if node.recursive else 0)
         super().visit_For(node, frame)
 
     def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> tuple[Frame, Any]:
         """Write the body of a macro or of a call block."""
-        self._entered[id(node.body)] = _ENTERS + _price([*node.body, *node.defaults])
+        self._prices[id(node.body)] = _ENTERS + _price([*node.body, *node.defaults])
         return super().macro_body(node, frame)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -206,23 +190,16 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write ``a + b + c``: what two of them make, constants apart, is paid for before a third is added."""
-        parts: list[nodes.Expr] = []
-        first: nodes.Expr = node
+        """Write ``a + b + c``."""
+        parts: list[nodes.Expr] = [node.right]
+        first = node.left
         while isinstance(first, nodes.Add):
             parts.append(first.right)
             first = first.left
-        parts = [first, *reversed(parts)]
-        opening: list[str] = []
-        values = 0 if _is_small(first) else 1
-        paid = False
-        for number, part in enumerate(parts[1:], start=2):
-            values += not _is_small(part)
-            pays = values == 2 or (number == len(parts) and values == 1 and not paid and not _is_number(part))
-            opening.append("environment.made(" if pays else "(")
-            values, paid = (1, True) if pays else (values, paid)
-        added = (one for part in parts[1:] for one in (" + ", part, ")"))
-        self._put(frame, "".join(reversed(opening)), first, *added)
+        if len(parts) == 1 and (_is_number(first) or _is_number(node.right)):
+            self._put(frame, "(", first, " + ", node.right, ")")
+        else:
+            self._called("added", [first, *reversed(parts)], frame)
 
     @optimizeconst
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
@@ -368,18 +345,8 @@ def nests(tree: nodes.Template) -> bool:
 
 
 def _price(body: Sequence[nodes.Node]) -> int:
-    """What it takes to go through statements once, but for the bodies in them that pay for themselves."""
-    units = ITEM
-    waiting = [*body]
-    while waiting:
-        node = waiting.pop()
-        units += _STEP + (_MAKES if isinstance(node, _MAKERS) else 0)
-        if isinstance(node, nodes.Const) and isinstance(node.value, str):
-            units += len(node.value) >> 3
-        own = ("body", "test") if isinstance(node, nodes.For) else ("body", "defaults")
-        paid = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
-        waiting.extend(node.iter_child_nodes(exclude=own if paid else None))
-    return units
+    """What it takes to go through statements once, and through what is in them."""
+    return ITEM + _NODE * sum(1 + sum(1 for _ in node.find_all(nodes.Node)) for node in body)
 
 
 def _asked(template: nodes.Template) -> Iterator[nodes.Node]:
@@ -543,17 +510,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 raise Overspent(f"{_cut(' ** '.join(shown))} is too large for a chat template")
         elif operator == "%":
             if isinstance(left, str):
-                price_of_percent(allowance, left, right)
-                if isinstance(left, Markup):
-                    allowance.weigh(right, per_character=8)
-            elif isinstance(left, bytes):
-                raise Overspent("formatting bytes is too much for a chat template")
+                allowance.filled(left, right if isinstance(right, tuple) else (right,))
         else:
             for one, other in ((left, right), (right, left)):
-                if isinstance(one, (str, bytes, list, tuple)) and isinstance(other, int):
+                if isinstance(one, (str, list, tuple)) and isinstance(other, int):
                     if len(one) * other > MAX_REPEATED:
                         raise Overspent(f"repeating something {other} times is too much for a chat template")
-                    each = text_bytes(one) if isinstance(one, (str, bytes)) else POINTER * len(one)
+                    each = text_bytes(one) if isinstance(one, str) else POINTER * len(one)
                     allowance.spend(each * max(0, other))
                     allowance.nests = True
             if isinstance(left, int) and isinstance(right, int):
@@ -589,19 +552,14 @@ class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         """Format one field."""
         allowance: Allowance = self._env.allowance  # type: ignore[attr-defined]
-        allowance.spend(spec_width(format_spec))
-        if not isinstance(value, str):
-            allowance.written(value)
-        text = super().format_field(value, format_spec)
-        allowance.spend(8 * text_bytes(text))
-        return text
+        allowance.weigh(value, 12, written=True)
+        allowance.spend(4 * numbers_in(format_spec))
+        return super().format_field(value, format_spec)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         """Apply ``!r``, ``!s`` and ``!a``."""
         if conversion:
-            allowance: Allowance = self._env.allowance  # type: ignore[attr-defined]
-            allowance.written(value)
-            allowance.weigh(value, per_character=12)
+            self._env.allowance.weigh(value, 12, written=True)  # type: ignore[attr-defined]
         return super().convert_field(value, conversion)
 
 
