@@ -30,10 +30,9 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
-from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 from megatron_sft_idx.storage import read_most
 from megatron_sft_idx.storage.publish import Kind, New, new_file, new_folder, require_space
 
