@@ -77,7 +77,7 @@ def test_other_columns_are_refused(tmp_path: Path, table: pa.Table, reason: str)
     pq.write_table(table, tmp_path / "x")
     with pytest.raises(FormatError, match=reason):
         Reader(tmp_path / "x")
-    assert recognise(str(tmp_path / "x")) is None
+    assert not recognise(str(tmp_path / "x"))
 
 
 def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_a_footer_that_claims_any_number_of_rows_is_refused(tmp_path: Path, clai
 
 def test_it_is_recognised_by_content(tmp_path: Path) -> None:
     write_packs(Writer, tmp_path / "nameless", demo_samples())
-    assert "PAR1" in (recognise(str(tmp_path / "nameless")) or "")
+    assert recognise(str(tmp_path / "nameless"))
     for path in (tmp_path, tmp_path / "missing"):
-        assert recognise(str(path)) is None
+        assert not recognise(str(path))
     (tmp_path / "y.parquet").write_bytes(b"PAR1" + bytes(20) + b"PAR1")
-    assert recognise(str(tmp_path / "y.parquet")) is None
+    assert not recognise(str(tmp_path / "y.parquet"))
 
 
 def test_an_empty_file_of_others(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
 
 
 def test_an_index_is_no_pbin(made: Made) -> None:
-    assert recognise(create_raw_index(made(b'{"a":1}\n')).index_path) is None
+    assert not recognise(create_raw_index(made(b'{"a":1}\n')).index_path)
 
 
 # ---- indexes that are not of the file ----

@@ -223,7 +223,7 @@ def test_a_path_that_is_two_things_is_refused(tmp_path: Path) -> None:
     os.link(tmp_path / "x.npy", tmp_path / "x2")
     write_shards(tmp_path, {"x2": 3})
     assert set(recognise(str(tmp_path / "x2"))) == {"npy", "sft-idx"}
-    with pytest.raises(FormatError, match=r"x2: could be several things \(sft-idx: .*; npy: a .npy file"):
+    with pytest.raises(FormatError, match=r"x2: could be several things \(sft-idx: .*; npy: a pickled .npy"):
         open_dataset(tmp_path / "x2")
     assert len(open_dataset(tmp_path / "x2", format="npy")) == 23
     assert len(open_dataset(tmp_path / "x2", format="sft-idx")) == 3

@@ -365,21 +365,17 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
 _MOST_HEAD_NBYTES = 32 << 20
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a folder or file holds pre-packed chunks: the fields of its first line."""
+def recognise(path: str) -> bool:
+    """Whether a folder or file holds pre-packed chunks, by the fields of its first line."""
     try:
         if not os.path.isdir(path):
-            return f"its first line has {', '.join(FIELDS)}" if _begins_packed(path) else None
-        paths = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
-        if not paths:
-            return None
+            return _begins_packed(path)
+        chunks = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
         # Chunks may be empty, and a dataset without packs has no other.
-        first = next((chunk for chunk in paths if os.path.getsize(chunk)), None)
-        if first is None:
-            return f"{len(paths)} empty files named as chunks"
-        return f"the first line of {os.path.basename(first)} has {', '.join(FIELDS)}" if _begins_packed(first) else None
+        first = next((chunk for chunk in chunks if os.path.getsize(chunk)), None)
+        return bool(chunks) if first is None else _begins_packed(first)
     except (OSError, ValueError, RecursionError):
-        return None
+        return False
 
 
 def _begins_packed(path: str) -> bool:

@@ -70,13 +70,12 @@ _COLUMN = ".col.npy"
 _SCAN = 1 << 20
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a folder holds padded memmap arrays: what its manifest says."""
+def recognise(path: str) -> bool:
+    """Whether a folder has the manifest of padded memmap arrays."""
     try:
-        read_manifest(path)
+        return bool(read_manifest(path))
     except (FormatError, OSError, ValueError):
-        return None
-    return f'{MANIFEST} says "format": "{NAME}"'
+        return False
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -271,7 +270,7 @@ _GATHER_NBYTES = 1 << 16
 def _is_part(path: str) -> bool:
     """Whether a file is the manifest of such a folder, or an array that such a manifest beside it speaks of."""
     folder, name = os.path.split(path)
-    if recognise(folder) is None:
+    if not recognise(folder):
         return False
     ours = name.removesuffix(".npy") in ARRAYS or name.endswith(_COLUMN)
     return name == MANIFEST or (ours and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)

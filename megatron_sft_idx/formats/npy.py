@@ -104,16 +104,14 @@ def _first_keys(file: BinaryIO) -> set[str]:
     return keys
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a file is a ``.npy`` of objects; what its pickle holds is seen when it is opened."""
+def recognise(path: str) -> bool:
+    """Whether a file is a ``.npy`` of objects, or of nothing; what its pickle holds is seen when it is opened."""
     try:
         with open_regular(path) as file:
             shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     except (OSError, FormatError):
-        return None
-    if shape == (0,):
-        return "a .npy file of an empty list"  # for which numpy takes another dtype
-    return "a .npy file of Python objects" if dtype.hasobject else None
+        return False
+    return bool(dtype.hasobject) or shape == (0,)  # for an empty list numpy takes another dtype
 
 
 def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> PackRun:

@@ -73,19 +73,19 @@ _READ_NBYTES = 1 << 20
 _MOST_GROUP_VALUES = 1 << 31
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a file is packed Parquet: its magic and its three columns."""
+def recognise(path: str) -> bool:
+    """Whether a file is packed Parquet: its magic and its three columns."""
     try:
         with open_regular(path) as file:
             if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
-                return None
+                return False
         with pyarrow_errors(path):
             import pyarrow.parquet as pq
 
             checked_schema(pq.read_schema(path), path)
     except Exception:  # whatever the content does to pyarrow, it is no packed Parquet
-        return None
-    return f"begins and ends with {_MAGIC.decode()} and has list columns {', '.join(COLUMNS)}"
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -406,7 +406,7 @@ class Writer(PackedWriter):
     """
 
     format = "parquet"
-    reader, kind = Reader, Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
+    reader, kind = Reader, Kind("a Parquet file of packs", recognise)
     binary = True
     carries = True
 

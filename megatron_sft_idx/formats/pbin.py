@@ -302,13 +302,12 @@ def _early(framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64
     return early if early.any() and ((early >= 0) & (early % _HEADER_NBYTES == 0)).all() else None
 
 
-def recognise(path: str) -> str | None:
-    """What makes this a ``.pbin``, as a sentence; None for other files."""
+def recognise(path: str) -> bool:
+    """Whether a file may be taken for a ``.pbin``."""
     try:
-        found = framings(path)
+        return bool(framings(path))
     except (OSError, FormatError):
-        return None
-    return f"Modalities .pbin: {found[0]}" if found else None
+        return False
 
 
 def _is_whole(path: str) -> bool:

@@ -105,18 +105,14 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
         check_place(resolve(path, folder=made.folder), made.kind, overwrite=overwrite, folder=made.folder)
 
 
-def recognise(path: str) -> dict[str, str]:
-    """Formats that the content at ``path`` is of, each with the evidence; none, one, or several."""
+def recognise(path: str) -> list[str]:
+    """Formats that the content at ``path`` is of: none, one, or several."""
     # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
     # device is not opened: that may never end.
     names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
-    found = {}
-    for name in names:
-        if name == "megatron" and "sft-idx" in found:
-            continue  # a shard has a stock dataset's files too, and is none
-        if (evidence := _module(name).recognise(path)) is not None:
-            found[name] = evidence
-    return found
+    found = [name for name in names if _module(name).recognise(path)]
+    # A shard has a stock dataset's files too, and is none.
+    return [name for name in found if name != "megatron" or "sft-idx" not in found]
 
 
 def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
@@ -169,13 +165,9 @@ def _found(path: str, name: str | None) -> list[tuple[str, str]]:
 
 def _one(path: str, name: str | None) -> tuple[str, str] | None:
     """Format and path of the one thing that a path is, None where it is nothing known."""
-    if name is None:
-        found = recognise(path)
-    else:
-        evidence = _module(name).recognise(path)
-        found = {} if evidence is None else {name: evidence}
+    found = recognise(path) if name is None else [name] * _module(name).recognise(path)
     if len(found) > 1:
-        listed = "; ".join(f"{kind}: {evidence}" for kind, evidence in found.items())
+        listed = "; ".join(f"{kind}: {_MODULES[kind][1]}" for kind in found)
         raise FormatError(f"{path}: could be several things ({listed}); say which with format (--from)")
     for kind in found:
         return kind, prefix_of(path) if kind in _PREFIXES else path

@@ -22,16 +22,15 @@ from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a shard is at this prefix, or that the path is one of its files."""
+def recognise(path: str) -> bool:
+    """Whether a shard is at this prefix, or the path is one of its files."""
     try:
-        prefix = ShardPaths.of(path).prefix
-        header = read_header(prefix)
+        read_header(ShardPaths.of(path))
     except StorageError:
         raise  # whether there is one is not known
     except (SFTIndexError, OSError):
-        return None
-    return f"{prefix}.seq.idx is the index of a packed SFT shard of {header.num_packs} packs"
+        return False
+    return True
 
 
 def spec_of(header: Header) -> PackedSpec:

@@ -35,18 +35,16 @@ _MAGIC = pack_idx_header(0, 0)[:9]
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
-def recognise(path: str) -> str | None:
-    """Evidence that a stock dataset is at this prefix, or that the path is one of its files."""
+def recognise(path: str) -> bool:
+    """Whether a stock dataset is at this prefix, or the path is one of its files."""
     try:
         paths = ShardPaths.of(path)
         with open_regular(paths.idx) as file:
             head = file.read(len(_MAGIC))
     except (FormatError, OSError):
-        return None
+        return False
     # With any of the other three it is a shard, whole or not.
-    if head != _MAGIC or any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts))):
-        return None
-    return f"{paths.idx} begins as Megatron's index does, and no loss masks are beside it"
+    return head == _MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ def run(data: bytes) -> None:
     path = scratch("pbin") / "x.pbin"
     for raw in (data, *repair_pbin(data)):
         path.write_bytes(raw)
-        evidence = recognise(str(path))
+        recognised = recognise(str(path))
         for repair_merge in (False, True):
             with refused(str(path)):
                 reader = Reader(path, mask_rule="all", repair_merge=repair_merge)
-                assert evidence
+                assert recognised
                 documents = [ids for ids, _, _ in packs_of(reader)]
                 assert documents == _documents(path, raw, repair_merge)
         with refused(str(path)):
