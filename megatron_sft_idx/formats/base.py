@@ -224,6 +224,7 @@ class PackedWriter(ABC):
         folder: whether the format is a folder of files.
         binary: whether the format's masks are 0 and 1 and nothing else.
         carries: whether the format has a place for columns.
+        rereading: options of the reader that ``reread`` makes.
         lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
             one) and ``"columns"`` that it is true of.
 
@@ -238,6 +239,7 @@ class PackedWriter(ABC):
     folder: ClassVar[bool] = False
     binary: ClassVar[bool] = False
     carries: bool = False
+    rereading: ClassVar[Mapping[str, Any]] = {}
     _output: New
 
     def __init__(
@@ -347,8 +349,8 @@ class PackedWriter(ABC):
 
     def reread(self) -> PackedReader:
         """A reader of all that was written, which is complete and not in its place yet."""
-        beside: dict[str, Any] = {"columns": None} if self.carries else {}
-        return self.reader(self._output.temporary, **beside)
+        columns: dict[str, Any] = {"columns": None} if self.carries else {}
+        return self.reader(self._output.temporary, **self.rereading, **columns)
 
     def publish(self) -> None:
         """Put what is complete in its place, on disk."""

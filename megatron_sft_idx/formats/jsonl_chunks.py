@@ -407,9 +407,6 @@ class Reader(PackedReader):
 
     Args:
         columns: names of those that packs come with; None for all.
-
-    Raises:
-        FormatError: no chunks, a gap between them, or a chunk that ends in the middle of a line.
     """
 
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
@@ -478,9 +475,6 @@ class Writer(PackedWriter):
 
     Args:
         samples_per_chunk: packs in a chunk, the last one may have fewer; what the consumer has to be told.
-
-    Raises:
-        FormatError: something is at ``path``, or there are no packs in a chunk.
     """
 
     format = "jsonl-chunks"

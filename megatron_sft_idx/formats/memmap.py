@@ -144,9 +144,6 @@ class Reader(PackedReader):
 
     Args:
         columns: names of those that packs come with; None for all that the manifest names.
-
-    Raises:
-        FormatError: no such folder, or its manifest and arrays do not go together.
     """
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
@@ -497,18 +494,7 @@ class MemmapShardWriter(PackedWriter):
 
 
 class Writer(MemmapShardWriter):
-    """Writes a memmap folder; its rows are as wide as the capacity.
-
-    Args:
-        path: the folder.
-        spec: what is going to be written.
-        overwrite: replace such a folder.
-        allow_loss: write loss weights above 0 as 1.
-
-    Raises:
-        FormatError: sizes that the format does not have, or something is at ``path``.
-        OSError: no space for the whole of it, among others.
-    """
+    """Writes a memmap folder, as ``PackedWriter`` says; its rows are as wide as the capacity."""
 
     def __init__(
         self, path: str | os.PathLike[str], spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False

@@ -177,9 +177,6 @@ class Reader(PackedReader):
     Args:
         capacity: what its packs were packed for, where that is known. Packers of this format count a sequence as its
             length - 1, so packs may exceed it by one token a sequence; more than that is refused.
-
-    Raises:
-        FormatError, SequenceError: see ``read_legacy``.
     """
 
     def _open(self, *, capacity: int | None = None) -> None:

@@ -187,7 +187,6 @@ class Reader(PackedReader):
         columns: names of those that packs come with; None for all that the file says it has.
 
     Raises:
-        FormatError: not a Parquet file, or one without the three columns or those that are asked for.
         SFTIndexError: pyarrow is not installed.
     """
 
@@ -285,12 +284,7 @@ class Reader(PackedReader):
         return self._first_packs[-1]
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``; its ids and mask are views into the decoded row group.
-
-        Raises:
-            SequenceError: a pack of its row group breaks a rule.
-            FormatError: the row group cannot be decoded.
-        """
+        """Pack ``index``; its ids and mask are views into the decoded row group, all of which is checked."""
         group = bisect_right(self._first_packs, index) - 1
         with self._lock:
             run = self._cache.get(group)
@@ -304,11 +298,7 @@ class Reader(PackedReader):
         return run.pack(index - self._first_packs[group])
 
     def _of(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
-        """Rows that were read as packs that keep every rule.
-
-        Raises:
-            SequenceError: a row that breaks one, or that has a null, with its number.
-        """
+        """Rows that were read as packs; SequenceError where one breaks a rule, or has a null."""
         columns = [_lists(rows.column(name), self.path, name, first_pack) for name in COLUMNS]
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = columns
         if (wrong := lengths != mask_lengths).any():
@@ -399,10 +389,6 @@ class Writer(PackedWriter):
     Args:
         row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
             large ones the file small.
-
-    Raises:
-        FormatError: something is at ``path``, or a group of no packs.
-        SFTIndexError: pyarrow is not installed.
     """
 
     format = "parquet"

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -343,10 +343,6 @@ class Reader(PackedReader):
         mask_rule: what to train on. "all" trains every token of a document but its first, which nothing predicts.
             There is no default: a chat whose questions are trained like its answers is rarely what is wanted.
         repair_merge: read a file with an index that ``merge_packed_data`` damaged (see ``Placement``).
-
-    Raises:
-        FormatError: no mask rule; no ``.pbin``; an index that is not of this file.
-        OSError: the file cannot be read.
     """
 
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
@@ -395,17 +391,12 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """A ``.pbin`` of the current generation; every sequence becomes a document.
 
-    Keeps 8 bytes a sequence in memory until the index is written.
-
-    Args:
-        allow_loss: write, though loss masks and which sequences shared a pack are lost.
-
-    Raises:
-        FormatError: no leave to lose; the file exists.
-        OSError: the disk says no.
+    Keeps 8 bytes a sequence in memory until the index is written. Without ``allow_loss`` nothing is written at all:
+    loss masks and which sequences shared a pack are always lost.
     """
 
     format = "pbin"
+    rereading: ClassVar[dict[str, Any]] = {"mask_rule": "all"}
     reader, kind = Reader, Kind("a Modalities .pbin", _is_whole)
 
     def _begin(self) -> None:
@@ -440,10 +431,6 @@ class Writer(PackedWriter):
         # Last, as the real writer: a file without its length is one that was not finished.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
-
-    def reread(self) -> Reader:
-        """A reader of all of it; what its masks are made of by a rule is not what was written."""
-        return Reader(self._output.temporary, mask_rule="all")
 
     def _pairs(self) -> Iterator[NDArray[np.int64]]:
         offset = 0

@@ -110,9 +110,12 @@ def recognise(path: str) -> list[str]:
     # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
     # device is not opened: that may never end.
     names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
-    found = [name for name in names if _module(name).recognise(path)]
-    # A shard has a stock dataset's files too, and is none.
-    return [name for name in found if name != "megatron" or "sft-idx" not in found]
+    found: list[str] = []
+    for name in names:
+        # A shard has a stock dataset's files too, and is none.
+        if not (name == "megatron" and "sft-idx" in found) and _module(name).recognise(path):
+            found.append(name)
+    return found
 
 
 def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:

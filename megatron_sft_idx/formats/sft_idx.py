@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,6 @@ class Reader(PackedReader):
         advice: of ``Shard``, as are the next two.
         huge_pages: ask for huge pages.
         columns: that packs come with; None for all that the shard has.
-
-    Raises:
-        ShardNotFoundError, FormatError: see ``Shard``.
     """
 
     label_only = (
@@ -93,19 +90,14 @@ class Reader(PackedReader):
         self._dtypes = self.header.token_dtype, self.header.mask_dtype
         chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
         reading = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
-        self._opening: dict[str, Any] = {
-            "backend": reading,
-            "copy": copy,
-            "index_cache": index_cache,
-            "columns": chosen,
-        }
+        self._opening = partial(Shard, self._paths, backend=reading, copy=copy, index_cache=index_cache, columns=chosen)
         if chosen:
             self.columns = {name: self.shard.columns.open(name).spec for name in chosen}
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        shard = Shard(self._paths, **self._opening)
+        shard = self._opening()
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 

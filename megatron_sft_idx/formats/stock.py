@@ -116,10 +116,7 @@ class Reader(PackedReader):
         path: its prefix, or one of its two files.
         mask_alignment: of the masks at ``mask_path``.
         mask_rule: ``all`` trains on every token.
-        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights.
-
-    Raises:
-        FormatError: files that do not go together, or not exactly one of rule and path.
+        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights. One of the two.
     """
 
     def _open(self, *, mask_rule: MaskRule | None = None, mask_path: str | os.PathLike[str] | None = None) -> None:
