@@ -152,11 +152,6 @@ def test_a_row_without_end_stops_before_it_fills_the_memory(tmp_path, name, row)
         list(iter_pieces(expand_inputs([path]), piece_nbytes=100, max_row_nbytes=4000))
 
 
-def test_pieces_need_a_size(tmp_path):
-    with pytest.raises(ValueError, match="must be positive, got 0"):
-        next(iter_pieces([], piece_nbytes=0))
-
-
 def saved(folder, state='{"_data_files": [{"filename": "d.arrow"}]}'):
     folder.mkdir()
     (folder / "state.json").write_text(state)

@@ -140,8 +140,6 @@ def test_other_wrong_paths_and_options(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(b"the\n")
     with pytest.raises(FormatError, match=r"without tokenizer\.json; convert it once"):
         load_tokenizer(tmp_path / "vocab.txt")
-    with pytest.raises(FormatError, match="backend: 'rust' is not one of"):
-        load_tokenizer(tmp_path, backend="rust")  # type: ignore[arg-type]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -503,18 +503,18 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut short": (file("x.tiktoken", rank_lines()[:2000]), "line 2[0-9]{2} is no token|no token is the byte 0x"),
     "a rank twice": (file("x.tiktoken", rank_lines() + b"dGhlIGxhenkgZG9n 5\n"), "a token is there twice, or a rank"),
     "half a line": (file("x.tiktoken", rank_lines() + b"dGhl"), r"is no token with its rank: b'dGhl'"),
-    "tekken without pattern": (tekken_with(config={"pattern": None}), "config must have pattern"),
-    "tekken too large": (tekken_with(config={"default_vocab_size": 10**6}), "a vocabulary of 1000000 with 40"),
-    "tekken without a list": (tekken_with(config={"version": "v13"}), "must have the ranks from 0 on"),
+    "tekken without pattern": (tekken_with(config={"pattern": None}), "expected config with pattern"),
+    "tekken too large": (tekken_with(config={"default_vocab_size": 10**6}), "every rank from 0 on once"),
+    "tekken without a list": (tekken_with(config={"version": "v13"}), "every rank from 0 on once"),
     "tekken, a name twice": (
         tekken_with(special_tokens=[*LISTED, {**LISTED[0], "rank": 9}]),
-        "a token or a rank twice",
+        "every rank from 0 on once",
     ),
     "tekken, a rank too large": (
         tekken_with(special_tokens=[{**LISTED[0], "rank": 40}]),
-        "must have the ranks from 0 on",
+        "every rank from 0 on once",
     ),
-    "tekken, tokens of another kind": (tekken_with(vocab=[1] * 2000), "must be lists of tokens"),
+    "tekken, tokens of another kind": (tekken_with(vocab=[1] * 2000), "every rank from 0 on once"),
 }
 
 

@@ -406,8 +406,6 @@ def iter_pieces(
             before that were already yielded.
         SFTIndexError: an extra that the file needs is not installed.
     """
-    if piece_nbytes < 1 or max_row_nbytes < 1:
-        raise ValueError(f"piece and row sizes must be positive, got {piece_nbytes} and {max_row_nbytes}")
     for file in files:
         if file.kind in ("parquet", "arrow"):
             source = open_object(file.path, file.etag) if is_remote(file.path) else None

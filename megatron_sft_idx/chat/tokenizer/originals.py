@@ -374,26 +374,23 @@ def _kimi_cuts(text: str) -> list[int]:
 
 def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, list[AddedToken]]:
     """Ranks, the pattern that splits text, how many ids go to control tokens first, and those tokens."""
-    config, vocabulary = files.spec["config"], files.spec["vocab"]
-    pattern, size, count = (config.get(key) for key in ("pattern", "default_vocab_size", "default_num_special_tokens"))
-    if not isinstance(pattern, str) or not isinstance(size, int) or not isinstance(count, int):
-        wanted = "pattern, default_vocab_size and default_num_special_tokens"
-        raise FormatError(f"{files.file}: config must have {wanted}, found {config!r:.200}")
-    if not 256 <= size - count <= len(vocabulary):
-        raise FormatError(
-            f"{files.file}: a vocabulary of {size} with {count} control tokens, but {len(vocabulary)} tokens are listed"
-        )
-    listed = files.spec.get("special_tokens")
-    if listed is None and config.get("version") in TEKKEN_VERSIONS_WITHOUT_LIST:
-        listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(TEKKEN_TOKENS[:count])]
     try:
-        ranks = {a2b_base64(token["token_bytes"]): int(token["rank"]) for token in vocabulary[: size - count]}
-        texts = {int(token["rank"]): str(token["token_str"]) for token in listed or ()}
-    except (TypeError, KeyError, ValueError) as error:
-        raise FormatError(f"{files.file}: vocab and special_tokens must be lists of tokens: {error!r}") from error
-    if len(set(texts.values())) != len(listed or ()):
-        raise FormatError(f"{files.file}: special_tokens has a token or a rank twice")
-    if not texts or list(ranks.values()) != list(range(size - count)) or not set(texts) <= set(range(count)):
-        raise FormatError(f"{files.file}: its tokens must have the ranks from 0 on, and its special_tokens too")
+        config = files.spec["config"]
+        pattern, size, count = config["pattern"], config["default_vocab_size"], config["default_num_special_tokens"]
+        listed: Any = files.spec.get("special_tokens")
+        if listed is None and config.get("version") in TEKKEN_VERSIONS_WITHOUT_LIST:
+            listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(TEKKEN_TOKENS[:count])]
+        vocabulary = files.spec["vocab"][: size - count]
+        ranks = {a2b_base64(token["token_bytes"]): int(token["rank"]) for token in vocabulary}
+        texts = {int(token["rank"]): str(token["token_str"]) for token in listed}
+        is_whole = isinstance(pattern, str) and [*ranks.values()] == [*range(len(ranks))] and len(ranks) == size - count
+        is_whole &= 0 < len(set(texts.values())) == len(listed) and all(0 <= rank < count for rank in texts)
+    except (TypeError, KeyError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise FormatError(
+            f"{files.file}: expected config with pattern, default_vocab_size and default_num_special_tokens, and in"
+            " vocab and special_tokens every rank from 0 on once; download it again, or convert it if it is newer"
+        )
     own = [AddedToken(rank, texts.get(rank, f"<SPECIAL_{rank}>"), {"special": True}) for rank in range(count)]
-    return _checked_ranks(files, ranks, size - count), pattern, count, own
+    return _checked_ranks(files, ranks, len(ranks)), pattern, count, own

@@ -423,7 +423,7 @@ NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 class JsonModel:
     """A loaded ``tokenizer.json``: ids by the library that defines them, and its vocabulary.
 
-    Every kind of model has these methods and attributes, but for ``proof``.
+    Every kind of model has these methods and attributes.
 
     Args:
         files: the parsed ``tokenizer.json`` and what the folder adds to it.
