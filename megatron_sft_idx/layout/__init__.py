@@ -6,7 +6,6 @@ build in progress. From bytes to values and back: nothing here writes a file.
 
 from megatron_sft_idx.layout.files import (
     FIELDS,
-    FORMAT_VERSION,
     HEADER_FIXED_NBYTES,
     MASK_DTYPES,
     TOKEN_DTYPES,

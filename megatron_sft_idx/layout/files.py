@@ -428,14 +428,13 @@ def decode_metadata(block: bytes) -> dict[str, Any] | None:
 
 # ---- the header of .seq.idx ----
 
-FORMAT_VERSION = 1
 # loss_mask[j] says whether predicting token j + 1 of the same sequence counts. The only alignment on disk.
 LABEL_ALIGNED = 1
 FLAG_REBUILT = 1
 SEQ_IDX = HeaderForm(
     "the .seq.idx",
     b"\x89SFTIDX\n",
-    FORMAT_VERSION,
+    1,
     "magic 8s, version I, header_nbytes I, shard_id 16s,"
     "num_packs Q, num_sequences Q, num_tokens Q, num_trained_tokens Q, num_masked_packs Q,"
     "token_dtype B, mask_dtype B, mask_alignment B, flags B,"

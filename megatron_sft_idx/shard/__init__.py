@@ -6,7 +6,7 @@ removed by the code here, so that what a killed process leaves can always be tol
 
 from megatron_sft_idx.shard.columns import ShardColumn, pair_numbers, write_column
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.shard.publication import check_free, remove_remains, remove_shard
+from megatron_sft_idx.shard.publication import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.shard.writer import ShardWriter
