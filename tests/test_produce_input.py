@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.produce.feed import Feed, FixedFiles, GrowingFolder, InputLog, Position, TakenFile
+from megatron_sft_idx.produce.feed import GrowingFolder, InputLog, Position, TakenFile, feed, fixed_files
 from megatron_sft_idx.tokenize import NOT_YET
 
 
@@ -273,39 +273,36 @@ class Files:
             rows = (json.dumps({"row": f"{number}-{row}"}) + "\n" for row in range(count))
             (folder / f"{number}.jsonl").write_text("".join(rows))
 
-    def feed(self, start: Position | None = None) -> Feed:
-        files = expand_inputs([str(self.folder / "*.jsonl")])
-        log = InputLog(str(self.folder / "log"))
-        return Feed(FixedFiles(files, 100, log), start or Position(), "catalog")
-
-
-def rest(feed: Feed) -> list[tuple[bytes, Position]]:
-    return [(piece.payload, feed.done()[0]) for piece in feed]  # type: ignore[union-attr]
+    def rest(self, start: Position | None = None) -> list[tuple[bytes, Position]]:
+        files, log = expand_inputs([str(self.folder / "*.jsonl")]), InputLog(str(self.folder / "log"))
+        start = start or Position()
+        fed = feed(fixed_files(files, 100, log, start.file), start, "catalog")
+        return [(piece.payload, place.behind) for place, piece in fed]  # type: ignore[misc]
 
 
 def test_going_on_from_every_position_gives_the_rest(tmp_path):
     files = Files(tmp_path)
-    whole = rest(files.feed())
+    whole = files.rest()
     assert len(whole) > 10
     for number, (_, position) in enumerate(whole):
-        assert rest(files.feed(position)) == whole[number + 1 :]
+        assert files.rest(position) == whole[number + 1 :]
 
 
 def test_files_behind_the_position_are_not_read_again(tmp_path):
     files = Files(tmp_path)
-    whole = rest(files.feed())
+    whole = files.rest()
     (tmp_path / "0.jsonl").write_bytes(b"x" * (tmp_path / "0.jsonl").stat().st_size)
-    assert rest(files.feed(whole[-2][1])) == whole[-1:]
+    assert files.rest(whole[-2][1]) == whole[-1:]
 
 
 def test_other_content_before_the_position_is_noticed(tmp_path):
     files = Files(tmp_path)
-    whole = rest(files.feed())
+    whole = files.rest()
     text = (tmp_path / "3.jsonl").read_text()
     (tmp_path / "3.jsonl").write_text(text.replace("3-1", "3-2", 1))
     with pytest.raises(FormatError, match="is not what the shards so far were made from"):
-        rest(files.feed(whole[-1][1]))
+        files.rest(whole[-1][1])
     # What comes behind the position may be anything.
     (tmp_path / "3.jsonl").write_text(text.replace("3-59", "3-60"))
     start = next(position for _, position in whole if position.file == 3)
-    assert len(rest(files.feed(start))) == len(whole) - [position for _, position in whole].index(start) - 1
+    assert len(files.rest(start)) == len(whole) - [position for _, position in whole].index(start) - 1

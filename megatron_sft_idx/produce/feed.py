@@ -30,7 +30,8 @@ from megatron_sft_idx.storage import OutputFile, read_most, require_local, sync_
 from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-PiecesOfAFile: TypeAlias = Iterator[Piece | NotYet]
+# The pieces of every file that is left, NOT_YET wherever one has to wait.
+Files: TypeAlias = Iterator[Iterator[Piece | NotYet] | NotYet]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,142 +51,104 @@ class Position(Record):
     fingerprint: str = ""
 
 
-class Feed:
+class Fed(NamedTuple):
+    """Where a piece is in the input.
+
+    Attributes:
+        path: its file.
+        first: the number of its first row.
+        behind: the position behind it.
+        nbytes: of the input, from the beginning of the file that this run began in to there.
+    """
+
+    path: str
+    first: int
+    behind: Position
+    nbytes: int
+
+
+def feed(files: Files, start: Position, name: str) -> Iterator[tuple[Fed, Piece] | NotYet]:
     """Pieces of an input from a position on.
 
     Only the file that the position is in is read again, as far as the position, and compared with what it was.
-    Workers take pieces ahead of those that are done: the position behind what is done is asked for with ``done``.
 
     Args:
-        source: of the pieces.
+        files: from that of the position on.
         start: the place to go on from.
         name: of the catalog, in errors.
 
-    Attributes:
-        skipped_nbytes: of the file that was read again, for progress.
+    Raises:
+        FormatError: the content before the position is another.
     """
-
-    def __init__(self, source: Input, start: Position, name: str) -> None:
-        self._start, self._name = start, name
-        self._behind: deque[tuple[Position, str, int]] = deque()
-        self.skipped_nbytes = 0
-        self._stream = self._pieces(source)
-
-    def __iter__(self) -> Iterator[Piece | NotYet]:
-        return self._stream
-
-    def done(self) -> tuple[Position, str, int]:
-        """The next piece that is done: the position behind it, its file and first row; called once each, in order."""
-        return self._behind.popleft()
-
-    def _pieces(self, source: Input) -> Iterator[Piece | NotYet]:
-        before = self._start.file_fingerprint
-        number = self._start.file
-        for pieces in source.files(number):
-            if isinstance(pieces, NotYet):
-                yield NOT_YET
-                continue
-            count, fingerprint = 0, before
-            if number == self._start.file and self._start.pieces:
-                yield from self._skip(pieces)
-                count, fingerprint = self._start.pieces, self._start.fingerprint
-            for piece in pieces:
-                if isinstance(piece, NotYet):
-                    yield NOT_YET
-                    continue
-                count, fingerprint = count + 1, _chained(fingerprint, piece)
-                self._behind.append((Position(number, count, before, fingerprint), piece.path, piece.first))
-                yield piece
-            number, before = number + 1, fingerprint
-        if number <= self._start.file and self._start.pieces:
-            raise FormatError(f"{self._name}: the input has no file {self._start.file + 1} any more; restore it")
-
-    def _skip(self, pieces: PiecesOfAFile) -> Iterator[NotYet]:
-        """Read what was read before; it must be the same."""
-        fingerprint, name = self._start.file_fingerprint, "the input"
-        left = self._start.pieces
-        while left and (piece := next(pieces, None)) is not None:
+    number, before, nbytes, path = start.file, start.file_fingerprint, 0, "the input"
+    for pieces in files:
+        if isinstance(pieces, NotYet):
+            yield NOT_YET
+            continue
+        count, fingerprint = 0, before
+        known = start.pieces if number == start.file else 0
+        for piece in pieces:
             if isinstance(piece, NotYet):
                 yield NOT_YET
                 continue
-            left -= 1
-            fingerprint, name = _chained(fingerprint, piece), piece.path
-            self.skipped_nbytes += piece.num_bytes
-        if left or fingerprint != self._start.fingerprint:
-            raise FormatError(
-                f"{self._name}: {name} is not what the shards so far were made from; give the same input again, from"
-                " its beginning, or name another catalog"
-            )
+            # Chained: unlike a hash's inner state it can be stored.
+            fingerprint = xxhash.xxh3_128_hexdigest((fingerprint + piece.fingerprint()).encode())
+            count, nbytes, path = count + 1, nbytes + piece.num_bytes, piece.path
+            if count == known and fingerprint != start.fingerprint:
+                raise _other_input(name, path)
+            if count > known:
+                yield Fed(path, piece.first, Position(number, count, before, fingerprint), nbytes), piece
+        if count < known:
+            raise _other_input(name, path)
+        number, before = number + 1, fingerprint
+    if number <= start.file and start.pieces:
+        raise FormatError(f"{name}: the input has no file {start.file + 1} any more; restore it")
 
 
-def _chained(fingerprint: str, piece: Piece) -> str:
-    """The fingerprint of what came before and this piece; unlike a hash's inner state it can be stored."""
-    return xxhash.xxh3_128_hexdigest((fingerprint + piece.fingerprint()).encode())
+def _other_input(name: str, path: str) -> FormatError:
+    return FormatError(
+        f"{name}: {path} is not what the shards so far were made from; give the same input again, from its beginning,"
+        " or name another catalog"
+    )
 
 
-# ---- what it is read from: ``files`` gives them from a number on, NOT_YET in their place where one has to wait ----
+# ---- what it is read from ----
 
 
-class FixedFiles:
-    """Files that are all there.
-
-    Args:
-        files: in their order.
-        piece_nbytes: see ``iter_pieces``.
-        log: of an earlier run over the same files, or empty.
+def fixed_files(files: Sequence[InputFile], piece_nbytes: int, log: InputLog, first: int) -> Files:
+    """Files that are all there, from the ``first`` on; ``log`` is that of an earlier run over the same, or empty.
 
     Raises:
         FormatError: the earlier run had other files.
     """
-
-    def __init__(self, files: Sequence[InputFile], piece_nbytes: int, log: InputLog) -> None:
-        self._files, self._piece_nbytes = files, piece_nbytes
-        now = [TakenFile(file.path, file.num_bytes) for file in files]
-        for number, (found, wanted) in enumerate(zip_longest(log.files, now), 1):
-            # How many there are is among the options: a shorter log is one that was being written.
-            if found is not None and (wanted is None or found.num_bytes != wanted.num_bytes):
-                shown = f"{wanted.name} of {wanted.num_bytes:,} bytes" if wanted else "none"
-                raise FormatError(
-                    f"{log.path}: this catalog is made from other input: file {number} was {found.name} of"
-                    f" {found.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
-                )
-        self._log, self._now = log, now
-
-    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
-        """The pieces of every file from the ``first`` on, counted from 0."""
-        if missing := self._now[len(self._log.files) :]:
-            self._log.add(*missing)
-        for file in self._files[first:]:
-            yield iter_pieces([file], piece_nbytes=self._piece_nbytes)
+    now = [TakenFile(file.path, file.num_bytes) for file in files]
+    for number, (found, wanted) in enumerate(zip_longest(log.files, now), 1):
+        # How many there are is among the options: a shorter log is one that was being written.
+        if found is not None and (wanted is None or found.num_bytes != wanted.num_bytes):
+            shown = f"{wanted.name} of {wanted.num_bytes:,} bytes" if wanted else "none"
+            raise FormatError(
+                f"{log.path}: this catalog is made from other input: file {number} was {found.name} of"
+                f" {found.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
+            )
+    if missing := now[len(log.files) :]:
+        log.add(*missing)
+    return (iter_pieces([file], piece_nbytes=piece_nbytes) for file in files[first:])
 
 
-_STDIN = "standard input"
 # Pieces read ahead from a pipe.
 _AHEAD = 2
 # Until a pipe is said to have nothing now: long enough that a fast one is never said to.
 _PATIENCE_SECONDS = 0.05
 
 
-class StandardInput:
+def standard_input(piece_nbytes: int) -> Iterator[Piece | NotYet]:
     """JSON lines from a pipe, read by a thread, so that nobody who asks for a piece waits long for the pipe."""
-
-    def __init__(self, piece_nbytes: int) -> None:
-        self._piece_nbytes = piece_nbytes
-
-    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
-        """The one stream there is."""
-        if first == 0:
-            stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread that reads it may outlive us
-            yield _in_background(stream_pieces(stream, name=_STDIN, piece_nbytes=self._piece_nbytes))
-
-
-def _in_background(pieces: Iterator[Piece]) -> PiecesOfAFile:
-    """What another thread takes from ``pieces``; NOT_YET while it has nothing."""
     taken: queue.Queue[Piece | BaseException | None] = queue.Queue(_AHEAD)
+    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread that reads it may outlive us
 
     def take() -> None:
         try:
-            for piece in pieces:
+            for piece in stream_pieces(stream, name="standard input", piece_nbytes=piece_nbytes):
                 taken.put(piece)
             taken.put(None)
         except BaseException as error:  # whoever takes from the queue raises it
@@ -206,7 +169,7 @@ def _in_background(pieces: Iterator[Piece]) -> PiecesOfAFile:
         yield piece
 
 
-END_OF_INPUT = "_END"
+_END_OF_INPUT = "_END"
 _BEING_WRITTEN = (".tmp", ".part", ".partial")
 _SECONDS_BETWEEN_LOOKS = 0.2
 
@@ -258,7 +221,7 @@ class GrowingFolder:
         self._seen_at = self._news_at = clock()
         self._looked_at = float("-inf")
 
-    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
+    def files(self, first: int) -> Files:
         """The pieces of every file from the ``first`` on, counted from 0."""
         number = first
         while True:
@@ -282,11 +245,11 @@ class GrowingFolder:
             if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
                 return NOT_YET
             # In this order no file is missed that was there before the end was.
-            ended = os.path.lexists(os.path.join(self._folder, END_OF_INPUT))
+            ended = os.path.lexists(os.path.join(self._folder, _END_OF_INPUT))
             names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
             # One that was taken for its age may be gone, it was read; it must not have grown since.
-            if self._settled is not None and os.path.exists(path := os.path.join(self._folder, self._settled.name)):
-                self._require_same_size(path, self._settled)
+            if self._settled is not None and os.path.exists(os.path.join(self._folder, self._settled.name)):
+                self._require_same_size(self._settled)
             if not names:
                 self._looked_at = now
                 silent = self._end_after is not None and now - self._news_at >= self._end_after
@@ -320,14 +283,14 @@ class GrowingFolder:
         except OSError:
             return False
 
-    def _pieces(self, file: TakenFile) -> PiecesOfAFile:
-        path = os.path.join(self._folder, file.name)
-        self._require_same_size(path, file)
+    def _pieces(self, file: TakenFile) -> Iterator[Piece | NotYet]:
+        path = self._require_same_size(file)
         yield from iter_pieces(expand_inputs([path]), piece_nbytes=self._piece_nbytes)
-        self._require_same_size(path, file)
+        self._require_same_size(file)
 
-    def _require_same_size(self, path: str, file: TakenFile) -> None:
-        """A file that grows after it was taken was not whole; what was added would be lost without a word."""
+    def _require_same_size(self, file: TakenFile) -> str:
+        """Its path. A file that grows after it was taken was not whole: what was added would be lost without a word."""
+        path = os.path.join(self._folder, file.name)
         found = os.stat(path).st_size if os.path.exists(path) else None
         if found != file.num_bytes:
             shown = "is not there any more" if found is None else f"has {found:,} bytes"
@@ -336,37 +299,24 @@ class GrowingFolder:
                 f" Write input under a name that begins with '.' or '_' and rename it when it is whole, or raise"
                 f" --settle"
             )
-
-
-# What a feed is made of.
-Input: TypeAlias = FixedFiles | StandardInput | GrowingFolder
+        return path
 
 
 # ---- the files that were taken, noted on disk ----
 
-
-INPUTS = "_inputs.jsonl"
 _MAX_NBYTES = 1 << 30
 _LINE = b'{"name":'
 
 
 class TakenFile(NamedTuple):
-    """A file of the input.
-
-    Attributes:
-        name: in the folder that is watched, or the path as it was found.
-        num_bytes: its size when it was taken.
-    """
+    """Name in the folder that is watched, or path as it was found; and size when it was taken."""
 
     name: str
     num_bytes: int
 
 
 class InputLog:
-    """The list of files, on disk as soon as ``add`` returns.
-
-    Args:
-        path: of the log; made with the first file.
+    """The list of files, on disk as soon as ``add`` returns; the file is made with the first of them.
 
     Raises:
         FormatError: what is there was not written by this class.
@@ -375,13 +325,10 @@ class InputLog:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: OutputFile | None = None
-        if os.path.lexists(path) and describe(path) != "a file":
-            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
         self._found = os.path.lexists(path)  # one that appears later is not this one
-        try:
-            content = read_most(path, _MAX_NBYTES + 1)
-        except FileNotFoundError:
-            content = b""
+        if self._found and describe(path) != "a file":
+            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
+        content = read_most(path, _MAX_NBYTES + 1) if self._found else b""
         if len(content) > _MAX_NBYTES:
             raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
         # A line without its end was being written when the producer was killed: its file was not read yet.
@@ -389,8 +336,18 @@ class InputLog:
         torn = content[self._nbytes :]
         if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
             raise FormatError(f"{path}: a file that no producer wrote is here; move it away, or name another folder")
-        lines = content[: self._nbytes].splitlines()
-        self.files = [self._parse(line, number) for number, line in enumerate(lines, 1)]
+        self.files: list[TakenFile] = []
+        for line in content[: self._nbytes].splitlines():
+            try:
+                file = TakenFile(**json.loads(line))
+                if list(map(type, file)) != [str, int]:
+                    raise TypeError
+            except (ValueError, TypeError, RecursionError):
+                raise FormatError(
+                    f"{path}: line {len(self.files) + 1} is {line[:60]!r}, expected a name and a number of bytes; the"
+                    " file is damaged: make another catalog"
+                ) from None
+            self.files.append(file)
 
     def add(self, *files: TakenFile) -> None:
         """Note files that come after those noted."""
@@ -404,23 +361,9 @@ class InputLog:
 
     def clear(self) -> None:
         """Forget all files: nothing was made of them."""
-        assert self._file is None
         self.files, self._nbytes = [], 0
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def _parse(self, line: bytes, number: int) -> TakenFile:
-        try:
-            entry = json.loads(line)
-            name, num_bytes = entry["name"], entry["num_bytes"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            name = num_bytes = None
-        if not isinstance(name, str) or type(num_bytes) is not int:
-            raise FormatError(
-                f"{self.path}: line {number} is {line[:60]!r}, expected a name and a number of bytes; the file is"
-                " damaged: make another catalog"
-            )
-        return TakenFile(name, num_bytes)

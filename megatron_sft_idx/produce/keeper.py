@@ -6,24 +6,23 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.publication import remove_remains
+from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
+Found = TypeVar("Found")
 _SECONDS_BETWEEN_BEATS = 2.0
 # Shorter waits are the normal course of things and nothing to tell.
 _SECONDS_BEFORE_A_STATE = 0.5
-
-
-def ended(state: ProducerState) -> ProducerState:
-    """The state of a producer that has nothing left to do."""
-    return dataclasses.replace(state, state="stopped", reason="the input has ended")
+# The state of a producer that has nothing left to do.
+ENDED: dict[str, Any] = {"state": "stopped", "reason": "the input has ended"}
 
 
 class StateKeeper:
@@ -70,13 +69,20 @@ class StateKeeper:
             else:
                 self.update(state="stopped", reason="interrupted")
 
-    def waits(
-        self, state: State, log: Callable[[str], None], why: Callable[[], str], *, longest: float = 1.0
-    ) -> Generator[None, None, None]:
-        """One wait: comes back each time it is time to look again; close it when it is over.
+    def wait_for(
+        self,
+        found: Callable[[], Found | NotYet],
+        state: State,
+        log: Callable[[str], None],
+        why: Callable[[], str],
+        *,
+        longest: float = 1.0,
+    ) -> Found:
+        """What ``found`` gives once it is not ``NOT_YET``.
 
         Args:
-            state: while it lasts, unless it is so short that there is nothing to tell.
+            found: looks.
+            state: meanwhile, unless it is so short that there is nothing to tell.
             log: takes a line when the state is set, then one a minute.
             why: what is waited for, for the line.
             longest: seconds between two looks, once it has lasted for a while.
@@ -89,16 +95,17 @@ class StateKeeper:
 
         try:
             for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
-                yield
+                if not isinstance(result := found(), NotYet):
+                    return result
         finally:
             if self.state.state == state:
                 self.update(state="running")
+        raise AssertionError("looks never end by themselves")
 
     def end(self) -> None:
         """Say that the producer has nothing left to do; nothing is written after this, unless something fails."""
         self._stop_beating()
-        self.state = ended(self.state)
-        self.update()
+        self.update(**ENDED)
 
     def _stop_beating(self) -> None:
         self._over.set()
@@ -144,13 +151,13 @@ class Room:
                 " be ahead of training: raise --max-ahead-gb, or lower --tokens-per-shard"
             )
         ahead: list[int] = []
-        waits = self._keeper.waits("waiting for consumers", self._log, lambda: self._why(ahead))
-        with contextlib.closing(waits):
-            for _ in waits:
-                ahead = self.free_completed()
-                fits = most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
-                if not ahead or (fits and len(ahead) < (self._limits.max_ahead_shards or math.inf)):
-                    return
+
+        def has_room() -> bool | NotYet:
+            ahead[:] = self.free_completed()
+            fits = most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
+            return not ahead or (fits and len(ahead) < (self._limits.max_ahead_shards or math.inf)) or NOT_YET
+
+        self._keeper.wait_for(has_room, "waiting for consumers", self._log, lambda: self._why(ahead))
 
     def free_completed(self) -> list[int]:
         """Remove completed shards that are not kept; those that are not completed, by number, where these count."""

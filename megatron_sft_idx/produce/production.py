@@ -13,27 +13,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
+from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
-    INPUTS,
-    Feed,
-    FixedFiles,
+    Fed,
+    Files,
     GrowingFolder,
-    Input,
     InputLog,
     Position,
-    StandardInput,
+    feed,
+    fixed_files,
+    standard_input,
 )
-from megatron_sft_idx.produce.keeper import Room, StateKeeper, ended
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_shard
-from megatron_sft_idx.shard.publication import name_held, read_journal, remove_remains, with_present
+from megatron_sft_idx.produce.keeper import ENDED, Room, StateKeeper
+from megatron_sft_idx.shard import read_header
+from megatron_sft_idx.shard.publication import name_held, remove_remains
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, resolve
 from megatron_sft_idx.tokenize import (
@@ -43,19 +45,29 @@ from megatron_sft_idx.tokenize import (
     Local,
     NotYet,
     PackOptions,
+    PartInfo,
+    PartsTable,
     RowEncoder,
+    RunFolder,
     differences,
     encode_piece,
     option_differences,
-    pack_shard,
+    pack_parts,
     packing_differences,
     remember_encoder,
+    write_part,
 )
 
 # Of text that becomes one token, about: a shard is then some eight pieces.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
 _LEAST_PIECE_NBYTES, _MOST_PIECE_NBYTES = 1 << 10, 1 << 20
+# Beside the shards: the lock of the one producer, the files taken, and the tokenised pieces of the shard in the making.
+_LOCK, _INPUTS, _WORK = "_producer.journal", "_inputs.jsonl", "_work"
+# The key of the header's JSON block that holds a shard's cursor: publishing a shard and moving on is one step.
+_CURSOR = "cursor"
+
+_Encoded: TypeAlias = tuple[Fed, EncodedPiece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +132,17 @@ class ProduceOptions:
         return self.watch is None and list(self.inputs) == ["-"]
 
     @property
-    def piece_nbytes(self) -> int:
-        """Bytes of input that are tokenised at a time, and between which a shard may end."""
+    def sharding(self) -> dict[str, int]:
+        """When a shard ends: at so many tokens, behind a piece of input of so many bytes."""
         nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
-        return min(max(nbytes, _LEAST_PIECE_NBYTES), _MOST_PIECE_NBYTES)
+        nbytes = min(max(nbytes, _LEAST_PIECE_NBYTES), _MOST_PIECE_NBYTES)
+        return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": nbytes}
 
     def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
         """All that decides over the bytes of the shards, but for the content of the input."""
         source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
-        return encoder.describe() | {
-            "packing": self.packing.describe(),
-            "sharding": {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": self.piece_nbytes},
-            "input": {"input": source},
-        }
+        described = {"packing": self.packing.describe(), "sharding": self.sharding, "input": {"input": source}}
+        return encoder.describe() | described
 
     def limits(self, encoder: RowEncoder) -> Limits:
         """What consumers may rely on."""
@@ -147,13 +157,6 @@ class ProduceOptions:
             max_ahead_nbytes=self.max_ahead_nbytes,
             keep_recent=self.keep_recent,
         )
-
-
-# The tokenised sequences of the shard in the making, without weights and with; thrown away with each.
-_WORK, _CORPUS, _WEIGHTED = "_work", "corpus", "weighted"
-_DROPPED = "first_token_masks_dropped"
-# Locked by the one producer of a catalog.
-_LOCK = "_producer"
 
 
 @dataclass(slots=True)
@@ -175,10 +178,10 @@ class ProduceSummary:
     shards: int
     rows: int
     skipped: int
-    made: int = 0
-    removed: int = 0
-    seconds: float = 0.0
-    found: bool = False
+    made: int
+    removed: int
+    seconds: float
+    found: bool
 
     def lines(self) -> list[str]:
         """The summary as a person reads it."""
@@ -189,273 +192,6 @@ class ProduceSummary:
             *([f"  skipped       {self.skipped:,}"] if self.skipped else []),
             f"seconds         {self.seconds:.1f}",
         ]
-
-
-def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> ProduceSummary:
-    """Make the catalog, or go on with it; see ``ProduceOptions``.
-
-    Raises:
-        SFTIndexError: an input, a row, an option, another producer at work, or a catalog made from something else.
-        OSError: the disk says no.
-    """
-    begin = time.monotonic()
-    if (kind := options.encoding.rows.kind) in ("preference", "kto"):
-        raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
-    catalog = Catalog(options.catalog)
-    encoder = RowEncoder(replace(options.encoding, source=False))
-    with _held(catalog), contextlib.closing(InputLog(os.path.join(catalog.folder, INPUTS))) as taken:
-        files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
-        state, cursor = find_start(catalog, options, encoder, len(files))
-        if not state.published:
-            taken.clear()
-        source = _input(options, files, taken, log)
-        summary = ProduceSummary(catalog.folder, state.published, cursor.rows, cursor.skipped)
-        _clear_work(catalog)
-        if catalog.end() is not None:
-            log(f"{catalog.folder}: complete already, with the same input and options")
-            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ack_dir, log)
-            room.remove_remains()
-            room.free_completed()
-            summary.found, summary.removed = True, room.removed
-        else:
-            if state.published:
-                log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
-            of_files = [total_bytes(files[first:]) for first in (0, cursor.position.file)]
-            _Production(options, catalog, encoder, source, state, cursor, of_files, log).run(summary)
-    summary.seconds = time.monotonic() - begin
-    return summary
-
-
-@contextlib.contextmanager
-def _held(catalog: Catalog) -> Iterator[None]:
-    """The catalog's folder, made where it is missing, for this producer alone; what is not its own there is refused."""
-    folder = resolve(catalog.folder, folder=True)
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
-    made = not os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
-    try:
-        with name_held(os.path.join(catalog.folder, f"{_LOCK}.journal"), busy):
-            _check_work(catalog)
-            yield
-    finally:
-        if made:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(folder)
-
-
-def own_files(folder: str) -> list[str]:
-    """The folder of a catalog, and what a producer writes in it under names that it always has."""
-    corpus = ShardPaths.of(os.path.join(folder, _WORK, _CORPUS))
-    names = (PRODUCER, END, INPUTS, f"{_LOCK}.journal", _WORK)
-    return [folder, *(os.path.join(folder, name) for name in names), *corpus.all, corpus.journal]
-
-
-def _check_work(catalog: Catalog) -> None:
-    """FormatError where something is called like the folder of the shard in the making, and is not such a folder."""
-    work = os.path.join(catalog.folder, _WORK)
-    if not os.path.lexists(work):
-        return
-    if os.path.islink(work) or not os.path.isdir(work):
-        raise FormatError(f"{work}: {describe(work)} is here, where a producer works; move it away")
-    corpora = [ShardPaths.of(os.path.join(work, name)) for name in (_CORPUS, _WEIGHTED)]
-    there = [with_present(paths, read_journal(paths)) for paths in corpora]
-    ours = {path for paths in there for path in (*paths.all, *paths.unpublished.all, paths.journal)}
-    for name in sorted(os.listdir(work)):
-        if os.path.join(work, name) not in ours:
-            raise FormatError(f"{work}: holds {name}, which no producer made; move it away, or name another catalog")
-    for paths in corpora:
-        check_free(paths, overwrite=True)
-
-
-def _clear_work(catalog: Catalog) -> None:
-    """Remove the folder of the shard in the making."""
-    for name in (_CORPUS, _WEIGHTED):
-        paths = ShardPaths.of(os.path.join(catalog.folder, _WORK, name))
-        remove_remains(paths)
-        remove_shard(paths)
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.join(catalog.folder, _WORK))
-
-
-def _input(options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, log: Callable[[str], None]) -> Input:
-    if options.watch is None:
-        nbytes = options.piece_nbytes
-        return StandardInput(nbytes) if options.from_stdin else FixedFiles(files, nbytes, taken)
-    if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
-        raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
-    settle, end_after = options.settle, options.end_after
-    return GrowingFolder(options.watch, options.piece_nbytes, taken, settle=settle, end_after=end_after, log=log)
-
-
-class _Production:
-    """One run over what is left of the input."""
-
-    def __init__(
-        self,
-        options: ProduceOptions,
-        catalog: Catalog,
-        encoder: RowEncoder,
-        source: Input,
-        state: ProducerState,
-        cursor: Cursor,
-        of_files: Sequence[int],
-        log: Callable[[str], None],
-    ) -> None:
-        self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
-        self._corpus = os.path.join(catalog.folder, _WORK, _CORPUS)
-        self._keeper = StateKeeper(catalog, state)
-        self._room = Room(catalog, self._keeper, options.ack_dir, log)
-        self._feed = Feed(source, cursor.position, catalog.folder)
-        self._cursor = cursor
-        self._report = CorpusReport(cursor.rows, cursor.skipped)
-        # Bytes of the whole input and of the files that are left, 0 where nobody knows; and what this run has done.
-        self._total_nbytes, self._left_nbytes = of_files
-        self._begin, self._tokens, self._nbytes = time.monotonic(), 0, 0
-
-    def run(self, summary: ProduceSummary) -> None:
-        """Make shards until the input ends; then say how many there are."""
-        encoding = self._encoder.options
-        remember_encoder(encoding, self._encoder)
-        with (
-            self._keeper as keeper,
-            Local(self._options.workers) as pool,
-            contextlib.closing(
-                pool.map_in_order(encode_piece, encoding, self._feed, name_of="{0.path}:{0.first}".format)
-            ) as results,
-        ):
-            self._room.remove_remains()
-            while self._tokenise(results):
-                self._publish()
-                summary.made += 1
-            _clear_work(self._catalog)
-            self._room.free_completed()
-            if not keeper.state.published:
-                raise FormatError(
-                    f"{self._catalog.folder}: no usable row in the input ({self._report.rows} rows,"
-                    f" {self._report.skipped} skipped)"
-                )
-            keeper.end()
-            self._catalog.write_end(keeper.state.published)
-        summary.shards, summary.removed = keeper.state.published, self._room.removed
-        summary.rows, summary.skipped = self._report.rows, self._report.skipped
-
-    def _tokenise(self, results: Iterator[EncodedPiece | NotYet]) -> bool:
-        """Fill the corpus of one shard; False where the input has nothing left to fill one with."""
-        before = self._cursor
-        with contextlib.ExitStack() as stack:
-            writer = stack.enter_context(self._writer(_CORPUS, np.uint8))
-            notes: Counter[str] = Counter()
-            kept = 0
-            while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
-                if piece.loss_mask.dtype == np.float32 and writer.mask_dtype != np.float32:
-                    notes[_DROPPED] += writer.dropped_first_tokens
-                    writer = stack.enter_context(self._with_weights(writer))
-                ones = np.ones(len(piece.lengths), np.int64)
-                writer.add_packs(
-                    piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token"
-                )
-                on_bad_row = self._options.encoding.on_bad_row
-                self._report.add(piece.rows, piece.bad_rows, piece.straddling, on_bad_row, self._log)
-                notes.update(piece.notes)
-                position, path, first = self._feed.done()
-                kept += self._tokens_kept(piece, path, first)
-                self._cursor = Cursor(position, self._report.rows, self._report.skipped)
-                self._tokens, self._nbytes = self._tokens + len(piece.input_ids), self._nbytes + piece.num_bytes
-            if not kept:
-                writer.abandon()
-                return False
-            notes[_DROPPED] += writer.dropped_first_tokens
-            writer.metadata = self._encoder.describe() | {
-                "sources": {
-                    "fingerprint": self._cursor.position.fingerprint,
-                    "rows": self._cursor.rows - before.rows,
-                    "skipped": self._cursor.skipped - before.skipped,
-                },
-                "notes": {name: count for name, count in sorted(notes.items()) if count},
-                "sharding": self._options.describe(self._encoder, 0)["sharding"],
-                CURSOR: self._cursor.to_json(),
-            }
-        return True
-
-    def _writer(self, name: str, mask_dtype: type[np.generic]) -> ShardWriter:
-        """Begin the corpus of a shard."""
-        self._corpus = os.path.join(self._catalog.folder, _WORK, name)
-        return ShardWriter(
-            self._corpus,
-            token_dtype=self._encoder.token_dtype,
-            mask_dtype=mask_dtype,
-            pad_id=self._encoder.tokenizer.pad_id,
-            overwrite=True,
-            durable=False,
-        )
-
-    def _with_weights(self, flags: ShardWriter) -> ShardWriter:
-        """A corpus whose masks hold weights, which holds what is in one of flags, in the place of it."""
-        flags.complete()
-        writer = self._writer(_WEIGHTED, np.float32)
-        writer.add_shard(Shard(flags.paths.unpublished))
-        flags.abandon()
-        return writer
-
-    def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
-        """The next piece, as soon as there is one; None at the end of the input."""
-        if not isinstance(piece := next(results, None), NotYet):
-            return piece
-        so_far = f"{self._report.rows:,} rows so far"
-        waits = self._keeper.waits("waiting for input", self._log, lambda: so_far, longest=0.25)
-        with contextlib.closing(waits):
-            for _ in waits:
-                if not isinstance(piece := next(results, None), NotYet):
-                    return piece
-        raise AssertionError("looks never end by themselves")
-
-    def _tokens_kept(self, piece: EncodedPiece, path: str, first: int) -> int:
-        """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
-        lengths, packing = piece.lengths, self._options.packing
-        long = lengths > packing.longest_sequence
-        if packing.overlong == "error" and long.any():
-            raise SequenceError(
-                path,
-                first,
-                f"among the {piece.rows} rows from this one on, {long.sum()} are longer than"
-                f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
-                " or split, or a larger --seq-length",
-            )
-        return int(lengths[~long].sum() if packing.overlong == "drop" else lengths.sum())
-
-    def _publish(self) -> None:
-        """Pack the corpus into the next shard, once there is room for it."""
-        number = self._keeper.state.published
-        paths = ShardPaths.of(self._corpus)
-        # About what the packed shard will take: the tokens are the same, and its indexes are shorter.
-        self._room.wait_for(sum(os.path.getsize(path) for path in paths.all))
-        report = pack_shard(
-            Shard(self._corpus), self._catalog.shard_prefix(number), self._options.packing, overwrite=True
-        )
-        self._keeper.update(published=number + 1, input=self._cursor.to_json())
-        self._log(
-            f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
-            f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace()}"
-        )
-
-    def _pace(self) -> str:
-        """The rate, and the time left where the end is known; what was read again was done by an earlier run."""
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        rate = f"{self._tokens / seconds:,.0f} tokens/s"
-        if not self._total_nbytes or not self._nbytes:
-            return rate
-        left = max(self._left_nbytes - self._feed.skipped_nbytes - self._nbytes, 0)
-        share = 100 * (1 - left / self._total_nbytes)
-        return f"{rate}, {share:.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"
-
-
-# ---- where a producer begins: an empty catalog, or one that it was making, however it ended ----
-
-
-# The key of the header's JSON block that holds a shard's cursor: publishing a shard and moving on is one step.
-CURSOR = "cursor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +209,224 @@ class Cursor(Record):
     skipped: int = 0
 
 
-def find_start(
+def own_files(folder: str) -> list[str]:
+    """The folder of a catalog, and what a producer writes in it under names that it always has."""
+    return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _LOCK, _WORK))]
+
+
+def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> ProduceSummary:
+    """Make the catalog, or go on with it; see ``ProduceOptions``.
+
+    Raises:
+        SFTIndexError: an input, a row, an option, another producer at work, or a catalog made from something else.
+        OSError: the disk says no.
+    """
+    begin = time.monotonic()
+    if (kind := options.encoding.rows.kind) in ("preference", "kto"):
+        raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
+    catalog = Catalog(options.catalog)
+    encoder = RowEncoder(replace(options.encoding, source=False))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_held(catalog))
+        taken = stack.enter_context(contextlib.closing(InputLog(os.path.join(catalog.folder, _INPUTS))))
+        files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
+        state, cursor = _find_start(catalog, options, encoder, len(files))
+        if not state.published:
+            taken.clear()
+        source = _input(options, files, taken, cursor.position.file, log)
+        keeper = StateKeeper(catalog, state)
+        room = Room(catalog, keeper, options.ack_dir, log)
+        if found := catalog.end() is not None:
+            log(f"{catalog.folder}: complete already, with the same input and options")
+            keeper.state = replace(state, **ENDED)
+            room.remove_remains()
+            room.free_completed()
+        else:
+            if state.published:
+                log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
+            left = total_bytes(files), total_bytes(files[cursor.position.file :])
+            cursor = _Production(options, catalog, encoder, keeper, room, left, log).run(source, cursor)
+    made, seconds = keeper.state.published - state.published, time.monotonic() - begin
+    counts = keeper.state.published, cursor.rows, cursor.skipped, made, room.removed
+    return ProduceSummary(catalog.folder, *counts, seconds, found)
+
+
+@contextlib.contextmanager
+def _held(catalog: Catalog) -> Iterator[None]:
+    """The catalog's folder and the one to work in, made where missing, for this producer alone.
+
+    Raises:
+        FormatError: there is something else, or another producer.
+    """
+    folder = resolve(catalog.folder, folder=True)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
+    made = not os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
+    try:
+        with name_held(os.path.join(catalog.folder, _LOCK), busy), _work_of(catalog).locked():
+            yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)
+
+
+def _work_of(catalog: Catalog) -> RunFolder:
+    return RunFolder(os.path.join(catalog.folder, _WORK))
+
+
+def _input(
+    options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, first: int, log: Callable[[str], None]
+) -> Files:
+    """The files of the input, from the ``first`` on."""
+    nbytes = options.sharding["piece_nbytes"]
+    if options.from_stdin:
+        return iter([standard_input(nbytes)][first:])
+    if options.watch is None:
+        return fixed_files(files, nbytes, taken, first)
+    if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
+        raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
+    settle, end_after = options.settle, options.end_after
+    return GrowingFolder(options.watch, nbytes, taken, settle=settle, end_after=end_after, log=log).files(first)
+
+
+def _encode(encoding: EncodingOptions, given: tuple[Fed, Piece]) -> _Encoded:
+    """What became of a piece, and where it was."""
+    return given[0], encode_piece(encoding, given[1])
+
+
+class _Production:
+    """One run over what is left of the input; ``left`` is the bytes of all of it, and of the files to be read."""
+
+    def __init__(
+        self,
+        options: ProduceOptions,
+        catalog: Catalog,
+        encoder: RowEncoder,
+        keeper: StateKeeper,
+        room: Room,
+        left: tuple[int, int],
+        log: Callable[[str], None],
+    ) -> None:
+        self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
+        self._keeper, self._room, self._left = keeper, room, left
+        self._work = _work_of(catalog)
+        self._begin, self._tokens, self._nbytes, self._read = time.monotonic(), 0, 0, 0
+
+    def run(self, source: Files, cursor: Cursor) -> Cursor:
+        """Make shards until the input ends; gives the place behind the last of them."""
+        encoding, folder = self._encoder.options, self._catalog.folder
+        remember_encoder(encoding, self._encoder)
+        pieces = feed(source, cursor.position, folder)
+        report = CorpusReport(cursor.rows, cursor.skipped)
+        with (
+            self._keeper as keeper,
+            Local(self._options.workers) as pool,
+            contextlib.closing(
+                pool.map_in_order(_encode, encoding, pieces, name_of="{0[0].path}:{0[0].first}".format)
+            ) as results,
+        ):
+            self._room.remove_remains()
+            while (made := self._make(results, report, cursor)) is not None:
+                cursor = made
+            self._room.free_completed()
+            if not keeper.state.published:
+                raise FormatError(
+                    f"{folder}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
+                )
+            keeper.end()
+            self._catalog.write_end(keeper.state.published)
+        return replace(cursor, rows=report.rows, skipped=report.skipped)
+
+    def _make(self, results: Iterator[_Encoded | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
+        """Make the next shard; the place behind it, None where the input has nothing left to fill one with."""
+        self._work.clear()
+        cursor, kept, mask_dtype = before, 0, "uint8"
+        paths: list[str] = []
+        lengths = [np.empty(0, np.int64)]
+        notes: Counter[str] = Counter()
+        while kept < self._options.tokens_per_shard and (result := self._next(results, report)) is not None:
+            fed, done = result
+            info = PartInfo(self._encoder.digest, [])
+            info.add(done)
+            paths.append(os.path.join(self._work.path, f"000000-{len(paths):06d}.part"))
+            write_part(paths[-1], info, [done])
+            report.add(done.rows, done.bad_rows, done.straddling, self._options.encoding.on_bad_row, self._log)
+            notes.update(info.notes)
+            lengths.append(done.lengths)
+            if info.mask_dtype == "float32":
+                mask_dtype = "float32"
+            kept += self._tokens_kept(fed, done)
+            cursor = Cursor(fed.behind, report.rows, report.skipped)
+            self._tokens, self._nbytes = self._tokens + len(done.input_ids), self._nbytes + done.num_bytes
+            self._read = fed.nbytes
+        if not kept:
+            return None
+        metadata = self._encoder.describe() | {
+            "sources": {
+                "fingerprint": cursor.position.fingerprint,
+                "rows": cursor.rows - before.rows,
+                "skipped": cursor.skipped - before.skipped,
+            },
+            "notes": {name: count for name, count in sorted(notes.items()) if count},
+            "sharding": self._options.sharding,
+            _CURSOR: cursor.to_json(),
+        }
+        bounds = np.cumsum([0, *map(len, lengths[1:])], dtype=np.int64)
+        self._publish(PartsTable(paths, bounds, mask_dtype), np.concatenate(lengths), metadata, cursor)
+        return cursor
+
+    def _next(self, results: Iterator[_Encoded | NotYet], report: CorpusReport) -> _Encoded | None:
+        """The next piece, as soon as there is one; None at the end of the input."""
+        so_far = f"{report.rows:,} rows so far"
+        return self._keeper.wait_for(
+            lambda: next(results, None), "waiting for input", self._log, lambda: so_far, longest=0.25
+        )
+
+    def _tokens_kept(self, fed: Fed, done: EncodedPiece) -> int:
+        """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
+        lengths, packing = done.lengths, self._options.packing
+        long = lengths > packing.longest_sequence
+        if packing.overlong == "error" and long.any():
+            raise SequenceError(
+                fed.path,
+                fed.first,
+                f"among the {done.rows} rows from this one on, {long.sum()} are longer than"
+                f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
+                " or split, or a larger --seq-length",
+            )
+        return int(lengths[~long].sum() if packing.overlong == "drop" else lengths.sum())
+
+    def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
+        """Pack the sequences into the next shard, once there is room for it."""
+        number = self._keeper.state.published
+        # About what the packed shard will take: the tokens are the same.
+        self._room.wait_for(sum(map(os.path.getsize, table.paths)))
+        prefix, packing, encoder = self._catalog.shard_prefix(number), self._options.packing, self._encoder
+        settings = {"token_dtype": encoder.token_dtype, "pad_id": encoder.tokenizer.pad_id}
+        report = pack_parts(table, lengths, prefix, packing, metadata, **settings)
+        self._keeper.update(published=number + 1, input=cursor.to_json())
+        self._log(
+            f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
+            f" fill {100 * report.fill:.1f}%; {cursor.rows:,} rows so far, {self._pace()}"
+        )
+
+    def _pace(self) -> str:
+        """The rate, and the time left where the end is known; what was read again was done by an earlier run."""
+        seconds, (total, left) = max(time.monotonic() - self._begin, 1e-9), self._left
+        rate = f"{self._tokens / seconds:,.0f} tokens/s"
+        if not total or not self._nbytes:
+            return rate
+        left = max(left - self._read, 0)
+        return f"{rate}, {100 * (1 - left / total):.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"
+
+
+# ---- where a producer begins: an empty catalog, or one that it was making, however it ended ----
+
+
+def _find_start(
     catalog: Catalog, options: ProduceOptions, encoder: RowEncoder, num_files: int
 ) -> tuple[ProducerState, Cursor]:
     """The state to go on from, and the place in the input.
@@ -481,27 +434,19 @@ def find_start(
     Shards that were published after the state was last written are counted, since each holds its own cursor. Where
     there is no shard yet, the options may be others.
 
-    Args:
-        catalog: held by this producer.
-        options: what it is told.
-        encoder: made from them.
-        num_files: of the input; 0 where they are not all there yet.
-
     Raises:
         FormatError: the folder holds shards that no producer made, or was made with other options; says which.
     """
-    limits = options.limits(encoder)
-    wanted = options.describe(encoder, num_files)
+    limits, wanted = options.limits(encoder), options.describe(encoder, num_files)
     state = catalog.producer()
-    if state is None:
-        if (present := catalog.present()) or catalog.end() is not None:
-            raise FormatError(
-                f"{catalog.folder}: {len(present)} shards are here, and no _producer.json that says how they were made;"
-                " name another folder"
-            )
-        return ProducerState(limits, options=wanted, input=Cursor().to_json()), Cursor()
-    if not state.published and not catalog.is_published(0) and catalog.end() is None:
-        return ProducerState(limits, state.beat, options=wanted, input=Cursor().to_json()), Cursor()
+    if state is None and ((present := catalog.present()) or catalog.end() is not None):
+        raise FormatError(
+            f"{catalog.folder}: {len(present)} shards are here, and no _producer.json that says how they were made;"
+            " name another folder"
+        )
+    if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
+        beat = 0 if state is None else state.beat
+        return ProducerState(limits, beat, options=wanted, input=Cursor().to_json()), Cursor()
     differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
     for group in ("sharding", "input"):
         found = state.options.get(group)
@@ -513,20 +458,17 @@ def find_start(
             f"{catalog.folder}: this catalog was begun with other options: {'; '.join(differs)}; give the same ones to"
             " go on with it, or name another folder"
         )
-    path = os.path.join(catalog.folder, "_producer.json")
-    cursor = Cursor.parse(path, state.input, f"{CURSOR}.")
+    cursor = Cursor.parse(os.path.join(catalog.folder, PRODUCER), state.input, f"{_CURSOR}.")
     published = state.published
     while catalog.is_published(published):
-        prefix = catalog.shard_prefix(published)
-        # The last thing to go of a build is its journal.
-        remove_remains(prefix)
-        paths = ShardPaths.of(prefix)
-        content = read_header(prefix).metadata.get(CURSOR)
+        paths = ShardPaths.of(catalog.shard_prefix(published))
+        remove_remains(paths)  # the last thing to go of a build is its journal
+        content = read_header(paths).metadata.get(_CURSOR)
         if not isinstance(content, dict):
             raise FormatError(
                 f"{paths.seq_idx}: not a shard that this producer made, its header has no cursor; name another folder"
             )
-        cursor = Cursor.parse(paths.seq_idx, content, f"{CURSOR}.")
+        cursor = Cursor.parse(paths.seq_idx, content, f"{_CURSOR}.")
         published += 1
     state = ProducerState(limits, state.beat, "running", None, published, state.freed, wanted, cursor.to_json())
     return state, cursor

@@ -8,13 +8,14 @@ becomes tokens, and nothing here knows how a shard lies on disk.
 
 from megatron_sft_idx.tokenize.begin import (
     PreprocessOptions,
+    RunFolder,
     differences,
     option_differences,
     packing_differences,
 )
 from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import pack_shard
+from megatron_sft_idx.tokenize.gather import pack_parts, pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
     Output,
@@ -29,7 +30,7 @@ from megatron_sft_idx.tokenize.job import (
     run_job,
 )
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
-from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
+from megatron_sft_idx.tokenize.parts import PartInfo, PartsTable, encode_piece, remember_encoder, write_part
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions
 from megatron_sft_idx.tokenize.report import CorpusReport, Summary, check_summary

@@ -121,14 +121,14 @@ class Job(NamedTuple):
         """Prefix of the tokenised corpus, where it is kept."""
         return corpus_prefix(self.options.prefix)
 
-    def written(self, prefix: str) -> ShardPaths:
-        """The files that the run writes at a prefix of its own."""
-        return ShardPaths.of(prefix).with_columns(self.encoder.options.columns)
-
     @property
     def folder(self) -> RunFolder:
         """Of the parts."""
         return RunFolder.of(self.options.prefix)
+
+    def check_free(self, prefix: str, *, overwrite: bool) -> None:
+        """FormatError where this run may not write a shard at a prefix of its own."""
+        check_free(ShardPaths.of(prefix).with_columns(self.encoder.options.columns), overwrite=overwrite)
 
     def state(self, *, overwrite: bool) -> RunState:
         """What the folder says of it."""
@@ -167,20 +167,6 @@ class RunState:
     keep_corpus: bool
     tokenized: bool = False
 
-    @classmethod
-    def decode(cls, raw: bytes) -> RunState | None:
-        """From JSON; None where it is nothing that ``RunFolder.write`` wrote."""
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            content = json.loads(raw)
-            if isinstance(content, dict) and content.pop("version", None) == _VERSION:
-                state = cls(**content)
-                kinds = (list, dict, dict, list, bool, bool, bool)
-                if list(map(type, astuple(state))) == [*kinds] and all(
-                    isinstance(file, list) and list(map(type, file)) == [str, int] for file in state.inputs
-                ):
-                    return state
-        return None
-
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
     """Whether a run made this, by its name and by what it begins with; a kill may have left it empty."""
@@ -195,17 +181,17 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """``PREFIX.parts``: the parts of one run, and in ``run.json`` what it is of.
+    """``PREFIX.parts``: the parts of one run, and in ``run.json`` what it is of, where it may be gone on with.
 
     Attributes:
-        path: of the folder, absolute.
+        path: of the folder.
     """
 
     path: str
 
     @classmethod
     def of(cls, prefix: str) -> RunFolder:
-        """The folder of the run that makes ``prefix``."""
+        """The folder of the run that makes ``prefix``, absolute."""
         return cls(os.path.abspath(prefix) + ".parts")
 
     @property
@@ -228,13 +214,13 @@ class RunFolder:
         if os.path.lexists(self.path) and (os.path.islink(self.path) or not os.path.isdir(self.path)):
             raise FormatError(
                 f"{self.path}: {describe(self.path)} is here, where the tokenised parts would be for a while; move it"
-                " away, or choose another --output-prefix"
+                " away, or choose another place for the output"
             )
         with contextlib.suppress(FileNotFoundError):
             if other := next((entry.name for entry in os.scandir(self.path) if not _is_ours(entry)), None):
                 raise FormatError(
                     f"{self.path}: holds {other}, which is not of a run; the folder is made for one and removed after"
-                    " it: move it away, or choose another --output-prefix"
+                    " it: move it away, or choose another place for the output"
                 )
         fd = None
         while fd is None:
@@ -260,13 +246,17 @@ class RunFolder:
 
     def read(self) -> RunState:
         """What the run is of that left this folder. FormatError where that is no such run."""
-        state = RunState.decode(read_most(self.state_path, _MAX_NBYTES))
-        if state is None:
-            raise FormatError(
-                f"{self.state_path}: not a run of this command, or of another version of it; remove the folder"
-                f" {self.path}, or pass --overwrite"
-            )
-        return state
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            content = json.loads(read_most(self.state_path, _MAX_NBYTES))
+            version, state = content.pop("version", None), RunState(**content)
+            kinds = list(map(type, astuple(state)))
+            files = {tuple(map(type, file)) for file in state.inputs}
+            if version == _VERSION and kinds == [list, dict, dict, list, bool, bool, bool] and files <= {(str, int)}:
+                return state
+        raise FormatError(
+            f"{self.state_path}: not a run of this command, or of another version of it; remove the folder"
+            f" {self.path}, or pass --overwrite"
+        )
 
     def clear(self) -> None:
         """Remove the parts, and what says what they are of; the lock, which is held, stays."""
@@ -284,9 +274,6 @@ class RunFolder:
         """Whether any work is done that can be gone on with."""
         return any(entry.name.endswith(".part") for entry in os.scandir(self.path))
 
-
-# The state of a run, its finished corpus, and whether parts whose input has changed are made anew.
-_Start = tuple[RunState, Shard | None, bool]
 
 # ---- what differs ----
 
@@ -307,13 +294,6 @@ def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[
     return list(differences(packed, wanted, "packing"))
 
 
-def _content_differences(header: Header, job: Job) -> list[str]:
-    """What of the input's content, which is read for it, is another than the header of a shard says."""
-    sources = header.metadata.get("sources", {})
-    found, wanted = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
-    return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
-
-
 def differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """``name was this, is that`` of every value in nested objects."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
@@ -324,83 +304,32 @@ def differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
         yield f"{name} was {found!r}, is {wanted!r}"
 
 
-# ---- what is there ----
+def _content_differences(header: Header, job: Job) -> list[str]:
+    """What of the input's content, which is read for it, is another than the header of a shard says."""
+    sources = header.metadata.get("sources", {})
+    found, wanted = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
+    return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
 
 
-def find_done(job: Job) -> list[Header]:
-    """The headers of all packed shards where a run is resumed that was done; renames that are left are done now.
-
-    Raises:
-        FormatError: the shards that are there are others, and not to be replaced.
-    """
-    if not job.options.resume:
-        return []
-    paths = [ShardPaths.of(prefix) for prefix in job.outputs]
-    waiting = [each for each in paths if is_set_aside(each)]
-    if waiting and all(each in waiting or not each.missing() for each in paths):
-        # Shards of a run appear together.
-        publish_all(waiting)
-        job.log(f"resuming: {job.options.prefix} was complete but for renames, which are done now")
-    for prefix in job.outputs:
-        if not is_set_aside(ShardPaths.of(prefix)) and (left := _remains(prefix)) is not None and left.done:
-            recover(prefix, overwrite=True)  # it had leave to replace what it replaces
-            job.log(f"resuming: {prefix} was complete but for renames, which are done now")
-    if any(each.missing() for each in paths) or (job.folder.exists and job.folder.read().overwrite):
-        return []
-    headers = [read_header(prefix) for prefix in job.outputs]
-    first = headers[0].metadata.get("sources")
-    differs = next(filter(None, (packing_differences(each.metadata, job.options.packing) for each in headers)), [])
-    for found in (header.metadata for header in headers):
-        differs = differs or option_differences(found, job.encoder)
-        differs = differs or list(differences(found.get("sources"), first, "sources"))
-    if differs := differs or _content_differences(headers[0], job):
-        raise _other_shard(job.outputs[0], differs)
-    return headers
+def _shard_differences(metadata: Mapping[str, Any], job: Job) -> list[str]:
+    """What of the options is another in the header of a packed shard; its input is not read for it."""
+    return packing_differences(metadata, job.options.packing) or option_differences(metadata, job.encoder)
 
 
-def begin(job: Job) -> _Start:
-    """Find out what there is to go on with, once the folder of parts is held, and note there what the run is of.
-
-    Returns:
-        The state of the run; the finished corpus, None where it is to be made; and whether parts whose input has
-        changed are made anew.
-
-    Raises:
-        FormatError: something is in the way and may not be replaced, or an interrupted run was of another input or
-            other options.
-    """
-    there = None
-    if job.folder.exists:
-        try:
-            there = job.folder.read()
-        except FormatError:
-            if not job.options.overwrite:
-                raise
-    return _resume(job, there) if job.options.resume else _begin(job, there)
-
-
-def _begin(job: Job, there: RunState | None) -> _Start:
-    """A run that does not go on with an interrupted one; all parts of the same input serve it, and so does a corpus."""
-    for prefix in job.outputs:
-        check_free(job.written(prefix), overwrite=job.options.overwrite)
-    if not job.options.overwrite:
-        for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
-            if os.path.lexists(journal := ShardPaths.of(prefix).journal):
-                raise _interrupted(journal)
-    usable = False
-    if there is not None:
-        if not there.tokenized and not job.options.overwrite:
-            raise _interrupted(job.folder.path)
-        differs = _state_differences(there, job, packing=False)
-        usable = there.tokenized and not differs
-        if not usable and not job.options.overwrite:
-            raise _is_other(job.folder.path, differs)
-    corpus = _find_corpus(job, overwrite=job.options.overwrite)
-    if not usable or corpus is not None:
-        job.folder.clear()
-    state = replace(job.state(overwrite=job.options.overwrite), tokenized=usable)
-    job.folder.write(state)
-    return state, corpus, job.options.overwrite
+def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]:
+    """What of an interrupted run was another; ``packing`` too, where that is not to be decided anew."""
+    wanted = job.state(overwrite=False)
+    if differs := option_differences(there.metadata, job.encoder):
+        return differs
+    if packing and (differs := packing_differences(there.packing, job.options.packing)):
+        return differs
+    for number, (found, now) in enumerate(zip_longest(there.inputs, wanted.inputs), 1):
+        if found is None or now is None or found[1] != now[1]:
+            was, to_be = (f"{file[0]} of {file[1]:,} bytes" if file else "none" for file in (found, now))
+            return [f"file {number} was {was}, is {to_be}"]
+    if there.cutting != wanted.cutting:
+        return [f"the input was cut in {there.cutting}, is in {wanted.cutting}"]
+    return []
 
 
 def _interrupted(path: str) -> FormatError:
@@ -408,66 +337,6 @@ def _interrupted(path: str) -> FormatError:
         f"{path}: left by a run that was interrupted, or is at work still; pass --resume to go on with it, or"
         " --overwrite to start anew"
     )
-
-
-def _resume(job: Job, there: RunState | None) -> _Start:
-    if there is not None and (differs := _state_differences(there, job, packing=not there.tokenized)):
-        raise _had_other(job.folder.state_path, differs)
-    half_made = _half_made(job)
-    replaces = there is not None and there.overwrite
-    for prefix in () if replaces else job.outputs:
-        # Shards that are there may be of this run, as far as is known before its input is read.
-        if ShardPaths.of(prefix).missing():
-            check_free(job.written(prefix), overwrite=False)
-            continue
-        found = read_header(prefix).metadata
-        if differs := packing_differences(found, job.options.packing) or option_differences(found, job.encoder):
-            raise _other_shard(prefix, differs)
-    if there is not None and there.keep_corpus:
-        drop_build(ShardPaths.of(job.corpus))
-    corpus = _find_corpus(job, overwrite=replaces)
-    if corpus is not None:
-        job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
-    elif there is None:
-        if orphans := [job.corpus] if _remains(job.corpus) is not None else half_made:
-            raise FormatError(
-                f"{ShardPaths.of(orphans[0]).journal}: left by an interrupted build that is not of this command: there"
-                f" are no parts at {job.folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
-                " --overwrite to start anew"
-            )
-        job.log(f"{job.options.prefix}: nothing to resume, starting from the beginning")
-    if there is None:
-        job.folder.clear()
-    state = replace(job.state(overwrite=replaces), tokenized=there is not None and there.tokenized)
-    if state != there:
-        job.folder.write(state)
-    return state, corpus, False
-
-
-def _half_made(job: Job) -> list[str]:
-    """Prefixes of packed shards that were being written. FormatError where they were to be packed otherwise."""
-    half_made = []
-    for prefix in job.outputs:
-        if (left := _remains(prefix)) is not None and not left.done:
-            half_made.append(prefix)
-            if differs := packing_differences(left.build_options.metadata, job.options.packing):
-                raise _had_other(ShardPaths.of(prefix).journal, differs)
-    return half_made
-
-
-def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]:
-    """What of an interrupted run was another; ``packing`` too, where that is not to be decided anew."""
-    wanted = job.state(overwrite=False)
-    differs = option_differences(there.metadata, job.encoder)
-    if packing:
-        differs = differs or packing_differences(there.packing, job.options.packing)
-    for number, (found, now) in enumerate(zip_longest(there.inputs, wanted.inputs), 1):
-        if not differs and (found is None or now is None or found[1] != now[1]):
-            was, to_be = (f"{file[0]} of {file[1]:,} bytes" if file else "none" for file in (found, now))
-            differs = [f"file {number} was {was}, is {to_be}"]
-    if not differs and there.cutting != wanted.cutting:
-        differs = [f"the input was cut in {there.cutting}, is in {wanted.cutting}"]
-    return differs
 
 
 def _had_other(path: str, differs: Sequence[str]) -> FormatError:
@@ -487,6 +356,135 @@ def _other_shard(prefix: str, differs: Sequence[str]) -> FormatError:
     return _is_other(prefix, differs, "a finished shard", " (a tokenised corpus of the same input is used again)")
 
 
+# ---- what is there ----
+
+
+def find_done(job: Job) -> list[Header]:
+    """The headers of all packed shards where a run is resumed that was done; renames that are left are done now.
+
+    Raises:
+        FormatError: the shards that are there are others, and not to be replaced.
+    """
+    if not job.options.resume:
+        return []
+    paths = [ShardPaths.of(prefix) for prefix in job.outputs]
+    waiting = [each for each in paths if is_set_aside(each)]
+    renamed: list[str] = []
+    if waiting and all(each in waiting or not each.missing() for each in paths):
+        # Shards of a run appear together.
+        publish_all(waiting)
+        renamed.append(job.options.prefix)
+    for prefix in job.outputs:
+        if not is_set_aside(ShardPaths.of(prefix)) and (left := _remains(prefix)) is not None and left.done:
+            recover(prefix, overwrite=True)  # it had leave to replace what it replaces
+            renamed.append(prefix)
+    for prefix in renamed:
+        job.log(f"resuming: {prefix} was complete but for renames, which are done now")
+    if any(each.missing() for each in paths) or (job.folder.exists and job.folder.read().overwrite):
+        return []
+    headers = [read_header(prefix) for prefix in job.outputs]
+    first, differs = headers[0].metadata.get("sources"), list[str]()
+    for found in (header.metadata for header in headers):
+        differs = differs or _shard_differences(found, job) or [*differences(found.get("sources"), first, "sources")]
+    if differs := differs or _content_differences(headers[0], job):
+        raise _other_shard(job.outputs[0], differs)
+    return headers
+
+
+def begin(job: Job) -> tuple[RunState, Shard | None, bool]:
+    """Find out what there is to go on with, once the folder of parts is held, and note there what the run is of.
+
+    ::
+
+        what is there           plain                  --overwrite            --resume
+        nothing                 begins                 begins                 begins, and says so
+        some parts              refused                begins                 goes on
+        all parts               goes on                goes on                goes on
+        parts of another run    refused                begins                 refused
+        the corpus of this run  is packed              is packed              is packed
+        packs half made         refused                begins                 are made anew, if there are parts
+        a shard                 refused                is replaced in the end is kept, if it is of this run
+
+    Returns:
+        The state of the run; the finished corpus, None where it is to be made; and whether parts whose input has
+        changed are made anew.
+
+    Raises:
+        FormatError: something is in the way and may not be replaced, or an interrupted run was of another input or
+            other options.
+    """
+    options, folder, resume = job.options, job.folder, job.options.resume
+    there, differs = _interrupted_run(job)
+    replaces = (there is not None and there.overwrite) if resume else options.overwrite
+    half_made = _half_made(job, replaces=replaces)
+    if resume and there is not None and there.keep_corpus:
+        drop_build(ShardPaths.of(job.corpus))
+    corpus = _find_corpus(job, overwrite=replaces)
+    if resume and corpus is not None:
+        job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
+    elif resume and there is None:
+        if orphans := [job.corpus] if _remains(job.corpus) is not None else half_made:
+            raise FormatError(
+                f"{ShardPaths.of(orphans[0]).journal}: left by an interrupted build that is not of this command: there"
+                f" are no parts at {folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
+                " --overwrite to start anew"
+            )
+        job.log(f"{options.prefix}: nothing to resume, starting from the beginning")
+    tokenized = there is not None and there.tokenized and not differs
+    if there is None or not (tokenized or resume) or (corpus is not None and not resume):
+        folder.clear()
+    state = replace(job.state(overwrite=replaces), tokenized=tokenized)
+    if state != there or not folder.exists:
+        folder.write(state)
+    return state, corpus, options.overwrite
+
+
+def _interrupted_run(job: Job) -> tuple[RunState | None, list[str]]:
+    """What the folder says, and what differs, where that is to be begun anew; FormatError where it may not be."""
+    options, folder = job.options, job.folder
+    if not folder.exists:
+        return None, []
+    try:
+        there = folder.read()
+    except FormatError:
+        if options.overwrite:
+            return None, []
+        raise
+    differs = _state_differences(there, job, packing=options.resume and not there.tokenized)
+    if options.resume and differs:
+        raise _had_other(folder.state_path, differs)
+    if not options.resume and not options.overwrite:
+        if not there.tokenized:
+            raise _interrupted(folder.path)
+        if differs:
+            raise _is_other(folder.path, differs)
+    return there, differs
+
+
+def _half_made(job: Job, *, replaces: bool) -> list[str]:
+    """Prefixes of packed shards that were being written. FormatError where something may not be written or packed."""
+    half_made = []
+    for prefix in job.outputs:
+        if not job.options.resume:
+            job.check_free(prefix, overwrite=replaces)
+            continue
+        paths = ShardPaths.of(prefix)
+        if (left := _remains(prefix)) is not None and not left.done:
+            half_made.append(prefix)
+            if differs := packing_differences(left.build_options.metadata, job.options.packing):
+                raise _had_other(paths.journal, differs)
+        # Shards that are there may be of this run, as far as is known before its input is read.
+        if not replaces and paths.missing():
+            job.check_free(prefix, overwrite=False)
+        elif not replaces and (differs := _shard_differences(read_header(prefix).metadata, job)):
+            raise _other_shard(prefix, differs)
+    if not job.options.resume and not replaces:
+        for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
+            if os.path.lexists(journal := ShardPaths.of(prefix).journal):
+                raise _interrupted(journal)
+    return half_made
+
+
 def _remains(prefix: str) -> Remains | None:
     """What an interrupted build left here, where its journal has a head; FormatError where a living writer has it."""
     try:
@@ -503,8 +501,8 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
     Raises:
         FormatError: something else is in the place of the one that this run is to keep, and may not be replaced.
     """
-    paths, differs = ShardPaths.of(job.corpus), ["it cannot be read"]
-    if not paths.missing():
+    is_there, differs = not ShardPaths.of(job.corpus).missing(), ["it cannot be read"]
+    if is_there:
         with contextlib.suppress(SFTIndexError, OSError):
             shard = Shard(job.corpus)
             metadata = shard.header.metadata
@@ -512,7 +510,7 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
             if not (differs := differs or _content_differences(shard.header, job)):
                 return shard
     if job.options.keep_corpus:
-        if not paths.missing() and not overwrite:
+        if is_there and not overwrite:
             raise _is_other(job.corpus, differs)
-        check_free(job.written(job.corpus), overwrite=overwrite)
+        job.check_free(job.corpus, overwrite=overwrite)
     return None

@@ -374,3 +374,31 @@ def pack_shard(
             keep=keep,
         )
     return replace(PackReport.of(headers), lost_columns=reader.lost)
+
+
+def pack_parts(
+    table: PartsTable,
+    lengths: NDArray[np.int64],
+    prefix: str,
+    options: PackOptions,
+    metadata: Mapping[str, Any],
+    **settings: Any,
+) -> PackReport:
+    """Pack all sequences of some parts into one shard, in the place of what is at the prefix.
+
+    Args:
+        table: of the parts.
+        lengths: tokens of each sequence, int64 [sequences].
+        prefix: of the shard.
+        options: how they are packed.
+        metadata: what its header says of the sequences; the fingerprint of their input is in ``sources``.
+        settings: what else its writer is told: ``token_dtype`` and ``pad_id``.
+
+    Raises:
+        SequenceError, FormatError: as of ``plan_packs``.
+    """
+    reader, source = PartsReader(table), metadata["sources"]["fingerprint"]
+    packing = plan_packs(lengths, options, shards=1, source=prefix, reader=reader)
+    settings |= {"mask_dtype": np.dtype(table.mask_dtype), "overwrite": True, "columns": {}}
+    [(output, run)] = outputs_of(prefix, packing, options, metadata, source, **settings)
+    return PackReport.of(publish_shards(prefix, [output], lambda _: [write_shard(reader, output, run)], keep=False))

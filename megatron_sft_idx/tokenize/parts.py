@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 _MAX_OPEN = 256
 # About as many tokens are read of a part when it is opened.
 _TOKENS_A_PART = 8192
-PART_MAGIC = b"SFTPART\x01"
+PART_MAGIC = b"SFTPART"
+_VERSIONED_MAGIC = PART_MAGIC + b"\x02"
 _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
@@ -64,7 +65,7 @@ _SUFFIX = ".part"
 
 @dataclass(slots=True)
 class PartInfo:
-    """What a part is made from and what is in it, but for its sequences.
+    """What a part is made from and what became of its rows.
 
     Attributes:
         options: digest of all that decides over tokens and masks.
@@ -76,12 +77,9 @@ class PartInfo:
         bad_rows: their positions and reasons, in order.
         notes: counts by name.
         straddling: a token that brings characters of a header into what is trained on; "" where none does.
-        token_dtype: name of the ids' dtype.
         mask_dtype: name of the masks' dtype.
-        sequences: how many there are.
-        tokens: in all of them.
-        columns: dtype and shape of a row of each, by name.
-        checksum: of what follows the JSON: xxh3_128 in hex.
+        arrays: dtype and shape of what follows, in its order: lengths, ids, masks, and columns by name.
+        checksum: of what follows: xxh3_128 in hex.
     """
 
     options: str
@@ -93,19 +91,16 @@ class PartInfo:
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
-    token_dtype: str = "int32"
     mask_dtype: str = "uint8"
-    sequences: int = 0
-    tokens: int = 0
-    columns: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    checksum: str = ""
+    arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    checksum: str = "0" * 32  # which is as long as any: where the arrays begin does not depend on it
 
-    def add(self, piece: Piece, done: EncodedPiece) -> None:
-        """Count what became of a piece; its rows are counted from the first of the part then."""
+    def add(self, done: EncodedPiece, lines: int = 0) -> None:
+        """Count what became of a piece of so many lines; its rows are counted from the first of the part then."""
         if "source" in done.columns:
             done.columns["source"][:, 1] += self.lines
-        self.num_bytes += piece.num_bytes
-        self.lines += len(piece.ends) if isinstance(piece, JsonPiece) else done.rows
+        self.num_bytes += done.num_bytes
+        self.lines += lines
         self.rows += done.rows
         self.skipped += len(done.bad_rows)
         listed = done.bad_rows[: MAX_LISTED - len(self.bad_rows)]
@@ -116,15 +111,22 @@ class PartInfo:
         first = np.cumsum(done.lengths) - done.lengths
         # As the writer of a shard counts them: masks on tokens that nothing predicts.
         dropped = int(np.count_nonzero(done.loss_mask[first]))
-        counts = Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped)
-        self.notes = dict(counts)
+        self.notes = dict(Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped))
+
+    def offsets(self, json_nbytes: int) -> list[int]:
+        """Where the arrays begin, and where the last one ends."""
+        offsets, end = [], _HEAD.size + json_nbytes
+        for dtype, shape in self.arrays.values():
+            offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+            end = offsets[-1] + math.prod(shape) * np.dtype(dtype).itemsize
+        return [*offsets, end]
 
 
 class Part:
     """A part, opened for reading.
 
     Attributes:
-        info: what is in it.
+        info: what it is made from.
         lengths: tokens of each sequence, uint32 [sequences].
         starts: where each begins among the tokens, int64 [sequences].
         ids: uint16 or int32 [tokens].
@@ -140,16 +142,15 @@ class Part:
         self.path = path
         size = os.stat(path).st_size
         whole = open_array(path, np.dtype("u1"), size, nbytes=size)[:]
-        head = whole[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0")
-        magic, nbytes, checksum = _HEAD.unpack(head)
-        if magic != PART_MAGIC or nbytes > min(size - _HEAD.size, _MAX_JSON_NBYTES):
+        magic, nbytes, checksum = _HEAD.unpack(whole[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0"))
+        if magic != _VERSIONED_MAGIC or nbytes > min(size - _HEAD.size, _MAX_JSON_NBYTES):
             raise self._broken("it does not begin as one")
         raw = whole[_HEAD.size : _HEAD.size + nbytes].tobytes()
         if xxhash.xxh3_128_digest(raw) != checksum:
             raise self._broken("its description is damaged")
         try:
             self.info = info = PartInfo(**json.loads(raw))
-            offsets = _offsets(info, int(nbytes))
+            offsets = info.offsets(int(nbytes))
         except (ValueError, TypeError):
             raise self._broken("it is of another version") from None
         info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
@@ -157,47 +158,21 @@ class Part:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
             raise self._broken("its bytes have another checksum")
-        lengths, ids, mask, *columns = (
-            whole[offset : offset + count * dtype.itemsize].view(dtype)
-            for offset, (count, dtype) in zip(offsets, _shapes(info), strict=False)
-        )
-        self.lengths, self.ids, self.mask = lengths, ids, mask
-        self.columns = {
-            name: values.reshape(-1, *info.columns[name][1])
-            for name, values in zip(sorted(info.columns), columns, strict=True)
-        }
-        ends = np.cumsum(lengths, dtype=np.int64)
-        self.starts = ends - lengths
-        if int(lengths.sum(dtype=np.int64)) != info.tokens or (len(lengths) and not lengths.all()):
+        self.columns: dict[str, NDArray[Any]] = {}
+        for offset, (name, (dtype, shape)) in zip(offsets, info.arrays.items(), strict=False):
+            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+            self.columns[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
+        self.lengths, self.ids, self.mask = map(self.columns.pop, ("lengths", "ids", "masks"))
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        self.starts = ends - self.lengths
+        if not int(self.lengths.sum(dtype=np.int64)) == len(self.ids) == len(self.mask) or not self.lengths.all():
             raise self._broken("its lengths do not add up to its tokens")
 
     def _broken(self, why: str) -> FormatError:
         return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; pass --resume, which makes it anew")
 
 
-def _shapes(info: PartInfo) -> tuple[tuple[int, np.dtype[Any]], ...]:
-    return (
-        (info.sequences, np.dtype("<u4")),
-        (info.tokens, np.dtype(info.token_dtype)),
-        (info.tokens, np.dtype(info.mask_dtype)),
-        *(
-            (info.sequences * math.prod(shape), np.dtype(dtype))
-            for dtype, shape in (info.columns[name] for name in sorted(info.columns))
-        ),
-    )
-
-
-def _offsets(info: PartInfo, json_nbytes: int) -> list[int]:
-    """Where the arrays begin, and where the last one ends."""
-    offsets, end = [], _HEAD.size + json_nbytes
-    for count, dtype in _shapes(info):
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        offsets.append(begin)
-        end = begin + count * dtype.itemsize
-    return [*offsets, end]
-
-
-def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> PartInfo:
+def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> None:
     """Write a part, all at once.
 
     Args:
@@ -205,36 +180,30 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
         info: what it is made from and the counts of its rows; the rest is filled in.
         encoded: its pieces, all with the same columns.
 
-    Returns:
-        The whole description.
-
     Raises:
         FormatError: something of this name has appeared meanwhile; it stays.
         OSError: the disk says no.
     """
-    arrays = [
-        [piece.lengths.astype("<u4") for piece in encoded],
-        [piece.input_ids for piece in encoded],
-        [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
-        *([piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)),
-    ]
-    info.columns = {name: (values.dtype.name, [*values.shape[1:]]) for name, values in encoded[0].columns.items()}
-    info.sequences = sum(len(piece.lengths) for piece in encoded)
-    info.tokens = sum(len(piece.input_ids) for piece in encoded)
-    # A checksum has one length, so what comes behind the JSON does not depend on it.
-    info.checksum = "0" * 32
-    offsets = _offsets(info, len(json.dumps(asdict(info)).encode()))
+    arrays: dict[str, list[NDArray[Any]]] = {
+        "lengths": [piece.lengths.astype("<u4") for piece in encoded],
+        "ids": [piece.input_ids for piece in encoded],
+        "masks": [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
+        **{name: [piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)},
+    }
+    info.arrays = {
+        name: (chunks[0].dtype.name, [sum(map(len, chunks)), *chunks[0].shape[1:]]) for name, chunks in arrays.items()
+    }
+    offsets = info.offsets(len(json.dumps(asdict(info)).encode()))
     body: list[bytes | memoryview] = []
-    end = offsets[0]
-    for offset, chunks in zip(offsets, arrays, strict=False):
+    end, stream = offsets[0], StreamHash()
+    for offset, chunks in zip(offsets, arrays.values(), strict=False):
         body += [bytes(offset - end), *(as_bytes(chunk) for chunk in chunks)]
         end = offset + sum(chunk.nbytes for chunk in chunks)
-    stream = StreamHash()
     for data in body:
         stream.update(data)
     info.checksum = stream.hex()
     raw = json.dumps(asdict(info)).encode()
-    head = _HEAD.pack(PART_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
+    head = _HEAD.pack(_VERSIONED_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
     temporary = f"{path}.tmp"
     file = OutputFile(temporary, durable=False)
     try:
@@ -247,7 +216,6 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
         raise
     finally:
         file.close()
-    return info
 
 
 # ---- all parts ----
@@ -492,11 +460,10 @@ def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], th
             f"{job.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
             " every node of the cluster sees it, at the same path"
         )
-    info.token_dtype = encoder.token_dtype.name
     encoded: list[EncodedPiece] = []
     for piece in pieces:
         encoded.append(encoder.encode(piece, key[0]))
-        info.add(piece, encoded[-1])
+        info.add(encoded[-1], len(piece.ends) if isinstance(piece, JsonPiece) else encoded[-1].rows)
         if info.bad_rows and job.encoding.on_bad_row == "error":
             return MadePart("", info, np.empty(0, np.uint32))
     path = os.path.join(job.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")

@@ -67,7 +67,7 @@ def tokenising_stages(folder: Path) -> tuple[list[Stage], list[str], list[Any]]:
         read += seconds + hashing
         encoded, seconds = processed(list, map(encoder.encode, pieces))
         encode += seconds
-        info = PartInfo("bench", fingerprints, token_dtype=encoder.token_dtype.name)
+        info = PartInfo("bench", fingerprints)
         paths.append(str(folder / "parts" / str(number)))
         _, seconds = processed(write_part, paths[-1], info, encoded)
         write += seconds
