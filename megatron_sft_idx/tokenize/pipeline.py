@@ -30,13 +30,13 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 from megatron_sft_idx.shard.publication import parts_held
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
-from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, corpus_prefix, find_done
+from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, RunState, begin, corpus_prefix, find_done
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
@@ -94,7 +94,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
 
 class _Run:
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
-        begin_at = time.monotonic()
+        self.begin_at = time.monotonic()
         files = expand_inputs(options.inputs)
         # Of the rows; where none is asked for, one that takes all.
         self.selection = options.packing.selection or Selection()
@@ -107,10 +107,10 @@ class _Run:
                 )
             self.selection = replace(self.selection, weights=weights)
             options = replace(options, packing=replace(options.packing, selection=self.selection))
+        self.options, self.log, self.stack = options, log, stack
         outputs = output_prefixes(options.prefix, options.output_shards, valid=options.has_valid)
         inputs = [Place(file.path, "the input") for file in files]
         require_outputs_apart([*outputs, corpus_prefix(options.prefix)], inputs, options.encoding.columns)
-        self.options, self.log, self.stack = options, log, stack
         self.engine: Local | Cluster | None = None
         if options.engine == "local":
             # Workers import meanwhile what they need.
@@ -119,8 +119,7 @@ class _Run:
         self.encoder = RowEncoder(options.encoding_of(files))
         self.job = Job(options, files, self.encoder, Cutting.of(files), log)
         self.folder = self.job.folder
-        self.done = find_done(self.job)
-        self.seconds = {"preparing": time.monotonic() - begin_at}
+        self.seconds: dict[str, float] = {}
         self.report = CorpusReport()
         # Of the parts taken so far, in the order of the input: their paths, tokens of their sequences, and the number
         # of their file with how many of its rows are in others.
@@ -133,52 +132,51 @@ class _Run:
         self.keep_parts = False  # whatever ends the run
 
     def run(self) -> Summary:
-        if self.done:
-            return self._found(self.done)
-        with self.folder.locked():
-            self.state, corpus, anew = begin(self.job)
-            try:
-                if corpus is None:
-                    packing, valid = self._make(anew=anew)
-                else:
-                    self.seconds["tokenising"] = 0.0
-                    self.report = CorpusReport.of(corpus.header)
-                    with self._timed("packing"):
-                        packing, valid = self._pack_corpus(corpus), None
-            except BaseException as error:
-                self._end_badly(error)
-                raise
-            self.folder.clear()
-        return self._summary(packing, valid)
+        options, done = self.options, find_done(self.job)
+        self.seconds["preparing"] = time.monotonic() - self.begin_at
+        if done:
+            self._clean_up()
+            self.report = CorpusReport.of(done[0])
+        else:
+            with self.folder.locked():
+                state, corpus, anew = begin(self.job)
+                try:
+                    self._make(state, corpus, anew=anew)
+                except BaseException as error:
+                    self._end_badly(error)
+                    raise
+                self.folder.clear()
+        headers = done or [read_header(prefix) for prefix in self.job.outputs]
+        return Summary(
+            options.prefix,
+            options.packing.capacity,
+            self.report,
+            PackReport.of(headers[: options.output_shards]),
+            self.seconds,
+            found=bool(done),
+            shards=options.output_shards,
+            valid=PackReport.of(headers[-1:]) if options.has_valid else None,
+        )
 
-    def _found(self, headers: Sequence[Header]) -> Summary:
+    def _clean_up(self) -> None:
+        """After a run that was killed as it removed its lock and its parts; a folder of somebody else stays."""
         self.log(f"{self.options.prefix}: done already, with the same input and options")
-        # The run may have been killed as it removed its lock and its parts; a folder of somebody else stays.
-        if len(headers) > 1:
+        if self.options.output_shards > 1 or self.options.has_valid:
             with contextlib.suppress(FormatError, OSError), parts_held(self.options.prefix):
                 pass
         with contextlib.suppress(FormatError, OSError):
             if os.listdir(self.folder.path):
                 with self.folder.locked():
                     self.folder.clear()
-        self.report = CorpusReport.of(headers[0])
-        return self._summary(*self._reports(headers), found=True)
-
-    def _reports(self, headers: Sequence[Header]) -> tuple[PackReport, PackReport | None]:
-        """Of the shards to train on, and of the one that is kept apart."""
-        shards = self.options.output_shards
-        return PackReport.of(headers[:shards]), PackReport.of(headers[shards:]) if headers[shards:] else None
-
-    def _summary(self, packing: PackReport, valid: PackReport | None, *, found: bool = False) -> Summary:
-        options = self.options
-        counts = (options.packing.capacity, self.report, packing, self.seconds)
-        return Summary(options.prefix, *counts, found=found, shards=options.output_shards, valid=valid)
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         begin_at = time.monotonic()
         yield
         self.seconds[stage] = time.monotonic() - begin_at
+
+    def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
+        return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
 
     def _end_badly(self, error: BaseException) -> None:
         """Keep what can be gone on with, and say where it is; give the rest of the space back."""
@@ -199,32 +197,6 @@ class _Run:
             self.log(f"interrupted; {rows}: pass --resume to go on, or --overwrite to start anew")
         elif not self.keep_parts:
             self.log(f"{rows}; pass --resume to go on with them")
-
-    def _make(self, *, anew: bool) -> tuple[PackReport, PackReport | None]:
-        options = self.options
-        engine = self.engine or self.stack.enter_context(ray_cluster(options.ray_address, options.workers, self.log))
-        with self._timed("tokenising"):
-            self._tokenize(engine, anew=anew)
-            self.folder.write(replace(self.state, tokenized=True))
-        table, metadata, columns = self._described()
-        lengths = np.concatenate(self.lengths).astype(np.int64)
-        self.lengths.clear()  # gigabytes of a large corpus
-        settings = {
-            "token_dtype": self.encoder.token_dtype,
-            "mask_dtype": np.dtype(table.mask_dtype),
-            "pad_id": self.encoder.tokenizer.pad_id,
-            "overwrite": self.state.overwrite,
-            "columns": columns,
-        }
-        with self._timed("packing"):
-            if not options.keep_corpus:
-                return self._reports(self._gather(engine, table, lengths, metadata, settings))
-            self._join(table, lengths, {**settings, "metadata": metadata})
-            self.folder.remove_parts()
-            return self._pack_corpus(Shard(self.job.corpus)), None
-
-    def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
-        return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
 
     # ---- tokenise ----
 
@@ -251,26 +223,21 @@ class _Run:
                 cut.append(replace(stretch, dealt=()))
                 yield replace(stretch, found=there.get((stretch.number, stretch.part), ()))
 
-        with self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress:
+        def done(parts: list[MadePart]) -> None:
+            for part in parts:
+                (progress.found if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
 
-            def done(parts: list[MadePart]) -> None:
+        with (
+            self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress,
+            contextlib.closing(engine.map_in_order(make_parts, shared, stretches(), name_of=str, done=done)) as results,
+        ):
+            for parts in results:
+                stretch = cut.popleft()
                 for part in parts:
-                    (progress.found if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
-
-            with contextlib.closing(
-                engine.map_in_order(make_parts, shared, stretches(), name_of=str, done=done)
-            ) as tasks:
-                for parts in tasks:
-                    stretch = cut.popleft()
-                    for part in parts:
-                        if self._has_enough():
-                            break
-                        before = lines[stretch.number]
-                        self._take(part, stretch.name, before if stretch.nbytes is not None else 0)
-                        self.places.append((stretch.number, before))
-                        for stream in (self.content, self.contents[stretch.number]):
-                            stream.update("".join(part.info.pieces).encode())
-                        lines[stretch.number] += part.info.lines
+                    if self._has_enough():
+                        break
+                    self._take(part, stretch, lines[stretch.number])
+                    lines[stretch.number] += part.info.lines
         if not any(map(len, self.lengths)):
             raise FormatError(
                 f"{job.files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
@@ -280,19 +247,21 @@ class _Run:
         if self.reused:
             self.log(f"resuming: {self.reused:,} of {len(self.paths):,} parts were there already")
 
-    def _take(self, part: MadePart, name: str, before: int) -> None:
-        """Take in one part, in the order of the input; ``before`` rows of its file are in others."""
+    def _take(self, part: MadePart, stretch: Stretch, before: int) -> None:
+        """Take in one part of a stretch, in the order of the input; ``before`` rows of its file are in others."""
         info, report = part.info, self.report
+        # Rows of a range are numbered from 1 on, others as they are in the file.
+        first = before if stretch.nbytes is not None else 0
         if part.changed is not None:
             self.keep_parts = True
             raise FormatError(
-                f"{self.folder.path}: {name}, from row {before + 1} on, is not what the interrupted run read: the"
-                f" content of the input was {part.changed[0]}, is {part.changed[1]}; restore it to go on, or pass"
+                f"{self.folder.path}: {stretch.name}, from row {first + 1} on, is not what the interrupted run read:"
+                f" the content of the input was {part.changed[0]}, is {part.changed[1]}; restore it to go on, or pass"
                 " --overwrite to start anew"
             )
         if self.options.resume and not part.reused and self.reused == len(self.paths):
             self.log(f"resuming after {report.rows:,} rows")
-        bad_rows = (SequenceError(name, before + position, reason) for position, reason in info.bad_rows)
+        bad_rows = (SequenceError(stretch.name, first + position, reason) for position, reason in info.bad_rows)
         report.add(info.rows, bad_rows, info.straddling, self.options.encoding.on_bad_row, self.log)
         report.skipped += info.skipped - len(info.bad_rows)
         for note, count in info.notes.items():
@@ -301,6 +270,9 @@ class _Run:
             self.mask_dtype = "float32"
         self.paths.append(part.path)
         self.lengths.append(part.lengths)
+        self.places.append((stretch.number, before))
+        for stream in (self.content, self.contents[stretch.number]):
+            stream.update("".join(info.pieces).encode())
         self.pieces += len(info.pieces)
         self.reused += part.reused
 
@@ -322,10 +294,8 @@ class _Run:
                 columns["source"] = ColumnSpec("sequence", np.uint32, 2, metadata={"files": listed})
                 bases["source"] = np.array(self.places, np.uint32)
             elif name == "label":
-                columns["label"], bases["label"] = (
-                    ColumnSpec("sequence", np.uint8),
-                    np.zeros(len(self.places), np.uint8),
-                )
+                columns["label"] = ColumnSpec("sequence", np.uint8)
+                bases["label"] = np.zeros(len(self.places), np.uint8)
             else:  # pairs, which a reader of parts numbers
                 columns["pair"] = PAIR
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
@@ -334,6 +304,47 @@ class _Run:
 
     # ---- gather ----
 
+    def _make(self, state: RunState, corpus: Shard | None, *, anew: bool) -> None:
+        """Make the shards of the parts; or of the corpus, where that is there or to be kept."""
+        options = self.options
+        if corpus is not None:
+            self.seconds["tokenising"] = 0.0
+            self.report = CorpusReport.of(corpus.header)
+            with self._timed("packing"):
+                self._pack(corpus, state)
+            return
+        engine = self.engine or self.stack.enter_context(ray_cluster(options.ray_address, options.workers, self.log))
+        with self._timed("tokenising"):
+            self._tokenize(engine, anew=anew)
+            self.folder.write(replace(state, tokenized=True))
+        table, metadata, columns = self._described()
+        lengths = np.concatenate(self.lengths).astype(np.int64)
+        self.lengths.clear()  # gigabytes of a large corpus
+        settings: dict[str, Any] = {
+            "token_dtype": self.encoder.token_dtype,
+            "mask_dtype": np.dtype(table.mask_dtype),
+            "pad_id": self.encoder.tokenizer.pad_id,
+            "overwrite": state.overwrite,
+            "columns": columns,
+        }
+        with self._timed("packing"):
+            if not options.keep_corpus:
+                self._gather(engine, table, lengths, metadata, settings)
+                return
+            if options.resume:
+                drop_build(ShardPaths.of(self.job.corpus))
+            # In the order of the input; pairs stay together there too.
+            numbers, together = np.arange(len(lengths) + 1), 2 if table.pairs else 1
+            longest = together * int(lengths.max())
+            run = PackedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
+            with (
+                self._progress("joining", len(lengths)) as progress,
+                ShardWriter(self.job.corpus, metadata=metadata, **settings) as writer,
+            ):
+                write_packs(PartsReader(table), run, writer, progress.update)
+            self.folder.remove_parts()
+            self._pack(Shard(self.job.corpus), state)
+
     def _gather(
         self,
         engine: Local | Cluster,
@@ -341,7 +352,7 @@ class _Run:
         lengths: NDArray[np.int64],
         metadata: dict[str, Any],
         settings: dict[str, Any],
-    ) -> list[Header]:
+    ) -> None:
         """Pack by one plan what is trained on, and by one of its own what is kept apart to validate with."""
         options, reader = self.options, PartsReader(table)
         pairs = np.arange(len(lengths)) // 2 if table.pairs else None
@@ -385,28 +396,16 @@ class _Run:
                     done=lambda header: progress.update(header.num_sequences, header.num_sequences),
                 )
 
-            return publish_shards(options.prefix, [output for output, _ in tasks], write, keep=options.resume)
+            publish_shards(options.prefix, [output for output, _ in tasks], write, keep=options.resume)
 
-    def _join(self, table: PartsTable, lengths: NDArray[np.int64], settings: dict[str, Any]) -> None:
-        """Join the parts, in the order of the input, into an unpacked shard; pairs stay together there too."""
-        if self.options.resume:
-            drop_build(ShardPaths.of(self.job.corpus))
-        numbers, together = np.arange(len(lengths) + 1), 2 if table.pairs else 1
-        longest = together * int(lengths.max())
-        run = PackedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
-        with (
-            self._progress("joining", len(lengths)) as progress,
-            ShardWriter(self.job.corpus, **settings) as writer,
-        ):
-            write_packs(PartsReader(table), run, writer, progress.update)
-
-    def _pack_corpus(self, corpus: Shard) -> PackReport:
-        return pack_shard(
+    def _pack(self, corpus: Shard, state: RunState) -> None:
+        options = self.options
+        pack_shard(
             corpus,
-            self.options.prefix,
-            self.options.packing,
-            shards=self.options.output_shards,
-            overwrite=self.state.overwrite,
-            keep=self.options.resume,
-            log_interval=self.options.log_interval,
+            options.prefix,
+            options.packing,
+            shards=options.output_shards,
+            overwrite=state.overwrite,
+            keep=options.resume,
+            log_interval=options.log_interval,
         )
