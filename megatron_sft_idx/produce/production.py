@@ -45,14 +45,16 @@ from megatron_sft_idx.tokenize import (
     Local,
     NotYet,
     PackOptions,
+    PackReport,
     PartInfo,
+    PartsReader,
     PartsTable,
     RowEncoder,
     RunFolder,
     differences,
     encode_piece,
+    make_packs,
     option_differences,
-    pack_parts,
     packing_differences,
     remember_encoder,
     write_part,
@@ -404,9 +406,22 @@ class _Production:
         number = self._keeper.state.published
         # About what the packed shard will take: the tokens are the same.
         self._room.wait_for(sum(map(os.path.getsize, table.paths)))
-        prefix, packing, encoder = self._catalog.shard_prefix(number), self._options.packing, self._encoder
-        settings = {"token_dtype": encoder.token_dtype, "pad_id": encoder.tokenizer.pad_id}
-        report = pack_parts(table, lengths, prefix, packing, metadata, **settings)
+        headers = make_packs(
+            PartsReader(table),
+            lengths,
+            self._catalog.shard_prefix(number),
+            self._options.packing,
+            metadata=metadata,
+            identity=cursor.position.fingerprint,
+            settings={
+                "token_dtype": self._encoder.token_dtype,
+                "mask_dtype": np.dtype(table.mask_dtype),
+                "pad_id": self._encoder.tokenizer.pad_id,
+                "overwrite": True,
+                "columns": {},
+            },
+        )
+        report = PackReport.of(headers)
         self._keeper.update(published=number + 1, input=cursor.to_json())
         self._log(
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"

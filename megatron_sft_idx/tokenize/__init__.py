@@ -15,7 +15,7 @@ from megatron_sft_idx.tokenize.begin import (
 )
 from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import pack_parts, pack_shard
+from megatron_sft_idx.tokenize.gather import make_packs, pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
     Output,
@@ -30,7 +30,14 @@ from megatron_sft_idx.tokenize.job import (
     run_job,
 )
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
-from megatron_sft_idx.tokenize.parts import PartInfo, PartsTable, encode_piece, remember_encoder, write_part
+from megatron_sft_idx.tokenize.parts import (
+    PartInfo,
+    PartsReader,
+    PartsTable,
+    encode_piece,
+    remember_encoder,
+    write_part,
+)
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions
-from megatron_sft_idx.tokenize.report import CorpusReport, Summary, check_summary
+from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary

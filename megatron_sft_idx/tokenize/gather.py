@@ -38,8 +38,10 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
+from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
-from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, plan_packs, sequences_of
+from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, Selected, plan_packs, sequences_of
+from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.report import PackReport
 
 _LOCK_SECONDS = 60.0
@@ -147,10 +149,12 @@ class Output(NamedTuple):
     Attributes:
         prefix: of the shard.
         settings: what its ``ShardWriter`` is told, by name.
+        run: its packs: twelve bytes a sequence, which may be sent elsewhere.
     """
 
     prefix: str
     settings: dict[str, Any]
+    run: PackedRun
 
     @property
     def paths(self) -> ShardPaths:
@@ -169,33 +173,24 @@ class Output(NamedTuple):
         return header if header.metadata | written == self.settings["metadata"] | written else None
 
 
-def outputs_of(
-    prefix: str, packing: Packing, options: PackOptions, metadata: Mapping[str, Any], source: str, **settings: Any
-) -> list[tuple[Output, PackedRun]]:
-    """The shards that a plan is cut into, each with its packs: twelve bytes a sequence, which may be sent elsewhere.
+def outputs_of(prefix: str, packing: Packing, metadata: Mapping[str, Any], **settings: Any) -> list[Output]:
+    """The shards that a plan is cut into.
 
     Args:
         prefix: what their prefixes begin with.
         packing: the plan.
-        options: how it came about.
         metadata: what their headers say beside it.
-        source: identity of the sequences: the id of the shard they were packed from, or the fingerprint of the input
-            they were tokenised from, which does not depend on how that was shared out.
         settings: what else all writers are told.
     """
-    made, settings = [], settings | {"capacity": options.capacity, "sequence_multiple": options.sequence_multiple}
+    made = []
     for number, path in enumerate(output_prefixes(prefix, packing.shards)):
         first, last = packing.packs_of(number)
-        said = packing.said | {"source": source}
+        said = packing.said
         if packing.shards > 1:
-            said["part"] = {
-                "part": number,
-                "parts": packing.shards,
-                "first_pack": first,
-                "num_packs": last - first,
-            }
-        output = Output(path, settings | {"metadata": {**metadata, "packing": said}})
-        made.append((output, packing.run.window(first, last)))
+            part = {"part": number, "parts": packing.shards, "first_pack": first, "num_packs": last - first}
+            said = {**said, "part": part}
+        run = packing.run.window(first, last)
+        made.append(Output(path, {**settings, "metadata": {**metadata, "packing": said}}, run))
     return made
 
 
@@ -228,20 +223,16 @@ def write_packs(
 
 
 def write_shard(
-    reader: CorpusReader | PartsReader,
-    output: Output,
-    run: PackedRun,
-    progress: Update = lambda units, items: None,
+    reader: CorpusReader | PartsReader, output: Output, progress: Update = lambda units, items: None
 ) -> Header:
     """Write one output shard, and set it aside until all of them are whole."""
     with ShardWriter(output.prefix, **output.settings) as writer:
-        write_packs(reader, run, writer, progress)
+        write_packs(reader, output.run, writer, progress)
         return writer.set_aside()
 
 
-def gather_shard(table: PartsTable, task: tuple[Output, PackedRun]) -> Header:
+def gather_shard(table: PartsTable, output: Output) -> Header:
     """``write_shard`` from parts, on any machine; what an attempt that died left is dropped, what it made is found."""
-    output, run = task
     # An attempt on a node that was given up may live for some seconds longer; then this one takes its place.
     deadline, held = time.monotonic() + _LOCK_SECONDS, True
     while held:
@@ -258,7 +249,7 @@ def gather_shard(table: PartsTable, task: tuple[Output, PackedRun]) -> Header:
     if (header := output.found()) is not None:
         return header
     drop_build(output.paths)
-    return write_shard(PartsReader(table), output, run)
+    return write_shard(PartsReader(table), output)
 
 
 def drop_build(paths: ShardPaths) -> None:
@@ -268,14 +259,14 @@ def drop_build(paths: ShardPaths) -> None:
 
 
 def publish_shards(
-    prefix: str, outputs: Sequence[Output], write: Callable[[Sequence[int]], Iterable[Header]], *, keep: bool
+    prefix: str, outputs: Sequence[Output], write: Callable[[Sequence[Output]], Iterable[Header]], *, keep: bool
 ) -> list[Header]:
     """Write all output shards of a run and publish them together: what they replace stays until all are whole.
 
     Args:
         prefix: what the prefixes of several begin with.
         outputs: all shards.
-        write: makes those of these numbers, in their order, and sets them aside (``write_shard``).
+        write: makes these, in their order, and sets them aside (``write_shard``).
         keep: go on with an interrupted run: leave shards that are there and are the very ones that would be made, and
             drop what is half made.
 
@@ -294,7 +285,7 @@ def publish_shards(
         for number in missing if keep else ():
             drop_build(outputs[number].paths)
         try:
-            headers |= zip(missing, write(missing), strict=True)
+            headers |= zip(missing, write([outputs[number] for number in missing]), strict=True)
         except Exception:  # what is interrupted can be gone on with
             for number in missing:
                 with contextlib.suppress(FormatError):  # a task elsewhere is at it still
@@ -303,6 +294,85 @@ def publish_shards(
             raise
         publish_all([output.paths for output in outputs if is_set_aside(output.paths)])
     return [headers[number] for number in range(len(outputs))]
+
+
+def make_packs(
+    reader: CorpusReader | PartsReader,
+    lengths: NDArray[np.int64],
+    prefix: str,
+    options: PackOptions,
+    *,
+    metadata: Mapping[str, Any],
+    identity: str,
+    settings: Mapping[str, Any],
+    source: str = "",
+    shards: int = 1,
+    groups: NDArray[np.integer[Any]] | None = None,
+    selected: Selected | None = None,
+    said: Mapping[str, Any] | None = None,
+    keep: bool = False,
+    engine: Local | Cluster | None = None,
+    log_interval: int = 0,
+) -> list[Header]:
+    """Plan, gather, publish: by one plan what is trained on, and by one of its own what is kept apart to validate with.
+
+    Args:
+        reader: of the sequences.
+        lengths: tokens of each, int64 [sequences].
+        prefix: of the shard, or what the prefixes of several begin with.
+        options: how they are packed.
+        metadata: what headers say of the sequences.
+        identity: of the sequences: the id of the shard they were packed from, or the fingerprint of the input they
+            were tokenised from, which does not depend on how that was shared out.
+        settings: what writers are told: ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``.
+        source: what errors call the sequences; the prefix where it is empty.
+        shards: how many shards; their packs differ by one at most.
+        groups: of pairs, as for ``plan_packs``.
+        selected: which of them; None for all.
+        said: what headers say of the packing besides.
+        keep: go on with an interrupted run, as for ``publish_shards``.
+        engine: that makes several shards at a time, of parts; None makes them here.
+        log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
+
+    Raises:
+        SequenceError, FormatError: as of ``plan_packs`` and ``publish_shards``.
+    """
+    shares = [(prefix, shards, None if selected is None else selected.train)]
+    if selected is not None and len(selected.valid):
+        shares.append((output_prefixes(prefix, 1, valid=True)[-1], 1, selected.valid))
+    settings = {**settings, "capacity": options.capacity, "sequence_multiple": options.sequence_multiple}
+    outputs: list[Output] = []
+    for name, count, chosen in shares:
+        counts = None if selected is None else selected.counts
+        packing = plan_packs(
+            lengths,
+            options,
+            shards=count,
+            source=source or prefix,
+            groups=groups,
+            chosen=chosen,
+            selected=counts,
+            reader=reader,
+        )
+        packing.said.update(said or {}, source=identity)
+        outputs += outputs_of(name, packing, metadata, **settings)
+    total = sum(len(output.run.lengths) for output in outputs)
+    with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
+
+        def write(missing: Sequence[Output]) -> Iterable[Header]:
+            # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
+            if engine is None or (isinstance(engine, Local) and (len(missing) == 1 or not engine.workers)):
+                return (write_shard(reader, output, progress.update) for output in missing)
+            assert isinstance(reader, PartsReader)
+            return engine.map_in_order(
+                gather_shard,
+                reader.table,
+                missing,
+                name_of=lambda output: output.prefix,
+                done=lambda header: progress.update(header.num_sequences, header.num_sequences),
+            )
+
+        return publish_shards(prefix, outputs, write, keep=keep)
 
 
 def pack_shard(
@@ -347,58 +417,28 @@ def pack_shard(
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=groups, reader=reader)
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
-    if taken is not None:
-        packing.said["sources"] = sorted(sources)
-        packing.said["left_out"] = header.num_sequences - len(taken)
-    tasks = outputs_of(
+    left_out = {} if taken is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(taken)}
+    headers = make_packs(
+        reader,
+        reader.lengths,
         prefix,
-        packing,
         options,
-        header.metadata,
-        identity,
-        token_dtype=header.token_dtype,
-        mask_dtype=header.mask_dtype,
-        pad_id=header.pad_id,
-        overwrite=overwrite,
-        columns={name: column.spec for name, column in reader.columns.items()},
+        metadata=header.metadata,
+        identity=identity,
+        settings={
+            "token_dtype": header.token_dtype,
+            "mask_dtype": header.mask_dtype,
+            "pad_id": header.pad_id,
+            "overwrite": overwrite,
+            "columns": {name: column.spec for name, column in reader.columns.items()},
+        },
+        source=source.prefix,
+        shards=shards,
+        groups=groups,
+        said=left_out,
+        keep=keep,
+        log_interval=log_interval,
     )
-    total = len(packing.run.lengths)
-    with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
-        headers = publish_shards(
-            prefix,
-            [output for output, _ in tasks],
-            lambda numbers: (write_shard(reader, *tasks[number], progress.update) for number in numbers),
-            keep=keep,
-        )
     return replace(PackReport.of(headers), lost_columns=reader.lost)
-
-
-def pack_parts(
-    table: PartsTable,
-    lengths: NDArray[np.int64],
-    prefix: str,
-    options: PackOptions,
-    metadata: Mapping[str, Any],
-    **settings: Any,
-) -> PackReport:
-    """Pack all sequences of some parts into one shard, in the place of what is at the prefix.
-
-    Args:
-        table: of the parts.
-        lengths: tokens of each sequence, int64 [sequences].
-        prefix: of the shard.
-        options: how they are packed.
-        metadata: what its header says of the sequences; the fingerprint of their input is in ``sources``.
-        settings: what else its writer is told: ``token_dtype`` and ``pad_id``.
-
-    Raises:
-        SequenceError, FormatError: as of ``plan_packs``.
-    """
-    reader, source = PartsReader(table), metadata["sources"]["fingerprint"]
-    packing = plan_packs(lengths, options, shards=1, source=prefix, reader=reader)
-    settings |= {"mask_dtype": np.dtype(table.mask_dtype), "overwrite": True, "columns": {}}
-    [(output, run)] = outputs_of(prefix, packing, options, metadata, source, **settings)
-    return PackReport.of(publish_shards(prefix, [output], lambda _: [write_shard(reader, output, run)], keep=False))

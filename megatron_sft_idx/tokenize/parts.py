@@ -252,7 +252,6 @@ class PartsReader:
 
     Attributes:
         window_tokens: about how many are read at a time.
-        bounds: of the table.
     """
 
     mask_alignment: MaskAlignment = "token"
@@ -260,8 +259,7 @@ class PartsReader:
     def __init__(self, table: PartsTable) -> None:
         # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
         self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
-        self._paths, self.bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
-        self._bases, self._pairs = table.bases, table.pairs
+        self.table = table
         self._held: dict[int, Part] = {}
 
     def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
@@ -271,8 +269,8 @@ class PartsReader:
         begins = np.zeros(len(order), np.int64) if run.begins is None else run.begins[order]
         ends = np.cumsum(lengths)
         ids: NDArray[Any] | None = None
-        mask = np.empty(ends[-1], self._mask_dtype)
-        columns = {name: np.empty((len(order), *base.shape[1:]), base.dtype) for name, base in self._bases.items()}
+        mask = np.empty(ends[-1], self.table.mask_dtype)
+        columns = {name: np.empty((len(order), *base.shape[1:]), base.dtype) for name, base in self.table.bases.items()}
         for number, part, first, last, local in self._by_part(sequences):
             where = slice(ends[first] - lengths[first], ends[last - 1])
             if (begins[first:last] + lengths[first:last] > part.lengths[local]).any():
@@ -286,7 +284,7 @@ class PartsReader:
             _native.gather_sequences(part.mask, starts, stops, all_of_them, found)
             mask[where] = found
             for name, values in columns.items():
-                values[order[first:last]] = part.columns[name][local] + self._bases[name][number]
+                values[order[first:last]] = part.columns[name][local] + self.table.bases[name][number]
         assert ids is not None
         # From the order of the parts to the order of the plan.
         place = np.empty(len(order), np.int64)
@@ -294,7 +292,7 @@ class PartsReader:
         given = np.empty_like(ids), np.empty_like(mask)
         for source, out in zip((ids, mask), given, strict=True):
             _native.gather_sequences(source, ends - lengths, ends, place, out)
-        if self._pairs:
+        if self.table.pairs:
             columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
         return *given, columns
 
@@ -322,23 +320,23 @@ class PartsReader:
 
     def column(self, name: str, width: int) -> NDArray[np.uint32]:
         """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
-        values = np.empty((int(self.bounds[-1]), width), np.uint32)
-        for number, (first, last) in enumerate(pairwise(self.bounds.tolist())):
+        values = np.empty((int(self.table.bounds[-1]), width), np.uint32)
+        for number, (first, last) in enumerate(pairwise(self.table.bounds.tolist())):
             values[first:last] = self._open(number).columns[name]
         return values
 
     def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[int, Part, int, int, NDArray[np.int64]]]:
         """Number and part, the range of these ascending numbers that each holds, and what they are called in it."""
-        cuts = np.searchsorted(sequences, self.bounds)
+        cuts = np.searchsorted(sequences, self.table.bounds)
         for number in np.flatnonzero(np.diff(cuts)).tolist():
             first, last = cuts[number : number + 2].tolist()
-            yield number, self._open(number), first, last, sequences[first:last] - self.bounds[number]
+            yield number, self._open(number), first, last, sequences[first:last] - self.table.bounds[number]
 
     def _open(self, number: int) -> Part:
         if (held := self._held.get(number)) is not None:
             return held
-        part = Part(self._paths[number])
-        if len(part.lengths) != self.bounds[number + 1] - self.bounds[number]:
+        part = Part(self.table.paths[number])
+        if len(part.lengths) != self.table.bounds[number + 1] - self.table.bounds[number]:
             raise self._changed(part)
         if len(self._held) < _MAX_OPEN:
             self._held[number] = part

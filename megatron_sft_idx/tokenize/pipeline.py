@@ -18,7 +18,7 @@ import errno
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,16 +40,12 @@ from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, RunState, be
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
-    Output,
     drop_build,
-    gather_shard,
+    make_packs,
     output_prefixes,
-    outputs_of,
     pack_shard,
-    publish_shards,
     require_outputs_apart,
     write_packs,
-    write_shard,
 )
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import (
@@ -61,7 +57,7 @@ from megatron_sft_idx.tokenize.parts import (
     parts_of,
     remember_encoder,
 )
-from megatron_sft_idx.tokenize.plan import PackedRun, Selection, file_weights, plan_packs, select_rows
+from megatron_sft_idx.tokenize.plan import PackedRun, Selection, file_weights, select_rows
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 
@@ -136,17 +132,16 @@ class _Run:
         self.seconds["preparing"] = time.monotonic() - self.begin_at
         if done:
             self._clean_up()
-            self.report = CorpusReport.of(done[0])
+            headers, self.report = done, CorpusReport.of(done[0])
         else:
             with self.folder.locked():
                 state, corpus, anew = begin(self.job)
                 try:
-                    self._make(state, corpus, anew=anew)
+                    headers = self._make(state, corpus, anew=anew)
                 except BaseException as error:
                     self._end_badly(error)
                     raise
                 self.folder.clear()
-        headers = done or [read_header(prefix) for prefix in self.job.outputs]
         return Summary(
             options.prefix,
             options.packing.capacity,
@@ -304,15 +299,14 @@ class _Run:
 
     # ---- gather ----
 
-    def _make(self, state: RunState, corpus: Shard | None, *, anew: bool) -> None:
+    def _make(self, state: RunState, corpus: Shard | None, *, anew: bool) -> list[Header]:
         """Make the shards of the parts; or of the corpus, where that is there or to be kept."""
         options = self.options
         if corpus is not None:
             self.seconds["tokenising"] = 0.0
             self.report = CorpusReport.of(corpus.header)
             with self._timed("packing"):
-                self._pack(corpus, state)
-            return
+                return self._pack(corpus, state)
         engine = self.engine or self.stack.enter_context(ray_cluster(options.ray_address, options.workers, self.log))
         with self._timed("tokenising"):
             self._tokenize(engine, anew=anew)
@@ -329,8 +323,7 @@ class _Run:
         }
         with self._timed("packing"):
             if not options.keep_corpus:
-                self._gather(engine, table, lengths, metadata, settings)
-                return
+                return self._gather(engine, table, lengths, metadata, settings)
             if options.resume:
                 drop_build(ShardPaths.of(self.job.corpus))
             # In the order of the input; pairs stay together there too.
@@ -343,7 +336,7 @@ class _Run:
             ):
                 write_packs(PartsReader(table), run, writer, progress.update)
             self.folder.remove_parts()
-            self._pack(Shard(self.job.corpus), state)
+            return self._pack(Shard(self.job.corpus), state)
 
     def _gather(
         self,
@@ -352,53 +345,29 @@ class _Run:
         lengths: NDArray[np.int64],
         metadata: dict[str, Any],
         settings: dict[str, Any],
-    ) -> None:
-        """Pack by one plan what is trained on, and by one of its own what is kept apart to validate with."""
-        options, reader = self.options, PartsReader(table)
-        pairs = np.arange(len(lengths)) // 2 if table.pairs else None
-        prefix = os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix
-        # Of each plan: a prefix, the number of its shards, its sequences, None for all.
-        shares: list[tuple[str, int, NDArray[np.int64] | None]] = [(prefix, options.output_shards, None)]
-        counts: dict[str, int] = {}
+    ) -> list[Header]:
+        options, reader, selected = self.options, PartsReader(table), None
         if self.selection.of_rows:
             files = np.repeat(np.array(self.places)[:, 0], np.diff(table.bounds))
-            chosen = select_rows(reader.column("content", 5), files, self.selection, options.packing.seed)
-            shares, counts = [(prefix, options.output_shards, chosen.train)], chosen.counts
-            if options.has_valid:
-                shares.append((output_prefixes(prefix, 1, valid=True)[-1], 1, chosen.valid))
-        tasks: list[tuple[Output, PackedRun]] = []
-        for name, shards, sequences in shares:
-            packing = plan_packs(
-                lengths,
-                options.packing,
-                shards=shards,
-                source=options.prefix,
-                groups=pairs,
-                chosen=sequences,
-                selected=counts,
-                reader=reader,
-            )
-            source = metadata["sources"]["fingerprint"]
-            tasks += outputs_of(name, packing, options.packing, metadata, source, **settings)
-        with self._progress("packing", sum(len(run.lengths) for _, run in tasks)) as progress:
+            selected = select_rows(reader.column("content", 5), files, self.selection, options.packing.seed)
+        return make_packs(
+            reader,
+            lengths,
+            os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
+            options.packing,
+            metadata=metadata,
+            identity=metadata["sources"]["fingerprint"],
+            settings=settings,
+            source=options.prefix,
+            shards=options.output_shards,
+            groups=np.arange(len(lengths)) // 2 if table.pairs else None,
+            selected=selected,
+            keep=options.resume,
+            engine=engine,
+            log_interval=options.log_interval,
+        )
 
-            def write(numbers: Sequence[int]) -> Iterator[Header]:
-                missing = (tasks[number] for number in numbers)
-                # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
-                if isinstance(engine, Local) and (len(numbers) == 1 or not engine.workers):
-                    yield from (write_shard(reader, *task, progress.update) for task in missing)
-                    return
-                yield from engine.map_in_order(
-                    gather_shard,
-                    table,
-                    missing,
-                    name_of=lambda task: task[0].prefix,
-                    done=lambda header: progress.update(header.num_sequences, header.num_sequences),
-                )
-
-            publish_shards(options.prefix, [output for output, _ in tasks], write, keep=options.resume)
-
-    def _pack(self, corpus: Shard, state: RunState) -> None:
+    def _pack(self, corpus: Shard, state: RunState) -> list[Header]:
         options = self.options
         pack_shard(
             corpus,
@@ -409,3 +378,4 @@ class _Run:
             keep=options.resume,
             log_interval=options.log_interval,
         )
+        return [read_header(prefix) for prefix in self.job.outputs]

@@ -92,13 +92,13 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
     settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
-    tasks = outputs_of(str(folder / "gathered"), packing, PackOptions(CAPACITY), {}, "bench", **settings)
-    lean = [(run.offsets, run.sequences, run.lengths) for _, run in tasks]
+    outputs = outputs_of(str(folder / "gathered"), packing, {}, capacity=CAPACITY, **settings)
+    lean = [(run.offsets, run.sequences, run.lengths) for _, _, run in outputs]
     plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
-    for output, run in tasks:
+    for output in outputs:
         with ShardWriter(output.prefix, **output.settings) as writer:
-            seconds += processed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
+            seconds += processed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), output.run, writer)[1]
             seconds += processed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)
     return [
