@@ -23,6 +23,7 @@ from megatron_sft_idx.live.catalog import (
     ProducerState,
     Record,
     State,
+    Still,
     Stopped,
     Waiter,
     default_max_sequences,

@@ -24,7 +24,7 @@ import xxhash
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Record
+from megatron_sft_idx.live import Record, Still
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import OutputFile, read_most, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
@@ -216,10 +216,9 @@ class GrowingFolder:
         self._whole: deque[str] = deque()
         # Taken for its age alone.
         self._settled: TakenFile | None = None
-        # What the first file looked like, since when, and when anything was last new.
-        self._seen: tuple[str, int, int] | None = None
-        self._seen_at = self._news_at = clock()
-        self._looked_at = float("-inf")
+        # What the first file looks like, and when anything was last new.
+        self._first = Still(clock)
+        self._news_at, self._looked_at = clock(), float("-inf")
 
     def files(self, first: int) -> Files:
         """The pieces of every file from the ``first`` on, counted from 0."""
@@ -266,10 +265,10 @@ class GrowingFolder:
         file = TakenFile(name, status.st_size)
         if is_whole:
             return file
-        if self._seen != (seen := (file.name, file.num_bytes, status.st_mtime_ns)):
-            self._seen, self._seen_at, self._news_at = seen, now, now
-        elif now - self._seen_at >= self._settle:
-            self._log(f"{path}: taken, its size has not changed for {now - self._seen_at:.0f} s")
+        if self._first.sight != (seen := (*file, status.st_mtime_ns)):
+            self._news_at = now
+        if (unchanged := self._first.seconds(seen)) >= self._settle:
+            self._log(f"{path}: taken, its size has not changed for {unchanged:.0f} s")
             self._settled = file
             return file
         self._looked_at = now

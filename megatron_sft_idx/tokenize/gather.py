@@ -173,22 +173,23 @@ class Output(NamedTuple):
         return header if header.metadata | written == self.settings["metadata"] | written else None
 
 
-def outputs_of(prefix: str, packing: Packing, metadata: Mapping[str, Any], **settings: Any) -> list[Output]:
-    """The shards that a plan is cut into.
+def outputs_of(
+    prefix: str, packing: Packing, shards: int, metadata: Mapping[str, Any], **settings: Any
+) -> list[Output]:
+    """The shards that a plan is cut into, of as many packs each, give or take one.
 
     Args:
         prefix: what their prefixes begin with.
         packing: the plan.
+        shards: how many.
         metadata: what their headers say beside it.
         settings: what else all writers are told.
     """
-    made = []
-    for number, path in enumerate(output_prefixes(prefix, packing.shards)):
-        first, last = packing.packs_of(number)
-        said = packing.said
-        if packing.shards > 1:
-            part = {"part": number, "parts": packing.shards, "first_pack": first, "num_packs": last - first}
-            said = {**said, "part": part}
+    made, packs = [], packing.plan.num_packs
+    for number, path in enumerate(output_prefixes(prefix, shards)):
+        first, last = packs * number // shards, packs * (number + 1) // shards
+        part = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
+        said = packing.said | ({"part": part} if shards > 1 else {})
         run = packing.run.window(first, last)
         made.append(Output(path, {**settings, "metadata": {**metadata, "packing": said}}, run))
     return made
@@ -234,17 +235,16 @@ def write_shard(
 def gather_shard(table: PartsTable, output: Output) -> Header:
     """``write_shard`` from parts, on any machine; what an attempt that died left is dropped, what it made is found."""
     # An attempt on a node that was given up may live for some seconds longer; then this one takes its place.
-    deadline, held = time.monotonic() + _LOCK_SECONDS, True
-    while held:
-        held = False
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
         try:
             os.close(lock_journal(output.paths, create=False))
+            break
         except FileNotFoundError:
-            pass
+            break
         except FormatError:
             if time.monotonic() > deadline:
                 raise
-            held = True
             time.sleep(0.2)
     if (header := output.found()) is not None:
         return header
@@ -316,23 +316,11 @@ def make_packs(
 ) -> list[Header]:
     """Plan, gather, publish: by one plan what is trained on, and by one of its own what is kept apart to validate with.
 
-    Args:
-        reader: of the sequences.
-        lengths: tokens of each, int64 [sequences].
-        prefix: of the shard, or what the prefixes of several begin with.
-        options: how they are packed.
-        metadata: what headers say of the sequences.
-        identity: of the sequences: the id of the shard they were packed from, or the fingerprint of the input they
-            were tokenised from, which does not depend on how that was shared out.
-        settings: what writers are told: ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``.
-        source: what errors call the sequences; the prefix where it is empty.
-        shards: how many shards; their packs differ by one at most.
-        groups: of pairs, as for ``plan_packs``.
-        selected: which of them; None for all.
-        said: what headers say of the packing besides.
-        keep: go on with an interrupted run, as for ``publish_shards``.
-        engine: that makes several shards at a time, of parts; None makes them here.
-        log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
+    Arguments are as of ``pack_shard``, ``plan_packs`` and ``publish_shards``. Headers say ``metadata`` of the
+    sequences, and of the packing what is ``said`` besides and the ``identity`` of its source: the id of a shard, or
+    the fingerprint of the input, which does not depend on how that was shared out. ``settings`` are what all writers
+    are told: ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` makes several
+    shards at a time, of parts; without one they are made here. Errors call the sequences ``source``, or by the prefix.
 
     Raises:
         SequenceError, FormatError: as of ``plan_packs`` and ``publish_shards``.
@@ -342,12 +330,12 @@ def make_packs(
         shares.append((output_prefixes(prefix, 1, valid=True)[-1], 1, selected.valid))
     settings = {**settings, "capacity": options.capacity, "sequence_multiple": options.sequence_multiple}
     outputs: list[Output] = []
-    for name, count, chosen in shares:
-        counts = None if selected is None else selected.counts
+    counts = {} if selected is None else selected.counts
+    for name, number, chosen in shares:
         packing = plan_packs(
             lengths,
             options,
-            shards=count,
+            shards=number,
             source=source or prefix,
             groups=groups,
             chosen=chosen,
@@ -355,7 +343,7 @@ def make_packs(
             reader=reader,
         )
         packing.said.update(said or {}, source=identity)
-        outputs += outputs_of(name, packing, metadata, **settings)
+        outputs += outputs_of(name, packing, number, metadata, **settings)
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 

@@ -193,10 +193,9 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
         try:
             with open_regular(os.fspath(path)) as file:
                 template = io.TextIOWrapper(file, encoding="utf-8").read()
-        except OSError as error:
-            raise FormatError(f"--chat-template {path}: {error.strerror}") from None
-        except (UnicodeDecodeError, FormatError) as error:
-            raise FormatError(f"--chat-template {path}: {error}") from None
+        except (OSError, UnicodeDecodeError, FormatError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise FormatError(f"--chat-template {path}: {why}") from None
     return _options(
         EncodingOptions,
         given,
@@ -241,36 +240,32 @@ def run_job(
     Raises:
         SFTIndexError, OSError: as ``preprocess``.
     """
-    replaces, summary = options.overwrite or options.resume, summary if summary is None else os.fspath(summary)
+    resume, replaces = options.resume, options.overwrite or options.resume
+    path = None if summary is None else os.fspath(summary)
+    if path is not None:
+        check_summary(path, overwrite=replaces)
+    beside = [corpus_prefix("")]
     output = Output(
         options.prefix,
         shards=options.output_shards,
         valid=options.has_valid,
         staging=staging,
         overwrite=options.overwrite,
-        summary=summary,
+        summary=path,
     )
-    if summary is not None:
-        check_summary(summary, overwrite=replaces)
     with inputs_of(rows, output.local) as inputs:
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
-        beside = [corpus_prefix("")]
-        output.prepare(
-            reads,
-            beside=beside,
-            columns=options.encoding.columns,
-            resume=options.resume,
-            nbytes=sum(sizes) // _LEAST_SHARE,
-        )
+        nbytes = sum(sizes) // _LEAST_SHARE
+        output.prepare(reads, beside=beside, columns=options.encoding.columns, resume=resume, nbytes=nbytes)
         made = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
     output.publish(*(beside if options.keep_corpus else []))
     made.prefix, made.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
-    if summary is not None:
-        made.write(summary, overwrite=replaces)
+    if path is not None:
+        made.write(path, overwrite=replaces)
     return made
 
 
@@ -337,38 +332,35 @@ class Output:
             resume: it may go on with what an earlier run left.
             nbytes: what will be written at least, where nothing of it is there.
         """
-        local = ShardPaths.of(self.local).prefix
         if len(self._suffixes) > 1:
-            check_lock(f"{local}-parts.journal", ())
-        ends = (*self._suffixes, *beside)
-        shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in ends]
+            check_lock(f"{ShardPaths.of(self.local).prefix}-parts.journal", ())
+        shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in (*self._suffixes, *beside)]
         writes = [place for each in shards for place in places_of(each, "the output", written=True)]
         if self._summary is not None:
             writes.append(Place(self._summary, "--summary"))
         require_apart(writes, reads)
         if not resume:
-            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(ends))
+            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(shards))
         if self._staged:
             self._staged.prepare(self._suffixes, resume=resume)
             print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
 
     def publish(self, *beside: str) -> None:
         """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""
-        if self._staged is None:
-            return
-        suffixes = [*self._suffixes, *beside]
-        for done, suffix in enumerate(suffixes):
-            try:
-                with shown(1024)("uploading", shard_nbytes(self.local + suffix)) as advance:
-                    self._staged.publish(suffix, advance)
-            except (SFTIndexError, KeyboardInterrupt, SystemExit):
-                for left in suffixes[done:]:
-                    print(
-                        f"the shard is built, and kept at {self.local + left}; send it when the store is up again:"
-                        f" megatron-sft-idx copy {self.local + left} {self.prefix + left}",
-                        file=sys.stderr,
-                    )
-                raise
+        left = [*self._suffixes, *beside] if self._staged else []
+        try:
+            while self._staged and left:
+                with shown(1024)("uploading", shard_nbytes(self.local + left[0])) as advance:
+                    self._staged.publish(left[0], advance)
+                del left[0]
+        except (SFTIndexError, KeyboardInterrupt, SystemExit):
+            for suffix in left:
+                print(
+                    f"the shard is built, and kept at {self.local + suffix}; send it when the store is up again:"
+                    f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}",
+                    file=sys.stderr,
+                )
+            raise
 
 
 # ---- from the hub ----
@@ -393,8 +385,8 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
         SFTIndexError: huggingface_hub is not installed, or there is nothing to be had of this name.
     """
     tokenizer = given["tokenizer"]
-    if isinstance(tokenizer, str) and (found := _on_hub(tokenizer)) is not None and found[2] is None:
-        given["tokenizer"] = _fetch(tokenizer, found, "model", _TOKENIZER_FILES)
+    if isinstance(tokenizer, str) and (found := _on_hub(tokenizer)) is not None and found[3] is None:
+        given["tokenizer"] = _fetch(found, "model", _TOKENIZER_FILES)
     entries = [rows] if isinstance(rows, (str, os.PathLike)) else rows
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (str, os.PathLike)) for entry in entries):
         return rows
@@ -402,36 +394,34 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
     for path in map(os.fspath, entries):
         if (found := _on_hub(path)) is None:
             paths.append(path)
-        elif found[2] is None:
+        elif found[3] is None:
             raise FormatError(
                 f"{path}: say which of its files, for a split may not be trained on: {path}/data/train-*.parquet; they"
-                f" are listed at https://huggingface.co/datasets/{found[0]}/tree/main"
+                f" are listed at https://huggingface.co/datasets/{found[1]}/tree/main"
             )
         else:
-            paths.append(os.path.join(_fetch(path, found, "dataset", [found[2]]), found[2]))
+            paths.append(os.path.join(_fetch(found, "dataset", [found[3]]), found[3]))
     return paths
 
 
-def _on_hub(name: str) -> tuple[str, str | None, str | None] | None:
+def _on_hub(name: str) -> re.Match[str] | None:
     """Repository, revision and files of a name that is nothing here."""
-    if is_remote(name) or os.path.lexists(name) or glob.glob(name) or name.startswith((".", "/")):
-        return None
-    found = _HUB_NAME.fullmatch(name)
-    return None if found is None else (found[1], found[2], found[3])
+    here = is_remote(name) or os.path.lexists(name) or glob.glob(name) or name.startswith((".", "/"))
+    return None if here else _HUB_NAME.fullmatch(name)
 
 
-def _fetch(name: str, found: tuple[str, str | None, str | None], kind: str, files: Sequence[str]) -> str:
+def _fetch(found: re.Match[str], kind: str, files: Sequence[str]) -> str:
     """Path of the folder with these files of a repository."""
+    name, repository, revision, _ = found.group(0, 1, 2, 3)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise SFTIndexError(f"--download {name}: needs huggingface_hub: pip install huggingface_hub") from None
     try:
-        folder = snapshot_download(found[0], repo_type=kind, revision=found[1], allow_patterns=list(files))
+        return str(snapshot_download(repository, repo_type=kind, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SFTIndexError(f"--download {name}: {reason}") from None
-    return str(folder)
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:

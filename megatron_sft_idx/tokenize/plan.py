@@ -296,18 +296,12 @@ class Packing:
     Attributes:
         plan: how the packs were found.
         run: all of them.
-        shards: into how many shards, of as many packs each, give or take one.
         said: for the headers: options, counts of what was selected, and what became of overlong sequences.
     """
 
     plan: PackPlan
     run: PackedRun
-    shards: int
     said: dict[str, Any]
-
-    def packs_of(self, number: int) -> tuple[int, int]:
-        """The first pack of a shard, and that behind its last."""
-        return self.plan.num_packs * number // self.shards, self.plan.num_packs * (number + 1) // self.shards
 
 
 def plan_packs(
@@ -326,7 +320,7 @@ def plan_packs(
     Args:
         lengths: tokens of each sequence, int64 [sequences].
         options: how they are packed.
-        shards: into how many shards.
+        shards: into how many shards, for there are packs enough.
         source: what errors call the sequences.
         groups: of pairs, which stay together and are dropped together, as for ``pack_sequences``.
         chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
@@ -379,7 +373,7 @@ def plan_packs(
         "lower_bound": plan.lower_bound,
         "chosen": plan.method,
     }
-    return Packing(plan, run, shards, said | ({} if options.selection is None else {"selected": counts}))
+    return Packing(plan, run, said | ({} if options.selection is None else {"selected": counts}))
 
 
 def _overlong(

@@ -154,26 +154,20 @@ class PackReport:
     def of(cls, headers: Sequence[Header]) -> PackReport:
         """What the headers of a run's shards say of how they were packed."""
         packing = headers[0].metadata["packing"]
-        sequences, packs, tokens, trained_tokens, masked_packs = (
-            sum(getattr(header, f"num_{name}") for header in headers)
-            for name in ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
-        )
+        names = ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
+        counts = {name: sum(getattr(header, f"num_{name}") for header in headers) for name in names}
         return cls(
-            sequences,
-            packs,
-            tokens,
-            trained_tokens,
-            masked_packs,
-            tokens / (packs * headers[0].capacity),
-            packing["lower_bound"],
-            max(header.longest_pack for header in headers),
-            max(header.most_sequences for header in headers),
-            packing["chosen"],
-            packing["overlong_sequences"],
-            packing["dropped_tokens"],
-            packing["untrained_by_cut"],
-            packing.get("left_out", 0),
-            packing.get("selected", {}),
+            **counts,
+            fill=counts["tokens"] / (counts["packs"] * headers[0].capacity),
+            lower_bound=packing["lower_bound"],
+            longest=max(header.longest_pack for header in headers),
+            most_sequences=max(header.most_sequences for header in headers),
+            method=packing["chosen"],
+            overlong=packing["overlong_sequences"],
+            dropped_tokens=packing["dropped_tokens"],
+            untrained_by_cut=packing["untrained_by_cut"],
+            left_out=packing.get("left_out", 0),
+            selected=packing.get("selected", {}),
         )
 
 
@@ -241,21 +235,17 @@ class Summary:
             f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
             f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
         ]
-        if packing.left_out:
-            lines.append(f"left out        {packing.left_out:,} sequences of other sources")
-        if packing.overlong:
-            lines.append(
-                f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
-                f" {packing.untrained_by_cut:,} labels lost to cuts"
-            )
-        if packing.lost_columns:
-            names = ", ".join(packing.lost_columns)
-            lines.append(f"lost            columns {names}: they have a row a pack of the source")
-        if packing.masked_packs:
-            lines.append(
-                f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"
-                " --drop-untrained leaves such sequences out"
-            )
+        if_any = {
+            f"left out        {packing.left_out:,} sequences of other sources": packing.left_out,
+            f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
+            f" {packing.untrained_by_cut:,} labels lost to cuts": packing.overlong,
+            f"lost            columns {', '.join(packing.lost_columns)}: they have a row a pack of the source": (
+                packing.lost_columns
+            ),
+            f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"
+            " --drop-untrained leaves such sequences out": packing.masked_packs,
+        }
+        lines += [line for line, count in if_any.items() if count]
         if (valid := self.valid) is not None:
             lines.append(
                 f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"

@@ -92,7 +92,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
     settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
-    outputs = outputs_of(str(folder / "gathered"), packing, {}, capacity=CAPACITY, **settings)
+    outputs = outputs_of(str(folder / "gathered"), packing, SHARDS, {}, capacity=CAPACITY, **settings)
     lean = [(run.offsets, run.sequences, run.lengths) for _, _, run in outputs]
     plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
