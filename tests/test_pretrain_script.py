@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from training_twin import batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.convert import convert
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.training.model import model_inputs, seed_everything
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     outcome = preprocess(folder / "chats", "--keep-corpus", capacity=LENGTH)
     assert outcome.code == 0, outcome.err
-    convert(str(folder / "chats"), str(folder / "chats.npy"), "npy")
+    without_columns = ConvertOptions(reader={"columns": ()})
+    convert(str(folder / "chats"), str(folder / "chats.npy"), "npy", without_columns)
     outcome = preprocess(folder / "others", "--seed", 7, capacity=LENGTH)
     assert outcome.code == 0, outcome.err
     return folder

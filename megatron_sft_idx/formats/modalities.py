@@ -82,7 +82,7 @@ class RowRange(NamedTuple):
 
 def _index_path(path: str, index_path: str | os.PathLike[str] | None) -> str:
     """The index that was named, or ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
-    return os.fspath(index_path or Path(path).with_suffix(".idx"))
+    return os.fspath(Path(path).with_suffix(".idx") if index_path is None else index_path)
 
 
 def _indexed(path: str) -> NDArray[np.int64]:

@@ -253,9 +253,9 @@ class LiveChunks(LiveShards):
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Find the lines of a chunk that is whole, which reads all of it. FormatError where it is of another kind."""
         path = self.path_of(number)
-        if self.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
+        if self.encoding is not None and recognise(path):
             # Packs would be read as sequences.
-            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
+            raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
         chunk = self._opened(number)
 
         def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:
