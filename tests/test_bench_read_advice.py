@@ -23,7 +23,6 @@ from megatron_sft_idx.inspect.bench_read import (
 from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
 from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
 from megatron_sft_idx.inspect.text import shown_nbytes
-from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage.advice import mount_of
 
 GIB = 1 << 30
@@ -42,7 +41,7 @@ def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10
 
 def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: DiskKind = "disk", packs: int = 100_000) -> Subject:
     filesystem = {"disk": "ext4", "network": "nfs4", "memory": "tmpfs"}[kind]
-    return Subject(ShardPaths("data/x"), packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory), memory)
+    return Subject("data/x", packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory), memory)
 
 
 def report_of(

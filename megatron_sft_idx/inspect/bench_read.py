@@ -67,17 +67,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Subject:
-    """The shard that is read.
+    """The shard that is read: its packs, the bytes of its tokens, masks and starts, and where it lies.
 
-    Attributes:
-        paths: of its files.
-        num_packs: it has.
-        nbytes: of its tokens, masks and starts.
-        place: where it lies.
-        memory_nbytes: what there is to keep it in, under the limit; None where that is not known.
+    ``memory_nbytes`` is what there is to keep it in, under the limit; None where that is not known.
     """
 
-    paths: ShardPaths
+    prefix: str
     num_packs: int
     nbytes: int
     place: ShardPlace
@@ -91,13 +86,7 @@ class Subject:
 
 @dataclass
 class Measured:
-    """One setting.
-
-    Attributes:
-        setting: which.
-        runs: what was found, a run a round.
-        refused: why the system does not read in this way; None where it does.
-    """
+    """One setting: what was found, a run a round; and why the system does not read in this way, None where it does."""
 
     setting: Setting
     runs: list[Run] = field(default_factory=list)
@@ -111,11 +100,6 @@ class Measured:
         """The first or the second epochs of all rounds."""
         return [getattr(run, which) for run in self.runs]
 
-    def amplification(self, which: Which) -> float | None:
-        """Bytes of the disk for each one asked for, the median of the rounds; None where they are not counted."""
-        found = [epoch.amplification for epoch in self.epochs(which) if epoch.amplification is not None]
-        return median(found) if len(found) == len(self.runs) else None
-
     def rate(self, which: Which) -> float:
         """Packs a second, the median of the rounds."""
         return median(epoch.rate for epoch in self.epochs(which))
@@ -123,15 +107,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """What was found of a shard.
+    """What was found of a shard by a plan, on a sample of its packs; settings are in the order of the plan.
 
-    Attributes:
-        subject: the shard.
-        plan: what was asked for.
-        sample: the packs that were read.
-        left_nbytes: most that the page cache held of the shard when an epoch was to begin without; None where the
-            system does not tell.
-        measured: the settings, in the order of the plan.
+    ``left_nbytes`` is the most that the page cache held of the shard when an epoch was to begin without; None where
+    the system does not tell.
     """
 
     subject: Subject
@@ -141,21 +120,30 @@ class ReadingReport:
     measured: list[Measured]
 
     @property
+    def runs(self) -> list[Run]:
+        """Of all settings."""
+        return [run for one in self.measured for run in one.runs]
+
+    @property
     def cold(self) -> bool:
         """Whether first epochs began without the shard in memory: by the page cache, or else by what was read."""
         if self.left_nbytes is not None:
             return self.left_nbytes <= self.subject.nbytes // 100
-        return any((self.amplification(one, "first") or 0) > 0.5 for one in self.measured if one.runs)
+        return any((_amplification(one, "first") or 0) > 0.5 for one in self.measured)
 
     def amplification(self, one: Measured, which: Which) -> float | None:
-        """As of ``Measured``; None where none of the shard was in memory and yet no byte is said to have been read.
+        """Bytes of the disk for each one asked for, the median of the rounds; None where they are not counted.
 
-        Not every file system counts them.
+        Not every file system counts them: nor where none of the shard was in memory and yet no byte is said to have
+        been read.
         """
-        emptied = self.left_nbytes is not None and self.cold
-        if emptied and not any(run.first.disk_nbytes for one in self.measured for run in one.runs):
-            return None
-        return one.amplification(which)
+        uncounted = self.left_nbytes is not None and self.cold and not any(run.first.disk_nbytes for run in self.runs)
+        return None if uncounted else _amplification(one, which)
+
+
+def _amplification(one: Measured, which: Which) -> float | None:
+    found = [epoch.amplification for epoch in one.epochs(which)]
+    return median(value for value in found if value is not None) if found and None not in found else None
 
 
 def sample_of(subject: Subject, plan: Plan, count: int) -> Sample:
@@ -219,7 +207,7 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda 
     tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
     place = find_place(paths.tokens)
     known = [nbytes for nbytes in (place.memory_nbytes, plan.limit and plan.limit.nbytes) if nbytes is not None]
-    subject = Subject(paths, len(shard), tokens + loss + starts, place, min(known, default=None))
+    subject = Subject(paths.prefix, len(shard), tokens + loss + starts, place, min(known, default=None))
     seconds = float("inf") if plan.packs else _PATIENCE * plan.epoch_seconds
     group = str(plan.limit.folder) if plan.limit else None
     measured = [Measured(setting) for setting in plan.settings]
@@ -233,7 +221,7 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda 
             kept = cached_nbytes(files)
             left = None if kept is None or left is None else max(kept, left)
             try:
-                one.runs.append(workers.run(Job(subject.paths.prefix, sample, one.setting, seconds, group)))
+                one.runs.append(workers.run(Job(subject.prefix, sample, one.setting, seconds, group)))
             except OSError as refused:
                 one.refused = str(refused)
 
@@ -338,17 +326,15 @@ def _setting_dict(report: ReadingReport, one: Measured) -> dict[str, Any]:
     for which in get_args(Which) if one.runs else ():
         epochs = one.epochs(which)
         rates = [epoch.rate for epoch in epochs]
+        whole = {"packs": "packs", "bytes": "nbytes", "hard_faults": "hard_faults", "soft_faults": "soft_faults"}
         found[f"{which}_epoch"] = {
-            "packs": int(median(epoch.packs for epoch in epochs)),
-            "bytes": int(median(epoch.nbytes for epoch in epochs)),
+            **{key: int(median(getattr(epoch, name) for epoch in epochs)) for key, name in whole.items()},
             "packs_per_second": median(rates),
             "slowest_packs_per_second": min(rates),
             "fastest_packs_per_second": max(rates),
             "median_us": median(epoch.median_us for epoch in epochs),
             "p99_us": median(epoch.p99_us for epoch in epochs),
             "read_amplification": report.amplification(one, which),
-            "hard_faults": int(median(epoch.hard_faults for epoch in epochs)),
-            "soft_faults": int(median(epoch.soft_faults for epoch in epochs)),
         }
     if one.runs:
         found["private_bytes"] = int(one.median(lambda run: run.private_nbytes))
@@ -359,7 +345,7 @@ def _setting_dict(report: ReadingReport, one: Measured) -> dict[str, Any]:
 def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any]:
     """All that was measured, and the recommendation."""
     return {
-        "prefix": report.subject.paths.prefix,
+        "prefix": report.subject.prefix,
         "packs": report.subject.num_packs,
         "bytes": report.subject.nbytes,
         "place": asdict(report.subject.place),
@@ -399,7 +385,7 @@ def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str
             yield f"huge pages were asked for, and {given} (by /proc/self/smaps)."
     yield ""
     if advice.setting is None:
-        yield f"{report.subject.paths.prefix}: cannot be read in any of these ways"
+        yield f"{report.subject.prefix}: cannot be read in any of these ways"
     else:
         yield f"recommended: {advice.setting.call}"
         yield f"in training: {advice.setting.training}"
@@ -411,7 +397,7 @@ def _heading(report: ReadingReport) -> Iterator[str]:
     place, memory = subject.place, subject.memory_nbytes
     ahead = "" if place.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(place.read_ahead_nbytes)}"
     room = "unknown" if memory is None else shown_nbytes(memory)
-    yield f"{subject.paths.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"
+    yield f"{subject.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"
     yield f"on {place.filesystem} ({place.source}{ahead}), memory for the page cache: {room}"
     if plan.limit is not None:
         yield f"under a limit of {shown_nbytes(plan.limit.nbytes)}, set by a control group"
@@ -419,7 +405,7 @@ def _heading(report: ReadingReport) -> Iterator[str]:
     times = "once" if plan.passes == 1 else f"{plan.passes} times, of which the median is shown"
     yield f"read: {len(sample):,} packs from pack {sample.start:,} on{step}, {plan.order}; each setting {times}"
     yield _of_the_cold(report)
-    most = max((run.seen_nbytes for one in report.measured for run in one.runs), default=0)
+    most = max((run.seen_nbytes for run in report.runs), default=0)
     if plan.limit is not None and most <= plan.limit.nbytes:
         too_small = subject.nbytes <= plan.limit.nbytes
         remedy = "the shard is too small for it" if too_small else "read more, with --seconds or --packs"

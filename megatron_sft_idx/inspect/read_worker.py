@@ -11,14 +11,13 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,21 +55,21 @@ class Setting:
         return ", ".join([self.backend, *advice, *["schedule"] * self.schedule, *["huge pages"] * self.huge_pages])
 
     @property
+    def options(self) -> list[str]:
+        """Those that are not as they are by default, as a program writes them."""
+        given = {"backend": self.backend, "advice": self.advice, "huge_pages": self.huge_pages}
+        return [f"{name}={value!r}" for name, value in given.items() if value != getattr(Setting, name)]
+
+    @property
     def call(self) -> str:
         """How a program asks for it."""
-        opened = f"Shard({', '.join(['prefix', *self._given])})"
+        opened = f"Shard({', '.join(['prefix', *self.options])})"
         return f"{opened}, with schedule() ahead of use" if self.schedule else opened
 
     @property
     def training(self) -> str:
         """How training asks for it, whose loaders say what comes next by themselves."""
-        return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self._given)}))"
-
-    @property
-    def _given(self) -> list[str]:
-        """Options that are not as they are by default."""
-        given = [f"backend={self.backend!r}"] * (self.backend != "mmap")
-        return given + [f"advice={self.advice!r}"] * (self.advice != "normal") + ["huge_pages=True"] * self.huge_pages
+        return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self.options)}))"
 
 
 # From the simplest on: of settings that are as good as each other, the first one is recommended.
@@ -107,16 +106,13 @@ class Sample:
 
     def first(self) -> NDArray[np.int64]:
         """Packs of the first epoch, int64."""
-        return self._ordered(np.arange(self.start, self.stop, self.step, dtype=np.int64), 1)
+        return self.again(np.arange(self.start, self.stop, self.step, dtype=np.int64), epoch=1)
 
-    def again(self, packs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Packs that were read, for the second epoch: in another order where shuffled."""
-        return self._ordered(np.sort(packs), 2)
-
-    def _ordered(self, packs: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        if self.order == "sequential":
-            return packs
-        return np.random.default_rng([self.seed, epoch]).permutation(packs)
+    def again(self, packs: NDArray[np.int64], epoch: int = 2) -> NDArray[np.int64]:
+        """Packs that were read, as int64 in the order of another epoch."""
+        packs = np.sort(packs)
+        shuffled = self.order == "shuffled"
+        return np.random.default_rng([self.seed, epoch]).permutation(packs) if shuffled else packs
 
 
 @dataclass(frozen=True)
@@ -192,20 +188,22 @@ class Run:
     huge_nbytes: int
 
 
-class Reader(Protocol):
+class Reader:
     """An open data set whose packs are copied out, as into a batch; files, maps and caches go with it."""
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """These packs are read next, in this order."""
+        """These packs are read next, in this order; who cannot use that leaves it."""
 
     def read(self, pack: int) -> int:
         """Copy a pack out; returns its bytes."""
+        raise NotImplementedError
 
     def huge_nbytes(self) -> int:
         """Bytes of the data set that are mapped by huge pages."""
+        return 0
 
 
-class ShardReader:
+class ShardReader(Reader):
     """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
 
     def __init__(self, job: Job) -> None:
@@ -243,7 +241,7 @@ class ShardReader:
         return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
 
     def huge_nbytes(self) -> int:
-        """Mapped by huge pages."""
+        """By what the kernel counts."""
         return self._shard.huge_pages()
 
 
@@ -349,8 +347,8 @@ def _start_server() -> None:
         os.close(here)
 
 
-class Workers:
-    """Measured processes, one for each setting, which take one job after the other.
+class Workers(ExitStack):
+    """Measured processes, one for each setting, which take one job after the other; they end with the ``with`` block.
 
     They are forked from a server that has imported all and opened nothing, so each starts at once.
 
@@ -359,6 +357,7 @@ class Workers:
     """
 
     def __init__(self, open_reader: Callable[[Job], Reader] = ShardReader) -> None:
+        super().__init__()
         self._open_reader = open_reader
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
@@ -372,12 +371,7 @@ class Workers:
             OSError: the system does not let it be read in this way, or ends the process.
         """
         if job.setting not in self._children:
-            _start_server()
-            ours, its = self._context.Pipe()
-            child = self._context.Process(target=_serve, args=(self._open_reader, its), daemon=True)
-            child.start()
-            its.close()
-            self._children[job.setting] = child, ours
+            self._children[job.setting] = self._start()
         process, connection = self._children[job.setting]
         try:
             connection.send(job)
@@ -392,14 +386,13 @@ class Workers:
             raise answer
         return answer
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End them, whatever they do: they hold nothing that could be lost."""
-        for process, connection in self._children.values():
-            process.kill()
-            process.join()
-            connection.close()
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        """A process that waits for jobs. It holds nothing that could be lost, so it is killed in the end."""
+        _start_server()
+        ours, its = self._context.Pipe()
+        child = self._context.Process(target=_serve, args=(self._open_reader, its), daemon=True)
+        child.start()
+        its.close()
+        for end in (ours.close, child.join, child.kill):  # the last one first
+            self.callback(end)
+        return child, ours

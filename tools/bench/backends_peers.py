@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from measure import indexed_dataset
-from numpy.typing import NDArray
 from report import MIB, Bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
@@ -17,19 +16,7 @@ from megatron_sft_idx.inspect.read_worker import Job, Reader
 from megatron_sft_idx.shard import Shard
 
 
-class Untold:
-    """A reader that cannot be told anything."""
-
-    def schedule(self, packs: NDArray[np.int64]) -> None:
-        """Refused."""
-        raise NotImplementedError("no peer knows what comes next")
-
-    def huge_nbytes(self) -> int:
-        """None."""
-        return 0
-
-
-class MemmapReader(Untold):
+class MemmapReader(Reader):
     """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
 
     def __init__(self, job: Job) -> None:
@@ -48,7 +35,7 @@ class MemmapReader(Untold):
         return ids.nbytes + mask.nbytes
 
 
-class StockReader(Untold):
+class StockReader(Reader):
     """Tokens by Megatron's own reader, which knows no masks."""
 
     def __init__(self, job: Job, mmap: bool) -> None:
