@@ -30,7 +30,6 @@ from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.tokenize import (
     FROM_ZERO,
     Output,
-    Preview,
     Summary,
     available_cpus,
     check_summary,
@@ -301,31 +300,11 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         return
     output = Output(options.prefix, staging=arguments.staging)
     with inputs_of(rows, output.local) as inputs:
-        _show(preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full))
-
-
-def _show(seen: Preview) -> None:
-    which = "all rows" if seen.full else "first rows"
-    for file, looked in zip(seen.files, seen.looked, strict=True):
-        print(f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes")
-        lengths = looked.lengths
-        bad = f" ({looked.bad:,} cannot be used)" if looked.bad else ""
-        print(
-            f"  {which:<14}{looked.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
-            f" {looked.trained_tokens:,} trained"
-        )
-        if len(lengths):
-            print(f"  lengths       {lengths.min():,} to {lengths.max():,}")
-    for error in [error for looked in seen.looked for error in looked.bad_rows][:20]:
-        print(f"bad row         {error}")
-    if seen.packs:
-        print(f"packs           {seen.packs}")
-    for reason in seen.stops:
-        print(f"would stop      {reason}")
-    if first := next((looked.first for looked in seen.looked if looked.first), None):
-        ids, mask = first
+        lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
+    print("\n".join(lines))
+    if first is not None:
         print("the first sequence, trained tokens marked:\n")
-        print(mark_pack(ids, mask, [0, len(ids)], seen.decode, color=in_color()))
+        print(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
     print("\nnothing was written")
 
 

@@ -151,5 +151,4 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.watch is not None:
         reads += [Place(arguments.watch, "--watch"), *files_of(arguments.watch, "the input")]
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
-    summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join(summary.lines()))
+    print(produce(options, log=lambda line: print(line, file=sys.stderr, flush=True)))

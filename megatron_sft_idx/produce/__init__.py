@@ -4,4 +4,4 @@ How chats become packs is what ``tokenize`` does, how the catalog looks is told 
 producer going: its place in the input, the room it has, what it says of itself. Nothing here trains.
 """
 
-from megatron_sft_idx.produce.production import ProduceOptions, ProduceSummary, own_files, produce
+from megatron_sft_idx.produce.production import ProduceOptions, own_files, produce

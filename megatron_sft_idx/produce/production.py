@@ -161,41 +161,6 @@ class ProduceOptions:
         )
 
 
-@dataclass(slots=True)
-class ProduceSummary:
-    """What is in the catalog, and what this run did for it.
-
-    Attributes:
-        catalog: its folder.
-        shards: published, by all runs.
-        rows: read, by all runs, bad ones included.
-        skipped: of these, rows that could not be used.
-        made: shards that this run published.
-        removed: shards that this run removed.
-        seconds: that this run took.
-        found: the catalog was complete already.
-    """
-
-    catalog: str
-    shards: int
-    rows: int
-    skipped: int
-    made: int
-    removed: int
-    seconds: float
-    found: bool
-
-    def lines(self) -> list[str]:
-        """The summary as a person reads it."""
-        return [
-            f"{'found' if self.found else 'wrote'} {self.catalog}",
-            f"shards          {self.shards:,} ({self.made:,} made by this run, {self.removed:,} removed by it)",
-            f"rows            {self.rows:,}",
-            *([f"  skipped       {self.skipped:,}"] if self.skipped else []),
-            f"seconds         {self.seconds:.1f}",
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class Cursor(Record):
     """How far the input has become shards.
@@ -216,8 +181,11 @@ def own_files(folder: str) -> list[str]:
     return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _LOCK, _WORK))]
 
 
-def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> ProduceSummary:
+def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> str:
     """Make the catalog, or go on with it; see ``ProduceOptions``.
+
+    Returns:
+        How many shards and rows there are, and what this run did for it, for people.
 
     Raises:
         SFTIndexError: an input, a row, an option, another producer at work, or a catalog made from something else.
@@ -248,9 +216,15 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
                 log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
             left = total_bytes(files), total_bytes(files[cursor.position.file :])
             cursor = _Production(options, catalog, encoder, keeper, room, left, log).run(source, cursor)
-    made, seconds = keeper.state.published - state.published, time.monotonic() - begin
-    counts = keeper.state.published, cursor.rows, cursor.skipped, made, room.removed
-    return ProduceSummary(catalog.folder, *counts, seconds, found)
+    shards, made = keeper.state.published, keeper.state.published - state.published
+    lines = [
+        f"{'found' if found else 'wrote'} {catalog.folder}",
+        f"shards          {shards:,} ({made:,} made by this run, {room.removed:,} removed by it)",
+        f"rows            {cursor.rows:,}",
+        *([f"  skipped       {cursor.skipped:,}"] if cursor.skipped else []),
+        f"seconds         {time.monotonic() - begin:.1f}",
+    ]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from megatron_sft_idx.tokenize.begin import (
     option_differences,
     packing_differences,
 )
-from megatron_sft_idx.tokenize.dry_run import Preview, preview
+from megatron_sft_idx.tokenize.dry_run import preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import make_packs, pack_shard
 from megatron_sft_idx.tokenize.job import (

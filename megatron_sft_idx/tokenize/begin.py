@@ -33,6 +33,7 @@ _MAX_NBYTES = 1 << 28
 # Options, as ``differences`` calls them, that decide over what a chat template makes of a row.
 _IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")
 _VERSION = 2
+_SHARD = "finished shard"
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
 _KIND = Kind("the record of a run", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
@@ -346,14 +347,12 @@ def _had_other(path: str, differs: Sequence[str]) -> FormatError:
     )
 
 
-def _is_other(path: str, differs: Sequence[str], what: str = "a tokenised corpus", also: str = "") -> FormatError:
+def _is_other(path: str, differs: Sequence[str], what: str = "tokenised corpus") -> FormatError:
+    also = " (a tokenised corpus of the same input is used again)" if what == _SHARD else ""
     return FormatError(
-        f"{path}: {what} is here, made from something else: {'; '.join(differs)}; pass --overwrite to replace it{also}"
+        f"{path}: a {what} is here, made from something else: {'; '.join(differs)}; pass --overwrite to replace"
+        f" it{also}"
     )
-
-
-def _other_shard(prefix: str, differs: Sequence[str]) -> FormatError:
-    return _is_other(prefix, differs, "a finished shard", " (a tokenised corpus of the same input is used again)")
 
 
 # ---- what is there ----
@@ -387,7 +386,7 @@ def find_done(job: Job) -> list[Header]:
     for found in (header.metadata for header in headers):
         differs = differs or _shard_differences(found, job) or [*differences(found.get("sources"), first, "sources")]
     if differs := differs or _content_differences(headers[0], job):
-        raise _other_shard(job.outputs[0], differs)
+        raise _is_other(job.outputs[0], differs, _SHARD)
     return headers
 
 
@@ -477,7 +476,7 @@ def _half_made(job: Job, *, replaces: bool) -> list[str]:
         if not replaces and paths.missing():
             job.check_free(prefix, overwrite=False)
         elif not replaces and (differs := _shard_differences(read_header(prefix).metadata, job)):
-            raise _other_shard(prefix, differs)
+            raise _is_other(prefix, differs, _SHARD)
     if not job.options.resume and not replaces:
         for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
             if os.path.lexists(journal := ShardPaths.of(prefix).journal):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from megatron_sft_idx.tokenize.plan import plan_packs
 # Of all files together, and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MOST_NBYTES = 1 << 22, 1 << 18
 _LISTED = 20
+
+# Ids of a sequence, and its label-aligned mask.
+Marked: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class _Looked:
     bad_rows: list[str] = field(default_factory=list)
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     trained_tokens: int = 0
-    first: tuple[NDArray[Any], NDArray[Any]] | None = None
+    first: Marked | None = None
 
     @classmethod
     def of(cls, looks: Sequence[_Looked]) -> _Looked:
@@ -64,33 +67,17 @@ class _Looked:
         return cls(looks[0].number, nbytes, rows, bad, bad_rows, lengths, trained, first)
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """What would become of the rows that were looked at.
-
-    Attributes:
-        files: all inputs.
-        looked: what was seen of each.
-        full: all rows were looked at, not only the first ones of every file.
-        stops: why a run would stop, as sentences; of what was not looked at nothing is known.
-        packs: what packing would make, as a sentence; empty where not all rows were looked at.
-        decode: ids to text.
-    """
-
-    files: Sequence[InputFile]
-    looked: Sequence[_Looked]
-    full: bool
-    stops: Sequence[str]
-    packs: str
-    decode: Callable[[Sequence[int]], str]
-
-
-def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
+def preview(
+    options: PreprocessOptions, *, full: bool = False
+) -> tuple[list[str], Marked | None, Callable[[Sequence[int]], str]]:
     """Check everything a run needs, and encode the first rows of every input.
 
     Args:
         options: of the run.
         full: encode all rows, on this machine, to know every bad row, all lengths and the packs.
+
+    Returns:
+        What would become of them, in lines for people; the first sequence; and what decodes its ids.
 
     Raises:
         SFTIndexError: an input, an option, or something in the way at the prefix.
@@ -117,8 +104,23 @@ def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
     finally:
         remember_encoder(None)
     looked = [_Looked.of(each) for each in looks]
-    stops, packs = _outlook(options, looked, full=full)
-    return Preview(files, looked, full, stops, packs, encoder.tokenizer.decode)
+    lines = [line for file, each in zip(files, looked, strict=True) for line in _told(file, each, full=full)]
+    lines += [f"bad row         {error}" for error in [error for each in looked for error in each.bad_rows][:_LISTED]]
+    lines += _outlook(options, looked, full=full)
+    return lines, next((each.first for each in looked if each.first), None), encoder.tokenizer.decode
+
+
+def _told(file: InputFile, looked: _Looked, *, full: bool) -> Iterator[str]:
+    """What was seen of a file."""
+    which, lengths = "all rows" if full else "first rows", looked.lengths
+    bad = f" ({looked.bad:,} cannot be used)" if looked.bad else ""
+    yield f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes"
+    yield (
+        f"  {which:<14}{looked.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
+        f" {looked.trained_tokens:,} trained"
+    )
+    if len(lengths):
+        yield f"  lengths       {lengths.min():,} to {lengths.max():,}"
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
@@ -143,10 +145,10 @@ def _look_at(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Look
     return _Looked.of(looks)
 
 
-def _outlook(options: PreprocessOptions, looked: Sequence[_Looked], *, full: bool) -> tuple[list[str], str]:
-    """Why a run would stop, and what packing would make."""
-    stops = []
+def _outlook(options: PreprocessOptions, looked: Sequence[_Looked], *, full: bool) -> Iterator[str]:
+    """What packing would make, where all rows were looked at, and why a run would stop."""
     bad, lengths = sum(each.bad for each in looked), np.concatenate([each.lengths for each in looked])
+    stops: list[str] = []
     if bad and options.encoding.on_bad_row == "error":
         stops.append(f"{bad:,} rows cannot be used; --on-bad-row skip goes on without them")
     if not full or not len(lengths):
@@ -156,13 +158,13 @@ def _outlook(options: PreprocessOptions, looked: Sequence[_Looked], *, full: boo
                 f"{overlong:,} of {len(lengths):,} sequences are longer than {longest:,} tokens; choose --overlong"
                 " drop, truncate or split, or a larger --seq-length"
             )
-        return stops, ""
-    if options.packing.selection is not None:
-        return stops, ""
-    try:
+    elif options.packing.selection is None:
         pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
-        shards, prefix = options.output_shards, options.prefix
-        plan = plan_packs(lengths, options.packing, shards=shards, source=prefix, groups=pairs).plan
-    except SFTIndexError as error:
-        return [*stops, str(error)], ""
-    return stops, f"{plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
+        try:
+            shards, prefix = options.output_shards, options.prefix
+            plan = plan_packs(lengths, options.packing, shards=shards, source=prefix, groups=pairs).plan
+            yield f"packs           {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
+        except SFTIndexError as error:
+            stops.append(str(error))
+    for reason in stops:
+        yield f"would stop      {reason}"

@@ -32,7 +32,6 @@ from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 from megatron_sft_idx.shard.publication import parts_held
-from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
@@ -76,11 +75,6 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
     """
     if options.output_shards > 1:
         refuse_other_splits(options.prefix, options.output_shards)
-    if options.engine == "ray" and is_remote(options.prefix):
-        raise FormatError(
-            f"{options.prefix}: --engine ray writes to a file system that all nodes share; name a prefix there, and"
-            " copy the shards afterwards"
-        )
     try:
         with contextlib.ExitStack() as stack:
             return _Run(options, log, stack).run()
