@@ -520,6 +520,12 @@ def test_a_file_without_padding_takes_the_summary_of_the_old_one_away(tmp_path: 
     assert summary.read_bytes() == said
 
 
+def test_a_name_with_no_room_for_that_of_a_summary_needs_none(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    convert(str(tmp_path / "x"), str(tmp_path / ("y" * 255)), "parquet")
+    assert len(open_dataset(tmp_path / ("y" * 255))) == len(demo_samples())
+
+
 def test_a_file_that_cannot_be_published_takes_its_summary_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

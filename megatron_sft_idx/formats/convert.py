@@ -336,12 +336,16 @@ def _publish_with_summary(writer: PackedWriter, destination: str, summary: bytes
         FormatError: something else has appeared at one of the places.
         OSError: the disk says no.
     """
-    path = resolve(summary_path(destination))
-    left = summary is not None and head_of(path, _MOST_NBYTES) == summary  # by a run that was killed
-    found = _check_summary(destination, overwrite=overwrite or left, padded=summary is not None)
-    if summary is None or (left and not overwrite):
-        if summary is None and found is not None:
-            remove(path, found)
+    path = summary_path(destination)
+    if summary is None:
+        if (found := _check_summary(destination, overwrite=overwrite, padded=False)) is not None:
+            remove(resolve(path), found)
+        writer.finalize()
+        return
+    path = resolve(path)
+    left = head_of(path, _MOST_NBYTES) == summary  # by a run that was killed
+    found = _check_summary(destination, overwrite=overwrite or left, padded=True)
+    if left and not overwrite:
         writer.finalize()
         return
     with new_file(path, _KIND, overwrite=overwrite) as new:
