@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from megatron_sft_idx.cli.options import (
-    Verbs,
-    add_log_interval,
-    add_staging,
-    add_verb,
-    declare,
-    local_path,
-    nbytes,
-)
+from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_staging, add_verb, declare, local_path, nbytes
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES

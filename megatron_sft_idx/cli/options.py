@@ -261,10 +261,7 @@ def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
         if backend in ("mmap", "os") and not arguments.mmap_bin_files:
             raise FormatError(f"--no-mmap-bin-files and --read-backend {backend}: leave one of them out")
         return ReadOptions.of(
-            "--read-backend",
-            backend,
-            advice=arguments.read_advice,
-            huge_pages=arguments.read_huge_pages,
+            "--read-backend", backend, advice=arguments.read_advice, huge_pages=arguments.read_huge_pages
         )
     except FormatError as error:
         parser.error(str(error))

@@ -8,13 +8,7 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.cli.options import (
-    Verbs,
-    add_verb,
-    declare,
-    given,
-    natural,
-)
+from megatron_sft_idx.cli.options import Verbs, add_verb, declare, given, natural
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
@@ -55,6 +49,12 @@ Training fixes the shape of its batches before it has seen the data. So the most
 
 Its shards have no columns, so they do not say which row a sequence was made from; preprocess --source does.
 """
+
+# Options that are called the same in ``ProduceOptions``.
+_SAME = (
+    *("watch", "catalog", "tokens_per_shard", "workers", "max_ahead_shards", "consumers", "keep_recent", "ack_dir"),
+    *("end_after", "settle"),
+)
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -131,19 +131,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
         options = ProduceOptions(
             inputs=arguments.input or (),
-            watch=arguments.watch,
-            catalog=arguments.catalog,
             encoding=encoding_options(given(arguments)),
             packing=packing,
-            tokens_per_shard=arguments.tokens_per_shard,
-            workers=arguments.workers,
-            max_ahead_shards=arguments.max_ahead_shards,
             max_ahead_nbytes=arguments.max_ahead_gb,
-            consumers=arguments.consumers,
-            keep_recent=arguments.keep_recent,
-            ack_dir=arguments.ack_dir,
-            end_after=arguments.end_after,
-            settle=arguments.settle,
+            **{name: getattr(arguments, name) for name in _SAME},
         )
     except FormatError as error:
         parser.error(str(error))

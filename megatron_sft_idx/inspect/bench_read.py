@@ -185,6 +185,22 @@ def largest_sample(subject: Subject, plan: Plan, trial: Callable[[Sample], Epoch
     return sample_of(subject, plan, count)
 
 
+def measure_once(workers: Workers, one: Measured, job: Job) -> int | None:
+    """Two epochs, the first without the page cache; adds a run to a setting, or why there is none.
+
+    Returns the bytes that the cache held of the shard all the same; None where the system does not tell.
+    """
+    paths = ShardPaths.of(job.prefix)
+    files = [path for path in paths.all if path != paths.idx]  # Megatron's own index is not read for packs
+    drop_cache(files)
+    kept = cached_nbytes(files)
+    try:
+        one.runs.append(workers.run(job))
+    except OSError as refused:
+        one.refused = str(refused)
+    return kept
+
+
 def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda runs: None) -> ReadingReport:
     """Measure every setting on one shard, each in a process of its own.
 
@@ -203,7 +219,6 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda 
     if not len(shard):
         raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
     paths = ShardPaths.of(prefix)
-    files = [path for path in paths.all if path != paths.idx]  # Megatron's own index is not read for packs
     tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
     place = find_place(paths.tokens)
     known = [nbytes for nbytes in (place.memory_nbytes, plan.limit and plan.limit.nbytes) if nbytes is not None]
@@ -215,15 +230,9 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda 
     with Workers() as workers:
 
         def measure(one: Measured, sample: Sample) -> None:
-            """Two epochs, the first without the page cache; adds a run, or why there is none."""
             nonlocal left
-            drop_cache(files)
-            kept = cached_nbytes(files)
+            kept = measure_once(workers, one, Job(subject.prefix, sample, one.setting, seconds, group))
             left = None if kept is None or left is None else max(kept, left)
-            try:
-                one.runs.append(workers.run(Job(subject.prefix, sample, one.setting, seconds, group)))
-            except OSError as refused:
-                one.refused = str(refused)
 
         def trial(sample: Sample) -> Epoch | None:
             simplest = Measured(plan.settings[0])

@@ -26,9 +26,10 @@ from measure import write_equal_packs
 from plot import Dot, dots
 from report import MIB, Bench, run_bench
 
-from megatron_sft_idx.inspect.bench_read import Measured, Which
-from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, find_place, memory_limit
+from megatron_sft_idx.inspect.bench_read import Measured, Which, measure_once
+from megatron_sft_idx.inspect.place import find_place, memory_limit
 from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Sample, Setting, ShardReader, Workers
+from megatron_sft_idx.layout import ShardPaths
 
 LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")
@@ -37,20 +38,9 @@ PEER_NAMES = {"memmap": "np.memmap", "stock": "stock-mmap"}
 IN_ORDER = ("mmap", "mmap, sequential", "pread", *PEERS)
 
 
-@dataclass(frozen=True)
-class Way:
-    """One line of the tables: a setting of ours, or a peer."""
-
-    name: str  # by which it is found
-    setting: Setting  # of ours; a peer's is the plain one
-
-    @property
-    def shown(self) -> str:
-        """In tables."""
-        return PEERS[self.name][0] if self.name in PEERS else f"`{self.name}`"
-
-
-WAYS = [*(Way(setting.name, setting) for setting in SETTINGS), *(Way(name, Setting()) for name in PEERS)]
+# The lines of the tables: settings of ours, and peers, whose setting is the plain one.
+WAYS = {setting.name: setting for setting in SETTINGS} | dict.fromkeys(PEERS, Setting())
+SHOWN = {name: PEERS[name][0] if name in PEERS else f"`{name}`" for name in WAYS}
 
 
 @dataclass
@@ -65,11 +55,6 @@ class Case:
     found: dict[str, Measured] = field(default_factory=dict)  # by name of the way
     kept: int = 0  # most of the shard that was in memory when a first epoch began
 
-    @property
-    def files(self) -> list[str]:
-        """Of the shard."""
-        return [self.prefix + suffix for suffix in (".bin", ".loss.bin", ".seq.bin", ".seq.idx", ".idx")]
-
 
 # ---- measuring ----
 
@@ -80,21 +65,14 @@ def measure(cases: Sequence[Case], rounds: int) -> None:
         openers = {"": ShardReader} | {name: opener for name, (_, opener) in PEERS.items()}
         workers = {name: stack.enter_context(Workers(opener)) for name, opener in openers.items()}
         for case in cases:
-            ways = WAYS if case.sample.order == "shuffled" else [way for way in WAYS if way.name in IN_ORDER]
-            case.found = {way.name: Measured(way.setting) for way in ways}
+            ways = [name for name in WAYS if case.sample.order == "shuffled" or name in IN_ORDER]
+            case.found = {name: Measured(WAYS[name]) for name in ways}
             for number in range(rounds):
-                for way in ways if number % 2 else reversed(ways):
-                    one_run(case, workers[way.name if way.name in PEERS else ""], case.found[way.name])
+                for name in ways if number % 2 else reversed(ways):
+                    job = Job(case.prefix, case.sample, WAYS[name], case.seconds, case.group)
+                    kept = measure_once(workers[name if name in PEERS else ""], case.found[name], job)
+                    case.kept = max(case.kept, kept or 0)
             print(f"{case.title}: measured", file=sys.stderr, flush=True)
-
-
-def one_run(case: Case, workers: Workers, one: Measured) -> None:
-    drop_cache(case.files)
-    case.kept = max(case.kept, cached_nbytes(case.files) or 0)
-    try:
-        one.runs.append(workers.run(Job(case.prefix, case.sample, one.setting, case.seconds, case.group)))
-    except OSError as refused:
-        one.refused = str(refused)
 
 
 # ---- showing ----
@@ -116,25 +94,24 @@ def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
 
 
 def rows(case: Case, limit: int | None) -> Iterator[tuple[str, ...]]:
-    for way in WAYS:
-        if (one := case.found.get(way.name)) is None:
-            continue
+    for name, one in case.found.items():
         if not one.runs:
-            yield way.shown, f"refused: {one.refused}", *[""] * (len(COLUMNS) - 2)
+            yield SHOWN[name], f"refused: {one.refused}", *[""] * (len(COLUMNS) - 2)
             continue
         first, second = [run.first for run in one.runs], [run.second for run in one.runs]
         # Where less was read than the limit, nothing had to go, and the second epoch is warm as without one.
         felt = limit is None or min(run.seen_nbytes for run in one.runs) > limit
         again = list(cells(second)) if felt else [""] * len(EPOCH)
         own = f"{one.median(lambda run: run.private_nbytes) / MIB:.0f}"
-        yield way.shown, *cells(first), *again, own
+        yield SHOWN[name], *cells(first), *again, own
 
 
 def show(bench: Bench, case: Case, limit: int | None) -> None:
     bench.section(case.title)
-    size = sum(Path(path).stat().st_size for path in case.files)
+    files = ShardPaths(case.prefix).all
+    size = sum(Path(path).stat().st_size for path in files)
     kept = f"{case.kept / size:.0%} of the shard was in the page cache when a first epoch began"
-    if (ahead := find_place(case.files[0]).read_ahead_nbytes) is not None:
+    if (ahead := find_place(files[0]).read_ahead_nbytes) is not None:
         kept += f"; the kernel reads up to {ahead >> 10:,} KiB ahead there"
     bench.say(f"{len(case.sample):,} packs an epoch, {case.sample.order}, at most {case.seconds:g} s; {kept}.")
     bench.table(COLUMNS, rows(case, limit))
@@ -163,15 +140,12 @@ def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
 
 def plot(bench: Bench, case: Case) -> None:
     shown = [
-        Dot(way.shown, rates(case, way.name, "first"), way.name not in PEERS)
-        for way in WAYS
-        if case.found[way.name].runs
+        Dot(SHOWN[name], rates(case, name, "first"), name not in PEERS) for name, one in case.found.items() if one.runs
     ]
     bench.plot("backends", dots(f"{case.title}: first epoch", "packs/s", shown, more=True))
 
 
 def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Case]:
-    """Without a limit."""
     packs = options.mib * MIB // (5 * LENGTH)
     for place in (folder, memory):
         write_equal_packs(place / "x", packs, LENGTH, SEQUENCES, capacity=LENGTH)

@@ -96,9 +96,6 @@ def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], batches: Batche
     return made
 
 
-Way = tuple[str, Callable[[], float]]
-
-
 def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, list[Callable[[], float] | None]]]:
     """A row of the table each: workers 0, workers 2, and blocked in next() beside a trainer."""
     seeds = iter(range(1, 1_000_000))
@@ -166,7 +163,6 @@ def copying(prefix: Path, order: Callable[[int], Batches]) -> Callable[[], float
 
 
 def check_equal(stores: list[Store], prefix: Path, packs: int) -> None:
-    """Every side gives the same tensors."""
     picked = random_batches(packs, 1, 7)[0]
     wanted = assembler_of(prefix).assemble(picked)
     for store in [Store(NUMPY, [], lambda: Files(prefix)), *stores]:
@@ -275,12 +271,25 @@ def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
 
 def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: int) -> None:
     ways, seeds = cold_ways(stores, prefix), iter(range(1_000_000, 2_000_000))
+
+    def from_disk(measure: Callable[[Iterable[Any], int], float], way: Cold) -> tuple[float, float]:
+        """Milliseconds and bytes read a batch."""
+        _, files, batches = way
+        # New batches each time: what is below the page cache must not remember them either.
+        order = random_batches(packs, COLD_BATCHES, next(seeds))
+
+        def work() -> tuple[float, float]:
+            before = read_from_disk()
+            took = measure(batches(order), COLD_BATCHES)
+            return took, (read_from_disk() - before) / (COLD_BATCHES + WARM_UP)
+
+        drop_cache(files)
+        return in_fork(work)
+
     found: list[list[tuple[float, float, float]]] = [[] for _ in ways]
     for _ in range(rounds):
-        for cell, (_, files, batches) in zip(found, ways, strict=True):
-            # New batches each time: what is below the page cache must not remember them either.
-            took = _from_disk(per_batch, files, batches, packs, next(seeds))
-            cell.append((*took, _from_disk(blocked, files, batches, packs, next(seeds))[0]))
+        for cell, way in zip(found, ways, strict=True):
+            cell.append((*from_disk(per_batch, way), from_disk(blocked, way)[0]))
     figures = [[statistics.median(column) for column in zip(*cell, strict=True)] for cell in found]
     bench.section("From disk")
     bench.say(
@@ -302,24 +311,6 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
         bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name])
     marks = [Dot(name, cell, not key_of(name)) for name, cell in times.items()]
     bench.plot("batches_cold", dots("A shuffled batch from disk, nothing cached", "milliseconds", marks))
-
-
-def _from_disk(
-    measure: Callable[[Iterable[Any], int], float],
-    files: list[Path],
-    batches: Callable[[Batches], Iterable[Any]],
-    packs: int,
-    seed: int,
-) -> tuple[float, float]:
-    """Milliseconds and bytes read a batch."""
-
-    def work() -> tuple[float, float]:
-        before = read_from_disk()
-        took = measure(batches(random_batches(packs, COLD_BATCHES, seed)), COLD_BATCHES)
-        return took, (read_from_disk() - before) / (COLD_BATCHES + WARM_UP)
-
-    drop_cache(files)
-    return in_fork(work)
 
 
 def report(bench: Bench, folder: Path, options: Namespace) -> None:

@@ -219,7 +219,6 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         f" is read at {NPY_SHARE:.0%} of the size, and not verified at full size."
     )
     nbytes = int(options.gigabytes * GB)
-
     found = []
     beside_scripts(bench, folder, nbytes // 2, options.rounds)
     for kind in FORMATS:

@@ -77,18 +77,16 @@ def microseconds(read: Callable[[int], object], order: Iterable[int]) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-def opened_small(way: Way, warm: str) -> Callable[[int], None]:
+def open_small(way: Way, warm: str) -> None:
     """Open and read something tiny, so that all code is there."""
     small = way.open(f"{warm}/{way.stored}")
     copied(small, np.empty(2 * CAPACITY, np.int32))(len(small) - 1)
-    return copied(small, np.empty(2 * CAPACITY, np.int32))
 
 
 def measure(number: int, folder: str, warm: str, seed: int) -> Figures:
-    """In a process of its own."""
     way = WAYS[number]
     place = np.empty(2 * CAPACITY, np.int32)
-    opened_small(way, warm)
+    open_small(way, warm)
     gc.collect()
     resident, own = memory("VmRSS"), memory("RssAnon")
     start = time.perf_counter()
@@ -105,18 +103,12 @@ def measure(number: int, folder: str, warm: str, seed: int) -> Figures:
 def cold(number: int, folder: str, warm: str, seed: int) -> tuple[float, float]:
     """Microseconds and KiB from disk of a read, in a process of its own, after the files were evicted."""
     way = WAYS[number]
-    opened_small(way, warm)
+    open_small(way, warm)
     items = way.open(f"{folder}/{way.stored}")
     order: list[int] = np.random.default_rng(seed).permutation(len(items))[:COLD_READS].tolist()
-    before, count, read = read_from_disk(), 0, copied(items, np.empty(2 * CAPACITY, np.int32))
-
-    def counted(i: int) -> None:
-        nonlocal count
-        count += 1
-        read(i)
-
-    us = microseconds(counted, order)
-    return us, (read_from_disk() - before) / 1024 / count
+    before, left = read_from_disk(), iter(order)
+    us = microseconds(copied(items, np.empty(2 * CAPACITY, np.int32)), left)
+    return us, (read_from_disk() - before) / 1024 / (len(order) - len(list(left)))
 
 
 def measured(folder: Path, warm: Path, rounds: int) -> dict[Way, list[Figures]]:

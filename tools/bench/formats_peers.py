@@ -38,6 +38,15 @@ class Items(Protocol):
     def __getitem__(self, i: int, /) -> Sample: ...
 
 
+class Rows:
+    """A reader whose ``items`` are one for each sample, or for its place."""
+
+    items: Any
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
 class RawMemmap:
     """A shard's files through ``np.memmap``, offsets in memory, nothing checked."""
 
@@ -53,10 +62,8 @@ class RawMemmap:
         token, mask = {4: "<i4", 8: "<u2"}[head[72]], {1: "u1", 7: "<f4"}[head[73]]
         kinds = ((".bin", token), (".loss.bin", mask), (".seq.bin", "<u4"))
         maps = (np.memmap(prefix + suffix, kind, "r") for suffix, kind in kinds)
-        self.ids: Any
-        self.mask: Any
-        self.starts: Any
-        self.ids, self.mask, self.starts = map(np.asarray, maps) if plain else maps
+        arrays: Any = map(np.asarray, maps) if plain else maps
+        self.ids, self.mask, self.starts = arrays
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -70,34 +77,28 @@ class RawMemmap:
         return {"input_ids": self.ids[start:stop], "loss_mask": self.mask[start:stop], "seq_boundaries": boundaries}
 
 
-class LoadedNpy:
+class LoadedNpy(Rows):
     """``np.load`` of the pickled array: everything in memory as Python lists."""
 
     def __init__(self, path: str) -> None:
-        self.rows = np.load(path, allow_pickle=True)
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        self.items = np.load(path, allow_pickle=True)
 
     def __getitem__(self, i: int) -> Sample:
-        row = self.rows[i]
+        row = self.items[i]
         boundaries = [*row["seq_start_id"], len(row["input_ids"])]
         return {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"], "seq_boundaries": boundaries}
 
 
-class MappedRows:
+class MappedRows(Rows):
     """The five arrays of a padded folder through ``np.load``, mapped."""
 
     def __init__(self, folder: str) -> None:
         names = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
         arrays = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in names)
-        self.ids, self.mask, self.lengths, self.offsets, self.starts = arrays
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self.ids, self.mask, self.items, self.offsets, self.starts = arrays
 
     def __getitem__(self, i: int) -> Sample:
-        length = self.lengths[i]
+        length = self.items[i]
         starts = self.starts[self.offsets[i] : self.offsets[i + 1]]
         boundaries = np.append(starts, length).astype(np.int32)
         return {"input_ids": self.ids[i, :length], "loss_mask": self.mask[i, :length], "seq_boundaries": boundaries}
@@ -132,55 +133,46 @@ class RowGroups:
         return {"input_ids": ids, "loss_mask": mask, "seq_boundaries": [*starts, len(ids)]}
 
 
-class JsonLines:
+class JsonLines(Rows):
     """Places of all lines, found at the start; then ``json.loads`` of one line."""
 
     def __init__(self, folder: str) -> None:
         self.files = [open(path, "rb") for path in sorted(Path(folder).glob("*.jsonl"))]  # noqa: SIM115
-        self.lines: list[tuple[int, int]] = []
+        self.items: list[tuple[int, int]] = []
         for number, file in enumerate(self.files):
             place = 0
             for line in file:
-                self.lines.append((number, place))
+                self.items.append((number, place))
                 place += len(line)
 
-    def __len__(self) -> int:
-        return len(self.lines)
-
     def __getitem__(self, i: int) -> Sample:
-        number, place = self.lines[i]
+        number, place = self.items[i]
         file = self.files[number]
         file.seek(place)
         row = json.loads(file.readline())
         return {name: row[name] for name in ("input_ids", "labels", "lengths")}
 
 
-class Documents:
+class Documents(Rows):
     """A ``.pbin`` as Modalities reads it: pickled places, ``np.frombuffer`` on the map, ids widened to int64."""
 
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         nbytes, self.itemsize = struct.unpack_from("<QI", self.map)
-        self.places: Sequence[tuple[int, int]] = pickle.loads(self.map[12 + nbytes :])
-
-    def __len__(self) -> int:
-        return len(self.places)
+        self.items: Sequence[tuple[int, int]] = pickle.loads(self.map[12 + nbytes :])
 
     def __getitem__(self, i: int) -> Sample:
-        offset, nbytes = self.places[i]
+        offset, nbytes = self.items[i]
         ids = np.frombuffer(self.map, f"<u{self.itemsize}", nbytes // self.itemsize, 12 + offset)
         return {"input_ids": ids.astype(np.int64)}
 
 
-class Stock:
+class Stock(Rows):
     """Megatron's ``IndexedDataset``: tokens alone."""
 
     def __init__(self, prefix: str) -> None:
         self.items = indexed_dataset().IndexedDataset(prefix)
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def __getitem__(self, i: int) -> Sample:
         return {"input_ids": self.items[i]}

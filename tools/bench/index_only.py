@@ -98,7 +98,6 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         f"{count:,} sequences, {tokens:,} tokens, packed to {CAPACITY}: {first[0].packs:,} packs ({fill:.4%} full)."
         f" The cached plan has {first[0].plan_nbytes / MIB:.0f} MiB."
     )
-
     for what, names, field, form in (
         ("seconds until", STEPS, "seconds", ".3f .3f"),
         ("MiB beyond imports", MEMORY, "mib", ".0f .0f"),

@@ -11,6 +11,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ RANKS = 4
 
 
 def write_catalog(folder: Path, shards: int, packs: int) -> None:
-    """A finished catalog."""
     rng = np.random.default_rng(0)
     catalog = Catalog(folder)
     for shard in range(shards):
@@ -65,7 +65,6 @@ def per_batch(batches: Iterable[Any]) -> tuple[float, float]:
 
 
 def beside(bench: Bench, folder: Path, rounds: int) -> None:
-    """The stream beside the static dataset."""
     torch.set_num_threads(1)  # a pool of threads that look for work would count as busy
     ways: list[tuple[str, Callable[[], Iterable[Any]]]] = [
         ("static dataset", lambda: static_batches(folder)),
@@ -101,11 +100,6 @@ def beside(bench: Bench, folder: Path, rounds: int) -> None:
 # ---- four ranks ----
 
 
-def own_shards(folder: Path, rank: int) -> Iterator[Any]:
-    """Each rank reads its own."""
-    return live(folder, rank, RANKS)
-
-
 def scattered(folder: Path, rank: int) -> Iterator[Any]:
     """Rank 0 reads for all and scatters, as streaming datasets in other trainers do."""
     source = StoredPacks(ShardSet.open(folder))
@@ -130,10 +124,10 @@ def rank_main(rank: int, folder: Path, meeting: str, rounds: int, pipe: Any) -> 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     found = []
     for _ in range(rounds + 1):
-        for way in (own_shards, scattered):
+        for way in (partial(live, size=RANKS), scattered):
             dist.barrier()
             start, count = time.perf_counter(), 0
-            for _batch in way(folder, rank):
+            for _batch in way(folder, rank=rank):
                 count += 1
             dist.barrier()
             found.append((time.perf_counter() - start) / count * 1e3)
@@ -184,8 +178,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {
-        "packs": (8000, 8000, "packs in the catalog"),
-        "shards": (20, 20, "shards they are in"),
-    }
+    sizes = {"packs": (8000, 8000, "packs in the catalog"), "shards": (20, 20, "shards they are in")}
     run_bench("A live catalog beside a static dataset", ("torch",), report, sizes, rounds=(5, 9))

@@ -148,7 +148,6 @@ def access(folder: Path, rounds: int, watch: Watch) -> tuple[list[list[list[floa
 
 
 def measured(folder: Path, rounds: int) -> Found:
-    """All of it, under the limits."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
     watch = Watch(folder)
     opened = opening(folder, rounds, watch)

@@ -271,7 +271,6 @@ def random_shapes(bench: Bench, number: int) -> None:
 
 
 def streams(bench: Bench, count: int) -> None:
-    """What streams see."""
     rows = []
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
         plan = pack_sequences(lengths, capacity)

@@ -64,7 +64,6 @@ def write(prefix: str, kind: Kind, nbytes: int) -> None:
 
 
 def checksum(prefix: str, buffer_nbytes: int) -> None:
-    """Plain xxh3_128 of each of the five files."""
     buffer = memoryview(bytearray(buffer_nbytes))
     for path in ShardPaths.of(prefix).all:
         digest = xxhash.xxh3_128()
@@ -114,9 +113,8 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         faster = times[0] if small.wall < large.wall else times[1]
         sides = [[nbytes / 1e9 / t.wall for t in column] for column in (times[2], faster)]
         what = f"`verify --full`, every byte and rule: {kind.name}"
-        short = kind is KINDS[1]
-        peer = "xxh3_128 of the same bytes"
-        bench.headline(kind.key, what, sides[0], "GB/s", peer=peer, theirs=sides[1], more=True, short=short)
+        told: Any = {"peer": "xxh3_128 of the same bytes", "more": True, "short": kind is KINDS[1]}
+        bench.headline(kind.key, what, sides[0], "GB/s", theirs=sides[1], **told)
         marks += [Dot(kind.name, sides[0], True), Dot("the same, xxh3_128 alone", sides[1], False)]
     columns = "shard, GB, checksum by 64 KiB ms, by 512 KiB ms, verify --full ms, of the faster"
     bench.table(columns.split(", "), clock)
