@@ -22,6 +22,7 @@ from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
     Fed,
@@ -37,7 +38,7 @@ from megatron_sft_idx.produce.keeper import ENDED, Room, StateKeeper
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.shard.publication import name_held, remove_remains
 from megatron_sft_idx.storage import require_local
-from megatron_sft_idx.storage.publish import describe, resolve
+from megatron_sft_idx.storage.publish import describe, require_space, resolve
 from megatron_sft_idx.tokenize import (
     CorpusReport,
     EncodedPiece,
@@ -241,8 +242,10 @@ def _held(catalog: Catalog) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
     try:
-        with name_held(os.path.join(catalog.folder, _LOCK), busy), _work_of(catalog).locked():
-            yield
+        with name_held(os.path.join(catalog.folder, _LOCK), busy):
+            require_space(folder, 0, len(SUFFIXES) + 1)  # for a shard, and a journal or a part
+            with _work_of(catalog).locked():
+                yield
     finally:
         if made:
             with contextlib.suppress(OSError):  # it is not empty
