@@ -135,7 +135,7 @@ class LiveDataset(IterableDataset[Tensors]):
         self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
         base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches
         self.state = RankState(base, shuffle, size, rank, batch_rows=micro_batch_size, step_rows=step_rows)
-        self._limits: tuple[Limits, int | None] | None = None
+        self._limits: Limits | None = None
         self._writes: bool | None = None
 
     def waiter(self, stop: _Event | None = None) -> Waiter:
@@ -198,7 +198,7 @@ class LiveDataset(IterableDataset[Tensors]):
         """
         if self._limits is None:
             self.require_room(waiter, lagging=lagging)
-            self._limits = self.shards.limits(waiter)
+            self._limits = self.shards.limits(waiter)[0]
             generation = next_generation(self.newest_acks(), self.ack(self.state))
             self.state = dataclasses.replace(self.state, generation=generation)
 
@@ -219,7 +219,7 @@ class LiveDataset(IterableDataset[Tensors]):
     @property
     def needs_acks(self) -> bool:
         """Whether the producer goes by acknowledgements, as it says to all ranks alike; False before ``prepare``."""
-        return self._limits is not None and self._limits[0].needs_acks
+        return self._limits is not None and self._limits.needs_acks
 
     def may_wait_in_vain(self, state: RankState, committed: Sequence[RankState]) -> bool:
         """Whether the rank may need, for its next step, a shard that the producer publishes after a commit only.
@@ -262,10 +262,7 @@ class LiveDataset(IterableDataset[Tensors]):
         ``thread`` they are prepared ahead in a thread of this process, whose share is all of them.
         """
         self.prepare(waiter)
-        assert self._limits is not None
-        # None of no columns, and where nothing is left to read.
-        columns = self.shards.columns(self.columns, waiter) if self.columns else None
-        source = OpenShards(self.shards, *self._limits, waiter, columns)
+        source = OpenShards(self.shards, waiter, self.columns)
         done = lambda state: acknowledged(self.newest_acks(), self.ack(state))  # noqa: E731
         ends: dict[str, Any] = {"epochs": self.epochs, "at_end": self.at_end}
         walk = Walk(self.shards, self.state, **ends, acknowledged=done, waiter=waiter)

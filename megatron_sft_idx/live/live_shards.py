@@ -118,17 +118,17 @@ class LiveShards(ABC):
 class OpenShards:
     """A ``PackSource`` whose shards come and go; a pack is two numbers, its shard's and its own inside that.
 
-    ``columns`` are those that every shard has, as one of them has them; the log says for the waiter what was opened.
+    It has the columns of these names, where a shard is left to read; the log says for the waiter what was opened.
     """
 
-    def __init__(
-        self, shards: LiveShards, limits: Limits, pad_id: int | None, waiter: Waiter, columns: Columns | None = None
-    ) -> None:
+    def __init__(self, shards: LiveShards, waiter: Waiter, columns: Sequence[str] = ()) -> None:
         self._shards, self._waiter = shards, waiter
-        self.num_packs = 0  # how many will come nobody knows
+        limits, self.pad_id = shards.limits(waiter)
+        self.num_packs, self.fingerprint = 0, ""  # how many will come nobody knows
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
-        self.most_sequences, self.pad_id, self.fingerprint = limits.max_sequences_per_pack, pad_id, ""
-        self._like = columns or (0, {})
+        self.most_sequences = limits.max_sequences_per_pack
+        # As one of the shards has them, which others are held against.
+        self._like: Columns = (shards.columns(columns, waiter) if columns else None) or (0, {})
         self.columns = {name: [spec] for name, spec in self._like[1].items()}
         self._numbered = any(spec.per == "sequence" for spec in self._like[1].values())
         # Shards that are open, by number, ascending; the numbers, and where their packs are at the moment.
