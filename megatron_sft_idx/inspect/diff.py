@@ -65,6 +65,7 @@ class SetDifference:
         first_here: the first of those that the other does not have at all, of sequences with this mask: numbers of
             packs, or for sequences their pack and number in it.
         first_there: the same of the other.
+        other_mask: of sequences: those in both whose masks differ.
     """
 
     share: float
@@ -73,26 +74,11 @@ class SetDifference:
     only_there: int
     first_here: tuple[Any, ...]
     first_there: tuple[Any, ...]
+    other_mask: int = 0
 
     @property
     def same(self) -> bool:
         """Whether both hold the same, as far as the sample tells."""
-        return not (self.only_here or self.only_there)
-
-
-@dataclass(frozen=True)
-class SequenceDifference(SetDifference):
-    """The same of sequences.
-
-    Attributes:
-        other_mask: sequences in both whose masks differ.
-    """
-
-    other_mask: int
-
-    @property
-    def same(self) -> bool:
-        """As of packs, and all with the same masks."""
         return not (self.other_mask or self.only_here or self.only_there)
 
 
@@ -121,7 +107,7 @@ class Comparison:
     reshaped: int = 0
     first: list[Difference] = field(default_factory=list)
     pack_set: SetDifference | None = None
-    sequences: SequenceDifference | None = None
+    sequences: SetDifference | None = None
     columns: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -282,7 +268,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "metadata") -> dict[str, Any]
 # ---- as sets ----
 
 
-def set_differences(here: Shard, there: Shard, most: int) -> tuple[SetDifference, SequenceDifference]:
+def set_differences(here: Shard, there: Shard, most: int) -> tuple[SetDifference, SetDifference]:
     """How the packs of two shards differ whatever their order, and their sequences whatever packs these are in.
 
     Args:
@@ -301,7 +287,7 @@ def set_differences(here: Shard, there: Shard, most: int) -> tuple[SetDifference
     )
     return (
         SetDifference(0.5**pack_bits, *_compare_samples(packs, other_packs, most)),
-        SequenceDifference(0.5**bits, shared, only_here, only_there, places, other_places, max(0, same_ids - shared)),
+        SetDifference(0.5**bits, shared, only_here, only_there, places, other_places, max(0, same_ids - shared)),
     )
 
 
@@ -405,7 +391,7 @@ def _difference_text(one: Difference) -> str:
     return f"{place}: mask {one.here:g} here, {one.there:g} there: {told}"
 
 
-def _set_lines(packs: SetDifference, sequences: SequenceDifference) -> Iterator[str]:
+def _set_lines(packs: SetDifference, sequences: SetDifference) -> Iterator[str]:
     for what, within, otherwise, found in (
         ("pack", "order", "in another order", packs),
         ("sequence", "packs", "packed otherwise", sequences),
@@ -416,7 +402,7 @@ def _set_lines(packs: SetDifference, sequences: SequenceDifference) -> Iterator[
         if found.same:
             yield f"both hold the same {counted(found.shared, what)}, {otherwise}{of}"
             return
-        masks = f" {found.other_mask:,} in both with other masks," if isinstance(found, SequenceDifference) else ""
+        masks = f" {found.other_mask:,} in both with other masks," if what == "sequence" else ""
         yield (
             f"as {what}s, whatever their {within}{of}: {found.shared:,} {'is' if found.shared == 1 else 'are'} in both,"
             f"{masks} {found.only_here:,} only here, {found.only_there:,} only there"
@@ -427,7 +413,7 @@ def _set_lines(packs: SetDifference, sequences: SequenceDifference) -> Iterator[
         ):
             if what == "sequence":
                 yield from (
-                    f"  pack {place[0]}, sequence {place[1]} {where}: not {other} like this" for place in places
+                    f"  pack {pack}, sequence {number} {where}: not {other} like this" for pack, number in places
                 )
             elif places:
                 yield from (f"  pack {place} {where}: not {other}" for place in places)

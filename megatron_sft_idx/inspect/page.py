@@ -259,20 +259,17 @@ def _charts(survey: Survey) -> Iterator[Chart]:
 def _count_chart(title: str, tally: Tally, unit: str, of: str) -> Chart:
     half, most = tally.quantile(0.5), tally.quantile(0.95)
     caption = f"median {half:,}, 95th percentile {most:,}, largest {tally.largest:,}"
-    edges, counts = tally.histogram(_BINS, min(tally.least, 1), tally.largest)
-    return Chart(title, caption, histogram(edges, counts, f"{title}: {caption}", unit=unit, of=of))
+    classes = tally.histogram(_BINS, min(tally.least, 1), tally.largest)
+    return Chart(title, caption, histogram(*classes, f"{title}: {caption}", unit=unit, of=of))
 
 
 def _cost_chart(cost: Tally) -> Chart:
     """Pairs of tokens that attend to each other, as multiples of the mean of all packs."""
     half, most, largest = (value / cost.mean for value in (cost.quantile(0.5), cost.quantile(0.95), cost.largest))
     caption = f"1× is the mean: median {half:.2f}×, 95th percentile {most:.2f}×, largest {largest:.2f}×"
-    edges, counts = cost.histogram(_BINS, 0, cost.largest)
-    return Chart(
-        "Attention cost of a pack",
-        caption,
-        histogram(edges, counts, caption, unit="×", of="packs", scale=1 / cost.mean),
-    )
+    classes = cost.histogram(_BINS, 0, cost.largest)
+    svg = histogram(*classes, caption, unit="×", of="packs", scale=1 / cost.mean)
+    return Chart("Attention cost of a pack", caption, svg)
 
 
 def _share_chart(title: str, tally: Tally, low: int, whole: int, of: str, remark: str = "") -> Chart:
@@ -280,8 +277,8 @@ def _share_chart(title: str, tally: Tally, low: int, whole: int, of: str, remark
     percent = 100 / whole
     least, half, few = (percent * value for value in (tally.least, tally.quantile(0.5), tally.quantile(0.05)))
     caption = f"median {half:.1f}%, 5th percentile {few:.1f}%, least {least:.1f}%{remark}"
-    edges, counts = tally.histogram(_BINS, low, whole)
-    return Chart(title, caption, histogram(edges, counts, caption, unit="%", of=of, scale=percent))
+    classes = tally.histogram(_BINS, low, whole)
+    return Chart(title, caption, histogram(*classes, caption, unit="%", of=of, scale=percent))
 
 
 def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
@@ -423,40 +420,7 @@ def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
         yield int(edges[begin]), int(edges[end]), sequence, bool(kinds[begin]), last
 
 
-class _Frame:
-    """A plot's box: where values lie in it, and its axes."""
-
-    def __init__(self, width: int, height: int, x: tuple[float, float], top: float) -> None:
-        self.width, self.height, self.base = width, height, height - 22
-        self.left, self.right = 46, width - 18  # half of the last number lies behind the end
-        self._x, self._top = x, top
-
-    def x(self, value: float) -> float:
-        low, high = self._x
-        return self.left + (self.right - self.left) * (value - low) / max(high - low, 1e-9)
-
-    def y(self, value: float) -> float:
-        return self.base - (self.base - 10) * value / max(self._top, 1e-9)
-
-    def bar(self, low: float, high: float, value: float, title: str) -> Markup:
-        """From ``low`` to ``high``; what is above zero can be seen."""
-        y = min(self.y(value), self.base - 1)
-        x, width = self.x(low), max(self.x(high) - self.x(low) - 1, 0.8)
-        return element("rect", element("title", title), class_="bar", x=x, y=y, width=width, height=self.base - y)
-
-    def _line(self, name: str, y: float) -> Markup:
-        return element("line", class_=name, x1=self.left, x2=self.right, y1=y, y2=y)
-
-    def svg(self, label: str, marks: Markup, x_ticks: Sequence[tuple[float, str]], unit: str) -> Markup:
-        """The whole picture; ``label`` says what it shows to those who do not see it, ``unit`` is of the values."""
-        grid, numbers = [], []
-        for value, text in nice_ticks(0, self._top, 4):
-            grid.append(self._line("grid", self.y(value)))
-            numbers.append(element("text", text + unit, class_="y", x=self.left - 6, y=self.y(value) + 3.5))
-        for value, text in x_ticks:
-            numbers.append(element("text", text, class_="x", x=self.x(value), y=self.height - 6))
-        content = joined([*grid, *numbers, marks, self._line("axis", self.base)])
-        return element("svg", content, viewBox=f"0 0 {self.width} {self.height}", role="img", aria_label=label)
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BASE = 480, 190, 46, 462, 168  # half of the last number lies behind the right end
 
 
 def histogram(
@@ -467,29 +431,45 @@ def histogram(
     Args:
         edges: of the classes, whole numbers, [classes + 1].
         counts: by class.
-        label: what is shown.
+        label: what is shown, for those who do not see it.
         unit: of the edges, after ``scale``.
         of: what is counted, in the plural.
         scale: what an edge is multiplied with to be shown.
     """
     shares = 100 * counts / max(1, int(counts.sum()))
-    frame = _Frame(480, 190, (float(edges[0]), float(edges[-1])), float(shares.max(initial=0.0)))
-    bars = []
-    for (low, high), share, count in zip(pairwise(edges.tolist()), shares.tolist(), counts.tolist(), strict=True):
-        last = (high - 1) * scale if scale == 1 else high * scale
-        digits = 6 if scale == 1 else 3
-        span = f"{low * scale:,.{digits}g}" + (f" to {last:,.{digits}g}" if last > low * scale else "")
-        if count:
-            bars.append(frame.bar(low, high, share, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
+    top, first, last = float(shares.max(initial=0.0)), float(edges[0]), float(edges[-1])
+
+    def across(value: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * (value - first) / max(last - first, 1e-9)
+
+    def up(share: float) -> float:
+        return _BASE - (_BASE - 10) * share / max(top, 1e-9)
+
+    def line(name: str, y: float) -> Markup:
+        return element("line", class_=name, x1=_LEFT, x2=_RIGHT, y1=y, y2=y)
+
+    grid, marks = [], []
+    for value, text in nice_ticks(0, top, 4):
+        grid.append(line("grid", up(value)))
+        marks.append(element("text", text + "%", class_="y", x=_LEFT - 6, y=up(value) + 3.5))
+    sign = unit if unit in "%×" else ""
     # A class of one value is named in its middle, one of several where it begins.
     low, high, middle = edges[0] * scale, edges[-1] * scale, 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
-    sign = unit if unit in "%×" else ""
-    ticks = [
-        (value / scale + middle, text + sign)
-        for value, text in nice_ticks(low, high - 2 * middle, 6, whole=scale == 1)
-        if low <= value
-    ]
-    return frame.svg(label, joined(bars), ticks, "%")
+    for value, text in nice_ticks(low, high - 2 * middle, 6, whole=scale == 1):
+        if low <= value:
+            marks.append(element("text", text + sign, class_="x", x=across(value / scale + middle), y=_HEIGHT - 6))
+    for (begin, end), share, count in zip(pairwise(edges.tolist()), shares.tolist(), counts.tolist(), strict=True):
+        if not count:
+            continue
+        greatest, digits = ((end - 1) * scale, 6) if scale == 1 else (end * scale, 3)
+        span = f"{begin * scale:,.{digits}g}"
+        span += f" to {greatest:,.{digits}g}" if greatest > begin * scale else ""
+        title = element("title", f"{span} {unit}: {count:,} {of} ({share:.2g}%)")
+        y = min(up(share), _BASE - 1)  # what is above zero can be seen
+        width = max(across(end) - across(begin) - 1, 0.8)
+        marks.append(element("rect", title, class_="bar", x=across(begin), y=y, width=width, height=_BASE - y))
+    content = joined([*grid, *marks, line("axis", _BASE)])
+    return element("svg", content, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
 
 
 def element(name: str, content: str = "", **attributes: str | float) -> Markup:
