@@ -189,26 +189,18 @@ class Survey:
     @cached_property
     def odd(self) -> list[Odd]:
         """Kinds of odd packs, once all windows are counted; of the largest of a kind none, where all are alike."""
-        masked = [Place(pack, None, "no token is trained on") for is_so, pack in self._masked.found if is_so]
-        whole = [Place(pack, None, "every token is trained on") for is_so, pack in self._whole.found if is_so]
-        cut = [
-            Place(*locate_sequence(self._shard, number)[:2], f"ends in a trained token{self._from(number)}")
-            for is_so, number in self._cut.found
-            if is_so
-        ]
-        single = [Place(pack, None, "has a sequence of one token") for is_so, pack in self._single.found if is_so]
+        masked = _flagged(self._masked, "no token is trained on")
+        whole = _flagged(self._whole, "every token is trained on")
+        single = _flagged(self._single, "has a sequence of one token")
+        cut = [self._sequence(number, "ends in a trained token") for is_so, number in self._cut.found if is_so]
         cuts = None if self._cut_length is None else self._cut_sequences
         copies, groups = self._repeats.repeated(_PLACES)
-        repeated = []
-        for times, numbers in groups:
-            for number in numbers[:2]:
-                pack, sequence, length = locate_sequence(self._shard, number)
-                note = f"{counted(length, 'token')}, {times:,} times{self._from(number)}"
-                repeated.append(Place(pack, sequence, note))
-        longest = [
-            Place(*locate_sequence(self._shard, number)[:2], counted(length, "token") + self._from(number))
-            for length, number in self._longest.found
+        repeated = [
+            self._sequence(number, f"{{tokens}}, {times:,} times")
+            for times, numbers in groups
+            for number in numbers[:2]
         ]
+        longest = [self._sequence(number, "{tokens}") for _, number in self._longest.found]
         # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
         emptiest = [(-length, pack) for length, pack in self._emptiest.found if -length < self.header.longest_pack]
         most, costliest = self._most_sequences.found, self._costliest.found
@@ -224,11 +216,19 @@ class Survey:
             Odd("Least filled", None, "", _packs(emptiest, "token")),
         ]
 
-    def _from(self, number: int) -> str:
-        """``, chats.jsonl:1``: where sequence ``number`` among all of the shard came from."""
-        if self.names is None:
-            return ""
-        return f", {place_name(self.names, self._shard.columns[SOURCE].values[number : number + 1][0].tolist())}"
+    def _sequence(self, number: int, note: str) -> Place:
+        """Sequence ``number`` among all of the shard; the note is given its tokens, and where it came from."""
+        pack, sequence, length = locate_sequence(self._shard, number)
+        note = note.format(tokens=counted(length, "token"))
+        if self.names is not None:
+            place = self._shard.columns[SOURCE].values[number : number + 1][0].tolist()
+            note = f"{note}, {place_name(self.names, place)}"
+        return Place(pack, sequence, note)
+
+
+def _flagged(found: Top, note: str) -> list[Place]:
+    """The packs for which something is so."""
+    return [Place(pack, None, note) for is_so, pack in found.found if is_so]
 
 
 def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
