@@ -236,6 +236,16 @@ class LegacyPickleWriter(PackedWriter):
     format = "npy"
     reader, kind = Reader, Kind("a pickled .npy of packs", _holds_packs)
 
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec | None = None,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+    ) -> None:
+        super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+
     def _begin(self) -> None:
         # An opcode and a byte for each id and each mask.
         self._file = self._make(4 * self._spec.num_tokens if self._spec else 0).open()

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,12 @@ from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.storage import BackendName, ReadOptions
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_sft_idx.formats.stock import MaskRule
 
 
 class JoinedShards:
@@ -90,13 +95,27 @@ class JoinedShards:
 _SHARED_OPTIONS = {"backend", "columns", "copy", *ReadOptions._fields}
 
 
+class Options(TypedDict, total=False):
+    """What readers of the one or the other format take besides; ``Reader`` of each format says what it means."""
+
+    advice: Advice
+    backend: BackendName | ReadOptions
+    capacity: int | None
+    columns: Sequence[str]
+    copy: bool
+    huge_pages: bool
+    index_cache: str | None
+    mask_path: str | os.PathLike[str] | None
+    mask_rule: MaskRule | None
+
+
 def open_dataset(
     source: Source,
     *,
     format: str | None = None,
     mask_alignment: MaskAlignment = "label",
     max_open: int = MAX_OPEN,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> PackedDataset:
     """Open packed data of any format this package reads.
 
