@@ -40,12 +40,7 @@ _MayEnd: TypeAlias = Callable[[int, int], NDArray[np.bool_]]
 
 
 class Repeated(Generic[_T]):
-    """Chunks that speak of all packs in order, and may be iterated again and again.
-
-    Attributes:
-        origin: where they come from, for people.
-        num_packs: how many packs there are.
-    """
+    """Chunks that speak of all packs in order, again and again; ``origin`` says whence they come, for people."""
 
     def __init__(self, origin: str, num_packs: int, chunks: Callable[[], Iterator[_T]]) -> None:
         self.origin, self.num_packs, self._chunks = origin, num_packs, chunks
@@ -61,13 +56,7 @@ Lengths: TypeAlias = Repeated[NDArray[np.int64]]
 def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
     """The lengths in a ``.idx`` made by this package, or by Megatron itself for the same packs; and the token dtype.
 
-    Args:
-        path: the file.
-        tokens_nbytes: size of ``.bin`` in bytes, which the lengths must add up to.
-
-    Raises:
-        CorruptShardError: not an index of such a file (rules I1, P1, F2).
-        OSError: the file cannot be read.
+    CorruptShardError: it is no index of a ``.bin`` of ``tokens_nbytes`` bytes (rules I1, P1, F2).
     """
     nbytes = os.stat(path).st_size
 
@@ -114,15 +103,9 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
 
 
 def offset_lengths(path: str, offset: int, num_packs: int) -> Lengths:
-    """The lengths between offsets of a ``.seq.idx``, or of what is left of it: of packs, or sequences of each.
+    """The lengths between ``num_packs`` + 1 offsets from byte ``offset`` of a ``.seq.idx`` on, which may be damaged.
 
-    Args:
-        path: the file.
-        offset: where the offsets begin in it, in bytes.
-        num_packs: one offset less than the file holds there.
-
-    Raises:
-        CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
+    CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
     """
     nbytes = os.stat(path).st_size
     if offset + 8 * (num_packs + 1) > nbytes:
@@ -220,9 +203,7 @@ def started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
 def infer_lengths(
     paths: ShardPaths, starts: Starts, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
 ) -> Lengths:
-    """Lengths of all packs from the data alone, where it leaves no choice.
-
-    A sequence may end only on a token whose mask is 0 (rule P6).
+    """Lengths of all packs from the data alone, where it leaves no choice: a sequence ends on a mask of 0 (rule P6).
 
     Args:
         paths: of the shard, whose tokens and masks are there.
@@ -250,7 +231,13 @@ def infer_lengths(
             flags &= tokens[before] == eod_id
         return flags if start else np.concatenate([[True], flags])
 
-    remedy = _remedy(eod_id)
+    remedy = (
+        "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends with"
+        " the same id, or restore .idx or .seq.idx from a copy"
+    )
+    if eod_id is not None:
+        remedy = f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy"
+        remedy += ", or build the shard again"
     pack = after = 0
     with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, keep=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
@@ -284,18 +271,6 @@ def infer_lengths(
             yield lengths
 
     return Repeated("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
-
-
-def _remedy(eod_id: int | None) -> str:
-    if eod_id is None:
-        return (
-            "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends"
-            " with the same id, or restore .idx or .seq.idx from a copy"
-        )
-    return (
-        f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy, or build"
-        " the shard again"
-    )
 
 
 def _unlike(

@@ -100,16 +100,10 @@ class _Object:
 
 
 class CheckedFile:
-    """One file of a shard, open for reading wherever it lies.
+    """One file of a shard or URL of an object, open for reading: ``nbytes`` is its size when it was opened.
 
-    Attributes:
-        path: of the file, or URL of the object.
-        nbytes: its size when it was opened.
-        shrunk: where it ended, if that was before ``nbytes`` and before what was asked of it.
-
-    Raises:
-        FileNotFoundError: nothing is there, or something that is no regular file.
-        OSError: it cannot be opened.
+    ``shrunk`` says where it ended, if that was before ``nbytes`` and before what was asked of it. FileNotFoundError
+    where nothing is there, or no regular file.
     """
 
     def __init__(self, path: str) -> None:
@@ -163,13 +157,7 @@ class CheckedFile:
 class Stream:
     """A file read once in order: hashed and handed out while it is in the processor's cache.
 
-    Args:
-        file: the file.
-        meter: told of every byte.
-        begin: first byte.
-
-    Attributes:
-        position: one past the last byte handed out.
+    ``meter`` is told of every byte from ``begin`` on; ``position`` is one past the last byte handed out.
     """
 
     def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
@@ -226,14 +214,10 @@ class Run(NamedTuple):
 def walk_packs(
     walk: _native.PackWalk, runs: Iterable[Run], starts: Stream | None, masks: Stream | None, mask_dtype: Any
 ) -> None:
-    """Hold all packs of a shard against rules O1, O2 and P1 to P7, in step; the kernel keeps what it finds.
+    """Hold all packs, given in order, against rules O1, O2 and P1 to P7, in step; the kernel keeps what it finds.
 
-    Args:
-        walk: the kernel, which knows the shard's counts.
-        runs: all packs in order.
-        starts: ``.seq.bin`` from its beginning; None where it is missing, which leaves the packs' insides alone.
-        masks: ``.loss.bin`` likewise.
-        mask_dtype: of the masks.
+    ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings; without starts, which may be
+    missing as masks may, the insides of packs are left alone.
     """
     itemsize = np.dtype(mask_dtype).itemsize
     for run in runs:

@@ -111,13 +111,7 @@ class Repair:
     """A shard that files are to be brought back of: new ones are published together, or removed when it is closed.
 
     A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
-
-    Args:
-        paths: of the shard.
-        faults: what is wrong, by path.
-        known: what the user knows.
-        watch: shows how far long work is.
-        lock: of its journal; None for a dry run, whose bytes go nowhere.
+    ``faults`` says what is wrong, by path; ``lock`` is that of the journal, None for a dry run, whose bytes go nowhere.
     """
 
     def __init__(
@@ -308,16 +302,9 @@ def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackCh
 def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> dict[str, str]:
     """Write both indexes from the data files, which are there, and whatever else can be believed.
 
-    Args:
-        repair: what is left.
-        raw: the first bytes of ``.seq.idx``; None where it is missing.
-        error: why they are no header.
-
-    Returns:
-        How each file came back, by path. An ``.idx`` that is right already is not among them.
-
-    Raises:
-        FormatError: the files that are left do not tell all that has to be known; says what is missing.
+    ``raw`` are the first bytes of ``.seq.idx``, None where it is missing, and ``error`` says why they are no header.
+    Returns how each file came back, by path; an ``.idx`` that is right already is not among them. FormatError: the
+    files that are left do not tell all that has to be known; says what is missing.
     """
     paths, known, watch = repair.paths, repair.known, repair.watch
     there = [path for path in paths.data if os.path.exists(path)]
@@ -393,13 +380,9 @@ def _index_and_dtypes(
 def _dtypes_by_size(
     paths: ShardPaths, token_dtype: np.dtype[Any] | None, mask_dtype: np.dtype[Any] | None
 ) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The dtypes of ``.bin`` and ``.loss.bin``, of which one or both may be known.
+    """The dtypes of ``.bin`` and ``.loss.bin`` by their sizes; FormatError where no pair fits, or more than one.
 
-    Their sizes alone tell them, since a token takes 2 or 4 bytes and its mask 1 or 4, and all four ratios differ. Only
-    of empty files nothing is known.
-
-    Raises:
-        FormatError: the sizes fit no pair of dtypes, or not the known ones, or more than one pair.
+    A token takes 2 or 4 bytes and its mask 1 or 4, and all four ratios differ. Only of empty files nothing is known.
     """
     tokens_nbytes, loss_nbytes = os.stat(paths.tokens).st_size, os.stat(paths.loss).st_size
     fitting = [
@@ -424,12 +407,7 @@ def _dtypes_by_size(
 def _measured(
     repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: Repeated[PackChunk], num_sequences: int
 ) -> _native.PackWalk:
-    """The counts of all packs, each held against the rules of FORMAT.md.
-
-    Raises:
-        FormatError: a pack breaks a rule, or together they have not as many tokens as ``.bin``, so the files are
-            not of one shard or one of them is damaged.
-    """
+    """The counts of all packs. FormatError where they break a rule or have not the tokens of ``.bin``."""
     paths, known = repair.paths, repair.known
     damaged = "one of them is damaged: restore it"
     num_tokens, found = os.stat(paths.tokens).st_size // dtypes[0].itemsize, sum(int(c.lengths.sum()) for c in packs)
@@ -539,14 +517,7 @@ def _proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> 
 
 
 def _prove(raw: bytes, derived: Header, sizes: list[int], path: str) -> Header | None:
-    """The header as it was written, or None where that is not proven.
-
-    Args:
-        raw: the file's first bytes.
-        derived: a header with all that follows from the data; the rest of it is not looked at.
-        sizes: header sizes to try.
-        path: of the file, for messages.
-    """
+    """The header as it was written, or None where, with what is ``derived`` filled in, no size proves it."""
     template = derived.encode()
     for size in sizes:
         body, stored = raw[: size - CHECKSUM_NBYTES], raw[size - CHECKSUM_NBYTES : size]
@@ -570,12 +541,10 @@ def _prove(raw: bytes, derived: Header, sizes: list[int], path: str) -> Header |
 
 
 def _fits(filled: bytearray, stored: bytes, end: int) -> bool:
-    """Whether the checksum proves the bytes, at once or with one bit of them flipped, which is then done.
+    """Whether the checksum ``stored`` proves a header, at once or with one bit flipped, which is then done.
 
-    Args:
-        filled: the header without its checksum, where everything that can be derived is.
-        stored: its checksum, as it is in the file.
-        end: of the JSON block.
+    ``filled`` is the header without its checksum, where everything that can be derived is; its JSON block ends at
+    ``end``.
     """
     unlike = int.from_bytes(stored, "big") ^ int.from_bytes(xxhash.xxh3_128_digest(filled), "big")
     if unlike.bit_count() <= _MOST_CHECKSUM_BITS:

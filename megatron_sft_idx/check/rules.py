@@ -398,14 +398,7 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
 
 
 def check_columns(paths: ShardPaths, claims: Claims | None, findings: Findings, meter: Meter | None) -> None:
-    """Look at every column that is there, and at those that the shard lists.
-
-    Args:
-        paths: of the shard.
-        claims: what its header says; None where there is none that can be read.
-        findings: where breaches go.
-        meter: told of every byte, where all values are to be read.
-    """
+    """Look at every column that is there or listed; with a ``meter`` at all values, of which it is told."""
     listed = {} if claims is None else claims.listed
     # Files whose names are those of columns of the shard, whatever they hold.
     folder, base = os.path.split(paths.prefix)

@@ -191,29 +191,22 @@ class _Job:
             offsets = _native.packing_sequential(self.lengths, *limits)
         else:
             offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
-        return self._plan(offsets, sequences, int(np.diff(offsets).max()), method)
+        return self._plan(offsets, sequences, method)
 
     def hand_out(self, method: str, patterns: Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(self.lengths, self.multiple, self.sizes, *patterns, self.seed)
-        begins, entries, _ = patterns
-        counts = np.add.reduceat(entries[:, 1], begins[:-1], dtype=np.int64)
-        longest = None
+        longest, (begins, entries, _) = None, patterns
         if self.multiple == 1:  # then the patterns know, and nothing as long as the lengths is touched
             tokens = self.sizes[entries[:, 0]] * entries[:, 1]
             longest = int(np.add.reduceat(tokens, begins[:-1]).max())
-        return self._plan(offsets, sequences, int(counts.max()), method, longest)
+        return self._plan(offsets, sequences, method, longest)
 
     def _plan(
-        self,
-        offsets: NDArray[np.int64],
-        sequences: NDArray[np.int64],
-        most: int,
-        method: str,
-        longest: int | None = None,
+        self, offsets: NDArray[np.int64], sequences: NDArray[np.int64], method: str, longest: int | None = None
     ) -> PackPlan:
         if longest is None:
             longest = int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
-        fill = self.tokens / ((len(offsets) - 1) * self.capacity)
+        fill, most = self.tokens / ((len(offsets) - 1) * self.capacity), int(np.diff(offsets).max())
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
 
 
@@ -316,14 +309,7 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
-    """The error for lengths that no pack holds: which is the first, how many there are, and the longest.
-
-    Args:
-        lengths: at least one of them does not fit.
-        capacity: as the caller gave it.
-        multiple: as the caller gave it.
-        start: what the first of the lengths is called in the message.
-    """
+    """The error for lengths that no pack holds: the first (counted from ``start``), how many, and the longest."""
     usable = capacity // multiple * multiple
     short = np.flatnonzero(lengths < 1)
     if len(short) > 0:

@@ -317,13 +317,9 @@ class StagedOutput:
     def prepare(self, suffixes: Sequence[str] = ("",), *, resume: bool = False) -> None:
         """Find out before the work whether it can end well: write an object beside the shard, and remove it.
 
-        Args:
-            suffixes: of the shards that will be built.
-            resume: an earlier run may have been interrupted at any point, during its upload too.
-
-        Raises:
-            FormatError: a shard is in the way, remote or local.
-            StorageError: the store cannot be reached, or does not let these credentials write.
+        ``suffixes`` are those of the shards that will be built; with ``resume`` an earlier run may have been
+        interrupted at any point. FormatError where a shard is in the way, remote or local; StorageError where the store
+        may not be written.
         """
         keep = not self._overwrite and not resume
         targets = [_Target(self.prefix + suffix) for suffix in suffixes]

@@ -36,15 +36,9 @@ _CHUNK_PACKS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class CheckedArray:
-    """One file of a source behind its header, if it has one.
+    """One file of a source behind its header: its items or rows, of ``itemsize`` bytes each, and the checksum of all.
 
-    Attributes:
-        path: of the file.
-        array: its items, or its rows.
-        itemsize: of one of them, in bytes.
-        checksum: xxh3_128 of all of them, as the header has it.
-        advance: called with the bytes of every piece.
-        rule: what another checksum breaks.
+    ``advance`` is called with the bytes of every piece; ``rule`` is what another checksum breaks.
     """
 
     path: str
@@ -110,16 +104,10 @@ Renumber = Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]]
 
 
 class SourceShard:
-    """An open source. What it holds open stays the same shard, also when another one is published over it.
+    """An open source with some of its columns, which stays the same shard when another is published over it.
 
-    Args:
-        prefix: of the shard.
-        shard_id: it must have.
-        advance: called with the bytes of every piece that is read.
-        columns: names of those that go along.
-
-    Raises:
-        ShardNotFoundError, FormatError: as ``Shard``, or it is not the shard it was.
+    ``advance`` is called with the bytes of every piece that is read. ShardNotFoundError, FormatError: as ``Shard``, or
+    it is not the shard ``shard_id``.
     """
 
     def __init__(self, prefix: str, shard_id: bytes, advance: Advance, columns: Iterable[str] = ()) -> None:
@@ -215,17 +203,12 @@ class CopyWriter:
 
     Args:
         prefix: the path the five files will share.
-        like: dtypes, capacity, multiple, pad id, metadata and flags of the new shard; its counts and checksums are
-            of no concern.
+        like: dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
         columns: what is written beside the tokens, by name: each source has them.
         overwrite: replace what is at the prefix.
         durable: False skips fsync.
         nbytes: what will be written, for which room is looked for.
         drops: what half done work at the prefix may be dropped all the same.
-
-    Raises:
-        FormatError: something is at the prefix, or the metadata are too large for a header.
-        OSError: the disk says no.
     """
 
     def __init__(

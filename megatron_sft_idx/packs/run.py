@@ -162,12 +162,7 @@ def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
 
 
 def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:
-    """First and last + 1 pack of runs of some ``tokens`` tokens, at least one pack each.
-
-    Args:
-        token_offsets: where each pack begins, and the last one ends, ascending [packs + 1].
-        tokens: in a run, at most, unless a single pack has more.
-    """
+    """First and last + 1 pack of runs of at most ``tokens`` tokens, or of one pack, by the packs' offsets."""
     first, packs = 0, len(token_offsets) - 1
     while first < packs:
         last = first + max(1, fitting(token_offsets[first:], tokens))

@@ -188,12 +188,7 @@ class Source:
 
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
-    """What a shard's files take together, for progress; those that are missing are for others to notice.
-
-    Args:
-        prefix: of the shard.
-        beside: names of the columns whose files lie there, by ``columns_beside``; None to look.
-    """
+    """Bytes of a shard's files that are there, for progress; ``beside`` names columns that lie there, None to look."""
     if is_remote(prefix):
         store, key = open_store(prefix)
         try:
@@ -238,11 +233,7 @@ def check_destinations(
 ) -> None:
     """Look at all local places before the first shard is copied. FormatError where one may not be written.
 
-    Args:
-        prefixes: of the shards.
-        targets: where each goes.
-        beside: names of the columns whose files lie at prefixes, as far as they are known.
-        overwrite: whether other shards may be replaced.
+    ``beside`` are names of the columns whose files lie at prefixes, as far as they are known.
     """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(
