@@ -215,8 +215,7 @@ def infer_lengths(
     Raises:
         FormatError: there is more than one way to split the tokens, or none.
     """
-    prefix, num_packs = paths.prefix, starts.num_packs
-    num_tokens = os.stat(paths.tokens).st_size // dtypes[0].itemsize
+    prefix, num_packs, num_tokens = paths.prefix, starts.num_packs, os.stat(paths.tokens).st_size // dtypes[0].itemsize
     tokens, loss = (
         open_array(path, dtype, num_tokens, nbytes=os.stat(path).st_size, backend="pread")
         for path, dtype in zip((paths.tokens, paths.loss), dtypes, strict=True)
