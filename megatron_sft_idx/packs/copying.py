@@ -29,7 +29,7 @@ from megatron_sft_idx.storage.progress import Advance
 # ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter faster than
 # copy_file_range beside reading for the checksums. Cloned extents, which would be faster still, need offsets that are
 # multiples of the file system's block, and packs end anywhere. And so what was hashed is what was written.
-_PIECE_NBYTES = 1 << 20
+_PIECE_NBYTES = 1 << 18
 # Of the offset arrays: their chunks are some MiB.
 _CHUNK_PACKS = 1 << 15
 
@@ -49,7 +49,7 @@ class CheckedArray:
     rule: str = "F3"
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
-        """Items ``[start, stop)`` in pieces of a MiB; all items are held to their checksum at the end.
+        """Items ``[start, stop)`` in pieces of some hundred KiB; all items are held to their checksum at the end.
 
         Raises:
             CorruptShardError: the checksum of all items is another (rule F3, of a column C7), or the file was cut
