@@ -22,6 +22,7 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "message dropped": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", PAIR, "leaves out assistant message 2"),
     "marked words dropped": ("{% for m in messages %}{% generation %}x{% endgeneration %}{% endfor %}", PAIR, "leaves out the words"),
     "all, words dropped": ("{{ messages[0].content }}", PAIR, "leaves out the words"),
+    "all, undefined": ("{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n\n{{ nothing.at.all }}", PAIR, "line 5: 'nothing' is undefined"),
     "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "leaves out the call of look_up"),
     "calls dropped, function spoken of": (CHATML, talk(user("u"), said("I look_up it", tool_calls=[call("look_up", {})])), "leaves out 1 of 1 calls of look_up"),
     "calls dropped, name in a control token": (CHATML, talk(user("u"), said("a", tool_calls=[call("end", {})])), "leaves out 1 of 1 calls of end"),

@@ -54,7 +54,7 @@ class Report:
         findings: broken rules, a bounded number of each.
         omitted: how many more there are, by rule.
         notes: what is no fault of the shard: remains of a build beside it, checks that could not be made.
-        counts: packs, sequences, tokens and bytes as the header has them; empty where it cannot be read.
+        counts: packs, sequences and tokens as the header has them; empty where it cannot be read.
     """
 
     prefix: str

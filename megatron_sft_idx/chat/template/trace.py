@@ -170,13 +170,14 @@ class _Marker(NodeTransformer):
         elif isinstance(node.target, nodes.Tuple):
             target = nodes.Tuple([nodes.Name(name.name, "load") for name in node.target.find_all(nodes.Name)], "load")
         writes = any(isinstance(item, _WRITERS) or any(item.find_all(_WRITERS)) for item in node.body)
+        # A break behind ``else`` is one of the loop around.
+        behind, node.else_ = [child for item in node.else_ for child in self._listed(item)], []
         if target is None or not writes:
             leaves, self._leaves = self._leaves, []  # its breaks are its own
             self.generic_visit(node)
-            self._leaves = leaves
+            self._leaves, node.else_ = leaves, behind
             return node
-        around = self.captured
-        node.else_ = [child for item in node.else_ for child in self._listed(item)]
+        around, node.else_ = self.captured, behind
         self.captured = around or node.recursive
         lists: list[nodes.Expr] = []
         if isinstance(target, nodes.Name):
@@ -263,6 +264,7 @@ class TracedTemplate:
     def __init__(self, source: str, environment: TemplateEnvironment, name: str) -> None:
         self._environment, self._name, self._source = environment, name, source
         self._tracker = _Tracker()
+        self._compiled: dict[str, Template] = {}  # by the file that tracebacks name
         environment.filters.update(self._tracker.marks())
         self._marked, self.has_generation = self._compile(marks=True)
 
@@ -296,8 +298,9 @@ class TracedTemplate:
 
     def line_of(self, error: BaseException) -> str:
         """``"line N: "`` for an error that came out of the template, else nothing."""
-        lines = [at for frame, at in walk_tb(error.__traceback__) if frame.f_code.co_filename == self._name]
-        return f"line {self._marked.get_corresponding_lineno(lines[-1])}: " if lines else ""
+        places = [(frame.f_code.co_filename, at) for frame, at in walk_tb(error.__traceback__)]
+        lines = [self._compiled[file].get_corresponding_lineno(at) for file, at in places if file in self._compiled]
+        return f"line {lines[-1]}: " if lines else ""
 
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
@@ -342,19 +345,20 @@ class TracedTemplate:
         return text, [(at - removed[bisect_left(starts, at)], event) for at, _, event in events]
 
     def _compile(self, marks: bool) -> tuple[Template, bool]:
-        environment = self._environment
+        environment, file = self._environment, f"{self._name}{'' if marks else ', without marks'}"
         try:
             marker = _Marker(environment, marks)
             tree = environment.parse(self._source)
             environment.allowance.compile(nests(tree))
             tree = marker.visit(tree)
-            code = environment.compile(tree, name=self._name, filename=self._name)
+            code = environment.compile(tree, name=self._name, filename=file)
         except (TemplateSyntaxError, SyntaxError) as error:
             said = error.msg if isinstance(error, SyntaxError) else error.message
             raise FormatError(f"{self._name}: line {error.lineno}: {said}") from None
         except RecursionError:
             raise FormatError(f"{self._name}: the chat template is nested too deeply") from None
-        return Template.from_code(environment, code, dict(environment.globals)), marker.generations > 0
+        self._compiled[file] = template = Template.from_code(environment, code, dict(environment.globals))
+        return template, marker.generations > 0
 
 
 def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Traced:
