@@ -201,7 +201,9 @@ _PRICES: dict[str, Filter] = {
     **dict.fromkeys(("capitalize", "lower", "upper"), _of_text(_linear(4))),
     **dict.fromkeys(("e", "escape", "forceescape"), _of_text(_linear(_ESCAPED))),
     **dict.fromkeys(("title", "wordcount"), _of_text(_linear(64))),
-    **dict.fromkeys(("filesizeformat", "float", "int", "round", "urlize", "wordwrap"), _of_text(_squared, False)),
+    **dict.fromkeys(("filesizeformat", "float", "int"), _of_text(lambda size, text, given: size * size >> 6, False)),
+    **dict.fromkeys(("round", "wordwrap"), _of_text(_squared, False)),
+    **dict.fromkeys(("striptags", "urlize"), _of_text(_squared)),
     **dict.fromkeys(("pprint", "urlencode", "xmlattr"), _pretty),
     **dict.fromkeys(("map", "reject", "rejectattr", "select", "selectattr"), _lazy),
     **dict.fromkeys(("batch", "reverse", "slice"), _gathered),
@@ -209,7 +211,6 @@ _PRICES: dict[str, Filter] = {
     "center": _of_text(_padded),
     "indent": _of_text(_multiplied, False),
     "safe": lambda allowance, value, given: allowance.soft_text(value),
-    "striptags": _of_text(_squared),
     "truncate": _of_text(_linear(4), False),
 }
 
