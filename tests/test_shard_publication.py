@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.journal import Head
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.storage import OutputFile
 
@@ -133,6 +136,30 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "x")
     assert len(shard) == shard[0]["input_ids"][0] + 1
     assert folder_of(tmp_path) == WHOLE
+
+
+def test_files_of_writers_that_come_and_go_between_the_looks_are_no_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (inodes := tmp_path / "inodes").mkdir()
+    read, others = publication.read_journal, [ShardWriter(tmp_path / "x", durable=False)]
+
+    def read_then_change(paths: ShardPaths) -> Head | None:
+        head = read(paths)
+        if others:
+            others.pop().abandon()
+            for _ in range(10):  # take the inodes that are free now
+                tempfile.mkstemp(dir=inodes)
+            others.append(ShardWriter(paths.prefix, durable=False))
+            others[-1].add_pack([1], [0], [0])
+            others[-1].flush()
+        return head
+
+    monkeypatch.setattr(publication, "read_journal", read_then_change)
+    with pytest.raises(FormatError, match="another writer is at work here"):
+        ShardWriter(tmp_path / "x", overwrite=True)
+    others.pop().abandon()
+    assert folder_of(tmp_path) == ["inodes"]
 
 
 def test_a_lock_on_a_removed_journal_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ def check_free(
     overwrite: bool,
     only: Collection[str] | None = None,
     any_file: bool = False,
+    strangers: bool = True,
     nbytes: int = 0,
 ) -> dict[str, int]:
     """Find out whether a shard may be written at a prefix, before anything is.
@@ -146,6 +147,8 @@ def check_free(
         overwrite: whether a shard may be replaced.
         only: the files that will be written, and columns that go; None for all of both.
         any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
+        strangers: whether to look for files that are not of this package. The caller must hold the lock to be sure of
+            the answer: files of a living writer come and go between the looks.
         nbytes: what will be written at least.
 
     Returns:
@@ -169,10 +172,13 @@ def check_free(
             f"{paths.prefix}: {', '.join(replaced)} exist already;"
             " choose another prefix, or pass overwrite (--overwrite)"
         )
-    try:
-        _refuse_strangers(paths, () if any_file else replaced)
-    except FormatError:  # unless a living writer was taking its last steps between the looks
-        _refuse_strangers(paths, () if any_file else replaced)
+    for again in (False, True) if strangers else ():
+        try:
+            _refuse_strangers(paths, () if any_file else replaced)
+            break
+        except FormatError:  # of a living writer's, it may be
+            if again:
+                raise
     check_lock(paths.journal, MAGICS)
     require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
     return replaced
@@ -450,13 +456,14 @@ class Publication:
     ) -> None:
         self._set(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        check_free(paths, only=only, **options)
+        check_free(paths, only=only, strangers=False, **options)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
-            if lock is None:
+            # Once more: now nobody else of this package writes here. What is refused has settled nothing.
+            if lock is None and os.fstat(self._lock).st_size:
+                check_free(paths, only=only, **options)
                 settle(paths, self._lock, overwrite=overwrite, drops=drops)
-            # Once more, and with one look at the folder: now nobody else of this package writes here.
             present = with_present(paths)
             self._replaced = check_free(paths, only=present.all if only is None else only, **options)
             _remove_temporaries(present, None)
