@@ -47,6 +47,8 @@ TOP_LEVEL = {
 SHARED_NAMES = {
     "local": {"storage", "tokenize"},
 }
+# A class, or a public function of a module, has a name of its own too, but for what every format is asked for by name.
+ASKED_FOR = {"Reader", "Writer", "recognise"}
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
 
@@ -186,6 +188,23 @@ def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str,
         if not allowed <= (there := folders.get(name, set()))
     ]
     return new + gone
+
+
+def definition_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
+    """Classes, and public functions of modules other than verbs, that have the name of another one."""
+    places: dict[str, list[str]] = {}
+    for module, _, source in named:
+        tree = ast.parse(source)
+        functions = [] if module.startswith(f"{PACKAGE}.cli.") else tree.body
+        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        found |= {node.name for node in functions if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
+        for name in found - ASKED_FOR:
+            places.setdefault(name, []).append(module)
+    return [
+        f"{name} is defined in {', '.join(modules)}; one name is one thing: rename one"
+        for name, modules in sorted(places.items())
+        if len(modules) > 1
+    ]
 
 
 def private_path_complaints(text: str, name: str) -> list[str]:

@@ -23,7 +23,16 @@ from packs import demo_samples, write_samples
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read, reading_lines, recommend
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, memory_limit
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Job, Run, Sample, Setting, ShardReader, Workers, read_epoch
+from megatron_sft_idx.inspect.read_worker import (
+    SETTINGS,
+    ReadJob,
+    ReadTimes,
+    Sample,
+    Setting,
+    ShardReader,
+    Workers,
+    read_epoch,
+)
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 
@@ -74,10 +83,10 @@ def workers() -> Iterator[Workers]:
         yield started
 
 
-def run_in(workers: Workers, prefix: Path, setting: Setting, **options: Any) -> Run:
+def run_in(workers: Workers, prefix: Path, setting: Setting, **options: Any) -> ReadTimes:
     """Both epochs, from a cold start as far as the file system allows."""
     drop_cache(ShardPaths.of(prefix).all)
-    return workers.run(Job(str(prefix), Sample(0, PACKS), setting, 60.0, **options))
+    return workers.run(ReadJob(str(prefix), Sample(0, PACKS), setting, 60.0, **options))
 
 
 @pytest.mark.parametrize("setting", [Setting(), Setting("pread"), Setting("pread", "random", schedule=True)])
@@ -107,7 +116,7 @@ def test_without_read_ahead_every_page_is_a_hard_fault(workers: Workers, shard: 
 class KeepingReader(ShardReader):
     """Keeps something of each pack in memory, as a cache would; a name in a module, since processes are told of it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ReadJob) -> None:
         super().__init__(job)
         self._kept: dict[int, np.ndarray] = {}
 
@@ -124,7 +133,7 @@ def test_memory_that_a_reader_takes_is_the_processes_own_and_maps_are_not(worker
 
 
 def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) -> None:
-    reader = ShardReader(Job(str(shard), Sample(0, PACKS), Setting(), 0.0))
+    reader = ShardReader(ReadJob(str(shard), Sample(0, PACKS), Setting(), 0.0))
     sample = Sample(0, PACKS, seed=3)
     epoch = read_epoch(reader, sample.first(), scheduled=False, most_seconds=0.0)
     assert (epoch.packs, epoch.nbytes) == (1, 5 * LENGTH + 4)
@@ -133,7 +142,7 @@ def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) ->
 
 
 def test_what_a_first_epoch_has_no_time_for_is_read_before_the_second(workers: Workers, shard: Path) -> None:
-    job = Job(str(shard), Sample(0, PACKS), Setting(), 0.0)
+    job = ReadJob(str(shard), Sample(0, PACKS), Setting(), 0.0)
     assert workers.run(job).seen_nbytes == 5 * LENGTH + 4
     # Time for something, and not for the whole: if a machine is that fast, nothing is left to be read.
     run = workers.run(replace(job, most_seconds=1e-3))
@@ -142,7 +151,7 @@ def test_what_a_first_epoch_has_no_time_for_is_read_before_the_second(workers: W
 
 
 def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ShardReader(Job(str(shard), Sample(0, PACKS), Setting(schedule=True), 60.0))
+    reader = ShardReader(ReadJob(str(shard), Sample(0, PACKS), Setting(schedule=True), 60.0))
     told: list[int] = []
     read: list[int] = []
     real = type(reader._shard).schedule
@@ -304,15 +313,15 @@ def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
     assert command("bench-read").code == 2
 
 
-def exits(job: Job) -> Any:
+def exits(job: ReadJob) -> Any:
     os._exit(9)
 
 
-def fails(job: Job) -> Any:
+def fails(job: ReadJob) -> Any:
     return 1 / 0
 
 
-def dies(job: Job) -> Any:
+def dies(job: ReadJob) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -325,7 +334,7 @@ def dies(job: Job) -> Any:
     ],
 )
 def test_processes_that_die_are_a_setting_that_is_refused(opens: Any, found: str) -> None:
-    job = Job("x", Sample(0, 1), Setting(), 1.0)
+    job = ReadJob("x", Sample(0, 1), Setting(), 1.0)
     with Workers(opens) as workers:
         for _ in range(2):
             with pytest.raises(OSError, match=found):
@@ -333,7 +342,7 @@ def test_processes_that_die_are_a_setting_that_is_refused(opens: Any, found: str
 
 
 def test_a_job_survives_its_way_to_the_worker() -> None:
-    job = Job("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), "group")
+    job = ReadJob("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), "group")
     assert pickle.loads(pickle.dumps(job)) == job
 
 

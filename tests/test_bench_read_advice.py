@@ -21,7 +21,7 @@ from megatron_sft_idx.inspect.bench_read import (
     sample_of,
 )
 from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
-from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
+from megatron_sft_idx.inspect.read_worker import Epoch, ReadTimes, Sample, Setting
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.storage.advice import mount_of
 
@@ -33,10 +33,10 @@ def epoch(rate: float, disk: int | None = 0, packs: int = 1000) -> Epoch:
     return Epoch(packs, packs / rate, packs * 10_000, 1e6 / rate, 2e6 / rate, 5, 2, disk)
 
 
-def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10_000_000) -> list[Run]:
+def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10_000_000) -> list[ReadTimes]:
     """Three rounds around these packs a second."""
     factors = (1 - spread, 1.0, 1 + spread)
-    return [Run(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
+    return [ReadTimes(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
 
 
 def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: DiskKind = "disk", packs: int = 100_000) -> Subject:

@@ -13,6 +13,7 @@ from house import (
     PACKAGE,
     SHARED_NAMES,
     TOP_LEVEL,
+    definition_complaints,
     front_door_complaints,
     import_complaints,
     is_light,
@@ -144,6 +145,20 @@ def test_a_second_file_of_a_name_is_seen() -> None:
     ):
         assert len(complaints) == 1
         assert complaints[0].startswith("reader.py stands in ")
+
+
+def test_a_name_is_one_thing() -> None:
+    complaints = definition_complaints(modules(ROOT))
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_second_class_or_function_of_a_name_is_seen() -> None:
+    one = (f"{PACKAGE}.a.b", False, "class _Run:\n    def read(self): pass\ndef _cut(): pass\ndef read(): pass\n")
+    assert definition_complaints([one, (f"{PACKAGE}.c.d", False, "def _cut(): pass\nclass Reader: pass\n")]) == []
+    assert definition_complaints([one, (f"{PACKAGE}.cli.read", False, "def read(): pass\n")]) == []
+    for source in ("class _Run: pass", "def read(): pass", "def f():\n    class _Run: pass"):
+        (complaint,) = definition_complaints([one, (f"{PACKAGE}.c.d", False, source)])
+        assert f"is defined in {PACKAGE}.a.b, {PACKAGE}.c.d" in complaint
 
 
 def test_the_top_level_holds_what_it_should() -> None:

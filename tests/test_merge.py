@@ -214,7 +214,7 @@ def test_a_list_of_sources_too_long_for_a_header_names_the_merges_instead(
 
 
 def test_as_many_sources_as_are_listed_fit_a_header(tmp_path: Path) -> None:
-    runs = [origin.Run(f"{i:032x}", "f" * 32, 0, 10**9, 10**10, 10**13) for i in range(origin.MAX_RUNS)]
+    runs = [origin.OriginRun(f"{i:032x}", "f" * 32, 0, 10**9, 10**10, 10**13) for i in range(origin.MAX_RUNS)]
     header = write_samples(tmp_path / "a", [])
     assert dataclasses.replace(header, metadata={origin.ORIGIN: list(map(dataclasses.asdict, runs))}).nbytes < 16 << 20
 

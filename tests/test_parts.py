@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import begin
-from megatron_sft_idx.tokenize.begin import RunFolder
+from megatron_sft_idx.tokenize.begin import PartsFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
 from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, write_part
-from megatron_sft_idx.tokenize.plan import PackedRun
+from megatron_sft_idx.tokenize.plan import PlannedRun
 
 
 def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
@@ -96,7 +96,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     # Of a part, what its numbers are counted from.
     bases = {"source": np.array([[0, 0], [0, 10], [1, 0]], np.uint32), "label": np.zeros(3, np.uint8)}
     reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", bases))
-    ids, mask, columns = reader.read(PackedRun(np.array([0, 5]), sequences, begins, lengths, 18))
+    ids, mask, columns = reader.read(PlannedRun(np.array([0, 5]), sequences, begins, lengths, 18))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
     spans = [
@@ -110,17 +110,17 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
         assert values.tolist() == whole[sequences].tolist()
     assert columns.keys() == bases.keys()
     with pytest.raises(FormatError, match="changed since its lengths were read"):
-        reader.read(PackedRun(np.array([0, 1]), np.array([3]), None, np.array([2]), 2))
+        reader.read(PlannedRun(np.array([0, 1]), np.array([3]), None, np.array([2]), 2))
     reader = PartsReader(PartsTable(paths, np.array([0, 2, 2, 4]), "float32"))
     with pytest.raises(FormatError, match="changed since its lengths were read"):
-        reader.read(PackedRun(np.array([0, 1]), np.array([0]), None, np.array([2]), 2))
+        reader.read(PlannedRun(np.array([0, 1]), np.array([0]), None, np.array([2]), 2))
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b'{"version": 1}', b'{"version": 2, "inputs": []}', b"[" * 100_000, b"\xff"]
 )
 def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
-    folder = RunFolder.of(str(tmp_path / "x"))
+    folder = PartsFolder.of(str(tmp_path / "x"))
     with folder.locked():
         (tmp_path / "x.parts" / "run.json").write_bytes(content)
         with pytest.raises(FormatError, match="not a run of this command"):
@@ -128,7 +128,7 @@ def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
 
 
 def test_one_driver_a_folder(tmp_path):
-    folder = RunFolder.of(str(tmp_path / "x"))
+    folder = PartsFolder.of(str(tmp_path / "x"))
     with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
         pass
     with folder.locked():
@@ -136,7 +136,7 @@ def test_one_driver_a_folder(tmp_path):
 
 
 def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
-    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), begin.lock_journal, []
+    folder, lock, ended = PartsFolder.of(str(tmp_path / "x")), begin.lock_journal, []
 
     def late(*arguments, **named):
         if not ended:  # between the two steps of this driver, another one is done
@@ -161,7 +161,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
 
 
 def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
-    folder = RunFolder.of(str(tmp_path / "x"))
+    folder = PartsFolder.of(str(tmp_path / "x"))
     with folder.locked():
         (tmp_path / "x.parts" / "000000-000000.part").touch()
         (tmp_path / "x.parts" / "notes.txt").touch()

@@ -200,7 +200,7 @@ class Stream:
 # ---- the walk ----
 
 
-class Run(NamedTuple):
+class OffsetRun(NamedTuple):
     """Consecutive packs by their int64 offsets: ``packs`` + 1 of each kind, or one more where packs follow.
 
     The one more tells which of two neighbours is wrong.
@@ -212,7 +212,7 @@ class Run(NamedTuple):
 
 
 def walk_packs(
-    walk: _native.PackWalk, runs: Iterable[Run], starts: Stream | None, masks: Stream | None, mask_dtype: Any
+    walk: _native.PackWalk, runs: Iterable[OffsetRun], starts: Stream | None, masks: Stream | None, mask_dtype: Any
 ) -> None:
     """Hold all packs, given in order, against rules O1, O2 and P1 to P7, in step; the kernel keeps what it finds.
 

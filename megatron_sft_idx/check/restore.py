@@ -30,7 +30,7 @@ from megatron_sft_idx.check.lengths import (
     offset_lengths,
     started,
 )
-from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, walk_packs
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
 from megatron_sft_idx.layout import (
@@ -457,13 +457,13 @@ def _measured(
     return walk
 
 
-def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
+def _runs(packs: Iterable[PackChunk]) -> Iterator[OffsetRun]:
     token = sequence = 0
     for chunk in packs:
         begins = _native.offsets_from_lengths(chunk.lengths, 1, token)
         firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
         token, sequence = int(begins[-1]), int(firsts[-1])
-        yield Run(begins, firsts, len(chunk.lengths))
+        yield OffsetRun(begins, firsts, len(chunk.lengths))
 
 
 def _require_same(path: str, proven: Header, known: Known) -> None:

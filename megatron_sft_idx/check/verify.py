@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, Run, Stream, walk_packs
+from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Claims,
     Finding,
@@ -246,7 +246,7 @@ def _check_all(
             )
 
 
-def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findings) -> Iterator[Run]:
+def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findings) -> Iterator[OffsetRun]:
     """The packs by the arrays of ``.seq.idx``, as far as it has them; ``.idx`` is held to them on the way."""
     num_packs, seq_idx = claims.num_packs, streams[".seq.idx"]
     idx = streams.get(".idx") if claims.token_dtype is not None else None
@@ -267,7 +267,7 @@ def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findin
         if count < 1:
             break
         _compare(idx, "length", "<i4", first, np.diff(tokens[: count + 1]), findings)
-        yield Run(tokens[:given], sequences[:given], count)
+        yield OffsetRun(tokens[:given], sequences[:given], count)
         sequences = sequences[count:]
     if not idx or idx.position != idx_places(num_packs)[1]:
         return

@@ -47,7 +47,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
+from megatron_sft_idx.storage.publish import Place, check_place, places_at, require_apart, resolve, write_file
 
 _HELP = """\
 Show what a shard holds.
@@ -309,7 +309,7 @@ def _diff(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
 
 def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     path = resolve(arguments.html)
-    tokenizer = files_of(arguments.tokenizer, "the tokenizer") if arguments.tokenizer else []
+    tokenizer = places_at(arguments.tokenizer, "the tokenizer") if arguments.tokenizer else []
     shards = [Place(file, "a file of the shard") for file in ShardPaths.of(shard.prefix).all]
     require_apart([Place(path, "--html")], [*shards, *tokenizer])
     check_place(path, PAGE, overwrite=arguments.overwrite)

@@ -40,7 +40,7 @@ megatron-sft-idx <verb> --help explains each verb, with examples.
 """
 
 
-class _Formatter(HelpFormatter):
+class _VerbFormatter(HelpFormatter):
     """Lists verbs by what they are for."""
 
     def _format_action(self, action: argparse.Action) -> str:
@@ -61,7 +61,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
         epilog=_EXAMPLE,
-        formatter_class=_Formatter,
+        formatter_class=_VerbFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)

@@ -143,9 +143,9 @@ def _once_a_shard(sources: Sequence[str]) -> list[str]:
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    from megatron_sft_idx.tokenize import Output  # brings tokenizers and templates, which copy does without
+    from megatron_sft_idx.tokenize import Destination  # brings tokenizers and templates, which copy does without
 
-    output = Output(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
+    output = Destination(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
     prefixes = find_prefixes(_once_a_shard(arguments.sources))
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
     report = merge(

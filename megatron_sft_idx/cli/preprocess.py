@@ -29,7 +29,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.tokenize import (
     FROM_ZERO,
-    Output,
+    Destination,
     Summary,
     available_cpus,
     check_summary,
@@ -298,7 +298,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if not arguments.dry_run:
         print(run_job(rows, options, staging=arguments.staging, summary=arguments.summary))
         return
-    output = Output(options.prefix, staging=arguments.staging)
+    output = Destination(options.prefix, staging=arguments.staging)
     with inputs_of(rows, output.local) as inputs:
         lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
     print("\n".join(lines))
@@ -312,7 +312,7 @@ def _pack(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
     options = packing_options(vars(arguments))
     if arguments.summary is not None:
         check_summary(arguments.summary, overwrite=arguments.overwrite)
-    output = Output(
+    output = Destination(
         arguments.output_prefix,
         shards=arguments.output_shards,
         staging=arguments.staging,

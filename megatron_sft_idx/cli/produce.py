@@ -13,7 +13,7 @@ from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_option
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import ProduceOptions, own_files, produce
-from megatron_sft_idx.storage.publish import Place, files_of, require_apart
+from megatron_sft_idx.storage.publish import Place, places_at, require_apart
 from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
 
 _HELP = """\
@@ -140,6 +140,6 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(str(error))
     reads = reads_of(options.inputs, options.encoding)
     if arguments.watch is not None:
-        reads += [Place(arguments.watch, "--watch"), *files_of(arguments.watch, "the input")]
+        reads += [Place(arguments.watch, "--watch"), *places_at(arguments.watch, "the input")]
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
     print(produce(options, log=lambda line: print(line, file=sys.stderr, flush=True)))

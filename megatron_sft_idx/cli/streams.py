@@ -39,7 +39,7 @@ def print_error(message: str) -> None:
 STDOUT, STDERR = "standard output", "standard error"
 
 
-class _Stream(io.FileIO):
+class _LossyFile(io.FileIO):
     """A descriptor that takes everything: what cannot be written is dropped, and the reason is kept.
 
     Attributes:
@@ -76,7 +76,7 @@ class StandardOutput:
         closed: whether there was no stdout when the program began.
     """
 
-    def __init__(self, stream: _Stream | None, *, closed: bool) -> None:
+    def __init__(self, stream: _LossyFile | None, *, closed: bool) -> None:
         self._stream, self._closed = stream, closed
 
     def begin(self, *, product: bool) -> None:
@@ -127,7 +127,7 @@ def standard_streams() -> Iterator[StandardOutput]:
     finally:
         for number, stream in enumerate(ours, 1):
             if stream is not None:
-                raw: _Stream = stream.buffer.raw  # type: ignore[attr-defined]
+                raw: _LossyFile = stream.buffer.raw  # type: ignore[attr-defined]
                 raw.strict = False
                 stream.flush()
                 if raw.failing:  # keep Python from trying again when it exits
@@ -156,7 +156,7 @@ def _replacement(stream: TextIO | None, number: int) -> io.TextIOWrapper | None:
             stream.flush()
     # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(number, (STDOUT, STDERR)[number - 1])),
+        io.BufferedWriter(_LossyFile(number, (STDOUT, STDERR)[number - 1])),
         encoding=getattr(stream, "encoding", "utf-8"),
         errors="backslashreplace",
         line_buffering=number == 2 or os.isatty(number),

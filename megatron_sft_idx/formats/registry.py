@@ -26,7 +26,7 @@ from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
-from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
+from megatron_sft_idx.storage.publish import Place, check_place, places_at, resolve
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -256,7 +256,7 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         written: it is going to be written: a folder as a whole.
     """
     if name not in _PREFIXES:
-        return [Place(path, role, folder=_module(name).Writer.folder)] if written else files_of(path, role)
+        return [Place(path, role, folder=_module(name).Writer.folder)] if written else places_at(path, role)
     if written:
         return places_of(path, role, written=True)
     return [Place(file, role) for file in ShardPaths.of(path).all]
@@ -363,7 +363,7 @@ class JoinedReader:
     def columns_apart(self) -> dict[str, str]:
         """Columns of the files that cannot be one of all of them, by name: a sentence each."""
         specs = [self.reader(number).columns for number in range(len(self.paths))]
-        joined, apart = joined_columns(specs), {}
+        joined, apart = joined_specs(specs), {}
         for path, columns in zip(self.paths, specs, strict=True):
             for name in columns.keys() - joined.keys():
                 remedy = "sources with it are converted one by one, or made one shard first (merge)"
@@ -383,7 +383,7 @@ class JoinedReader:
             yield from self.reader(number).runs()
 
 
-def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
+def joined_specs(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
     """The columns that packs of several files have as one: alike in all, and with no numbers that begin anew."""
     if len(specs) == 1:
         return dict(specs[0])
@@ -418,7 +418,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
-        columns=joined_columns([spec.columns for spec in specs]),
+        columns=joined_specs([spec.columns for spec in specs]),
         # What all of them say.
         metadata={
             key: value

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.place import MemoryLimit, ShardPlace, cached_nbytes, drop_cache, find_place
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Order, Run, Sample, Setting, Workers
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Order, ReadJob, ReadTimes, Sample, Setting, Workers
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
@@ -89,10 +89,10 @@ class Measured:
     """One setting: what was found, a run a round; and why the system does not read in this way, None where it does."""
 
     setting: Setting
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ReadTimes] = field(default_factory=list)
     refused: str | None = None
 
-    def median(self, of: Callable[[Run], float]) -> float:
+    def median(self, of: Callable[[ReadTimes], float]) -> float:
         """Of the rounds."""
         return median(map(of, self.runs))
 
@@ -120,7 +120,7 @@ class ReadingReport:
     measured: list[Measured]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[ReadTimes]:
         """Of all settings."""
         return [run for one in self.measured for run in one.runs]
 
@@ -185,7 +185,7 @@ def largest_sample(subject: Subject, plan: Plan, trial: Callable[[Sample], Epoch
     return sample_of(subject, plan, count)
 
 
-def measure_once(workers: Workers, one: Measured, job: Job) -> int | None:
+def measure_once(workers: Workers, one: Measured, job: ReadJob) -> int | None:
     """Two epochs, the first without the page cache; adds a run to a setting, or why there is none.
 
     Returns the bytes that the cache held of the shard all the same; None where the system does not tell.
@@ -231,7 +231,7 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda 
 
         def measure(one: Measured, sample: Sample) -> None:
             nonlocal left
-            kept = measure_once(workers, one, Job(subject.prefix, sample, one.setting, seconds, group))
+            kept = measure_once(workers, one, ReadJob(subject.prefix, sample, one.setting, seconds, group))
             left = None if kept is None or left is None else max(kept, left)
 
         def trial(sample: Sample) -> Epoch | None:
@@ -268,7 +268,7 @@ def recommend(report: ReadingReport) -> Recommendation:
         return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.measured])
     subject, limit = report.subject, report.plan.limit
 
-    def seconds(run: Run) -> float:
+    def seconds(run: ReadTimes) -> float:
         """Of a pack over all epochs.
 
         The second epoch is a sample's, which memory may keep where it does not keep the shard: unless more was read

@@ -116,7 +116,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Job:
+class ReadJob:
     """Two epochs of one shard.
 
     Attributes:
@@ -170,7 +170,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReadTimes:
     """What a job found.
 
     Attributes:
@@ -188,7 +188,7 @@ class Run:
     huge_nbytes: int
 
 
-class Reader:
+class TimedReader:
     """An open data set whose packs are copied out, as into a batch; files, maps and caches go with it."""
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
@@ -203,10 +203,10 @@ class Reader:
         return 0
 
 
-class ShardReader(Reader):
+class ShardReader(TimedReader):
     """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ReadJob) -> None:
         setting = job.setting
         options = ReadOptions(setting.backend, setting.advice, setting.huge_pages)
         self._shard = Shard(job.prefix, backend=options)
@@ -248,7 +248,7 @@ class ShardReader(Reader):
 # ---- in the measured process ----
 
 
-def read_epoch(reader: Reader, packs: NDArray[np.int64], *, scheduled: bool, most_seconds: float) -> Epoch:
+def read_epoch(reader: TimedReader, packs: NDArray[np.int64], *, scheduled: bool, most_seconds: float) -> Epoch:
     """Read packs in the order given until they, or the time, are at their end; at least one.
 
     Args:
@@ -289,7 +289,7 @@ def _private_nbytes() -> int:
     return 1024 * (_proc_value("status", "RssAnon:") or 0)  # mapped files left out
 
 
-def _run_job(job: Job, open_reader: Callable[[Job], Reader], begun_with: int) -> Run:
+def _run_job(job: ReadJob, open_reader: Callable[[ReadJob], TimedReader], begun_with: int) -> ReadTimes:
     """Both epochs. What the first had no time for is read between them, in the plainest way, in order.
 
     Otherwise the second epoch of a slow setting would be one of fewer packs, which a small cache holds.
@@ -308,13 +308,13 @@ def _run_job(job: Job, open_reader: Callable[[Job], Reader], begun_with: int) ->
     second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
     private = _private_nbytes() - begun_with
     # With the reader go its maps, without which the page cache can be dropped.
-    return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
+    return ReadTimes(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
 
 
 # ---- processes ----
 
 
-def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
+def _serve(open_reader: Callable[[ReadJob], TimedReader], jobs: Connection) -> None:
     """Do the jobs that come in; the run of each, or its error, goes back."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever gives the jobs, and ends this process
     logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
@@ -322,7 +322,7 @@ def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
     with suppress(EOFError):
         while True:
             job = jobs.recv()
-            answer: Run | FormatError | OSError
+            answer: ReadTimes | FormatError | OSError
             try:
                 answer = _run_job(job, open_reader, begun_with)
             except SFTIndexError as error:
@@ -356,14 +356,14 @@ class Workers(ExitStack):
         open_reader: opens the data set of a job; a name in a module, as processes are told of it.
     """
 
-    def __init__(self, open_reader: Callable[[Job], Reader] = ShardReader) -> None:
+    def __init__(self, open_reader: Callable[[ReadJob], TimedReader] = ShardReader) -> None:
         super().__init__()
         self._open_reader = open_reader
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._children: dict[Setting, tuple[BaseProcess, Connection]] = {}
 
-    def run(self, job: Job) -> Run:
+    def run(self, job: ReadJob) -> ReadTimes:
         """Do a job.
 
         Raises:
@@ -375,7 +375,7 @@ class Workers(ExitStack):
         process, connection = self._children[job.setting]
         try:
             connection.send(job)
-            answer: Run | FormatError | OSError = connection.recv()
+            answer: ReadTimes | FormatError | OSError = connection.recv()
         except (EOFError, OSError):
             del self._children[job.setting]
             process.join()

@@ -37,7 +37,7 @@ _LOSSES = {
 }
 
 
-class Place(NamedTuple):
+class Remark(NamedTuple):
     """A pack, or a sequence in it, counted from 0, and what is said of it."""
 
     pack: int
@@ -65,7 +65,7 @@ class Odd:
     kind: str
     count: int | None
     unit: str
-    places: Sequence[Place]
+    places: Sequence[Remark]
     exact: bool = True
 
     @property
@@ -216,19 +216,19 @@ class Survey:
             Odd("Least filled", None, "", _packs(emptiest, "token")),
         ]
 
-    def _sequence(self, number: int, note: str) -> Place:
+    def _sequence(self, number: int, note: str) -> Remark:
         """Sequence ``number`` among all of the shard; the note is given its tokens, and where it came from."""
         pack, sequence, length = locate_sequence(self._shard, number)
         note = note.format(tokens=counted(length, "token"))
         if self.names is not None:
             place = self._shard.columns[SOURCE].values[number : number + 1][0].tolist()
             note = f"{note}, {place_name(self.names, place)}"
-        return Place(pack, sequence, note)
+        return Remark(pack, sequence, note)
 
 
-def _flagged(found: Top, note: str) -> list[Place]:
+def _flagged(found: Top, note: str) -> list[Remark]:
     """The packs for which something is so."""
-    return [Place(pack, None, note) for is_so, pack in found.found if is_so]
+    return [Remark(pack, None, note) for is_so, pack in found.found if is_so]
 
 
 def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -237,9 +237,9 @@ def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.i
     return shares
 
 
-def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Place]:
+def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Remark]:
     plural = "pairs of tokens" if unit == "pair of tokens" else None
-    return [Place(pack, None, counted(value, unit, plural)) for value, pack in found]
+    return [Remark(pack, None, counted(value, unit, plural)) for value, pack in found]
 
 
 def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:

@@ -132,7 +132,7 @@ def pack_sequences(
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
     if starts is None:
-        return _Job(array, capacity, multiple, most, seed).plan(method, effort)
+        return _Instance(array, capacity, multiple, most, seed).plan(method, effort)
     counts = np.diff(starts, append=len(array))
     if max_sequences_per_pack is not None:
         if (counts != counts[0]).any():
@@ -142,11 +142,11 @@ def pack_sequences(
                 f"max_sequences_per_pack is {max_sequences_per_pack}, but groups have {counts[0]} sequences; raise it"
             )
     units = _group_units(array, starts, capacity, multiple)
-    plan = _Job(units, capacity // multiple, 1, most, seed).plan(method, effort)
+    plan = _Instance(units, capacity // multiple, 1, most, seed).plan(method, effort)
     return _ungroup(plan, array, starts, capacity)
 
 
-class _Job:
+class _Instance:
     """One call: the lengths, their size classes (in units of the multiple), and the bound."""
 
     def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int) -> None:

@@ -17,7 +17,7 @@ from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.columns import Rows, open_column
+from megatron_sft_idx.shard.columns import UnmappedRows, open_column
 from megatron_sft_idx.shard.opening import require_same
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, RowFiles
@@ -42,7 +42,7 @@ class CheckedArray:
     """
 
     path: str
-    array: Array | Rows
+    array: Array | UnmappedRows
     itemsize: int
     checksum: bytes
     advance: Advance

@@ -33,7 +33,7 @@ _Spans = Callable[[int, int], tuple[tuple[int, int], tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OriginRun:
     """Packs of one shard that follow each other; as a dict, an entry of ``ORIGIN`` in the JSON block.
 
     Attributes:
@@ -53,16 +53,16 @@ class Run:
     num_tokens: int
 
 
-def own_run(header: Header) -> Run:
+def own_run(header: Header) -> OriginRun:
     """All packs of a shard, as its own."""
     counts = header.num_packs, header.num_sequences, header.num_tokens
-    return Run(header.shard_id.hex(), header.source, 0, *counts)
+    return OriginRun(header.shard_id.hex(), header.source, 0, *counts)
 
 
-def runs_of(header: Header) -> list[Run]:
+def runs_of(header: Header) -> list[OriginRun]:
     """Runs that make up a shard: its origin where it has one that fits its counts, else itself."""
     try:
-        runs = [Run(**entry) for entry in header.metadata[ORIGIN]]
+        runs = [OriginRun(**entry) for entry in header.metadata[ORIGIN]]
         counts = [[getattr(run, name) for name in _COUNTS] for run in runs]
         plain = all(type(value) is int and value >= 0 for row in counts for value in row)
         fits = plain and list(map(sum, zip(*counts, strict=True))) == [getattr(header, name) for name in _COUNTS]
@@ -71,7 +71,7 @@ def runs_of(header: Header) -> list[Run]:
     return runs if fits else [own_run(header)]
 
 
-def slice_runs(runs: Sequence[Run], first: int, stop: int, spans: _Spans) -> list[Run]:
+def slice_runs(runs: Sequence[OriginRun], first: int, stop: int, spans: _Spans) -> list[OriginRun]:
     """Of a shard's runs, those of its packs ``[first, stop)``; ``spans`` gives the tokens and sequences of packs."""
     found, begin = [], 0
     for run in runs:
@@ -79,12 +79,12 @@ def slice_runs(runs: Sequence[Run], first: int, stop: int, spans: _Spans) -> lis
         if low < high:
             (token, last_token), (sequence, last_sequence) = spans(low, high)
             counts = high - low, last_sequence - sequence, last_token - token
-            found.append(Run(run.shard_id, run.source, run.first_pack + low - begin, *counts))
+            found.append(OriginRun(run.shard_id, run.source, run.first_pack + low - begin, *counts))
         begin += run.num_packs
     return found
 
 
-def _extend(runs: list[Run], more: Iterable[Run]) -> None:
+def _extend(runs: list[OriginRun], more: Iterable[OriginRun]) -> None:
     """Append runs; one that continues the last becomes part of it, an empty one is left out."""
     for run in more:
         last = runs[-1] if runs else None
@@ -157,8 +157,8 @@ class Agreement:
         self._differ: set[str] = set()  # fields of which two values were let pass
         self._compared: dict[str, Any] = {}  # entries of the JSON block that fields are read from
         self._blocks = _Common()  # the others
-        self._own: list[Run] = []
-        self._runs: list[Run] = []
+        self._own: list[OriginRun] = []
+        self._runs: list[OriginRun] = []
 
     def add(self, prefix: str, header: Header) -> None:
         """Take one more shard.

@@ -48,10 +48,10 @@ from megatron_sft_idx.tokenize import (
     PackOptions,
     PackReport,
     PartInfo,
+    PartsFolder,
     PartsReader,
     PartsTable,
     RowEncoder,
-    RunFolder,
     differences,
     encode_piece,
     make_packs,
@@ -252,8 +252,8 @@ def _held(catalog: Catalog) -> Iterator[None]:
                 os.rmdir(folder)
 
 
-def _work_of(catalog: Catalog) -> RunFolder:
-    return RunFolder(os.path.join(catalog.folder, _WORK))
+def _work_of(catalog: Catalog) -> PartsFolder:
+    return PartsFolder(os.path.join(catalog.folder, _WORK))
 
 
 def _input(

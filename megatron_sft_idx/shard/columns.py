@@ -121,7 +121,7 @@ def write_column(
 # ---- read ----
 
 
-class Rows:
+class UnmappedRows:
     """Rows of a column that is not mapped; every slice is read when it is asked for. ``items`` has one a row."""
 
     def __init__(self, items: Array, spec: ColumnSpec) -> None:
@@ -154,9 +154,13 @@ class ShardColumn:
     items: Array
 
     @cached_property
-    def values(self) -> NDArray[Any] | Rows:
+    def values(self) -> NDArray[Any] | UnmappedRows:
         """Its rows: a view of a memory map, or what reads a slice when it is asked for one."""
-        return _as_rows(self.items, self.spec) if isinstance(self.items, np.ndarray) else Rows(self.items, self.spec)
+        return (
+            _as_rows(self.items, self.spec)
+            if isinstance(self.items, np.ndarray)
+            else UnmappedRows(self.items, self.spec)
+        )
 
     @cached_property
     def held_items(self) -> NDArray[Any]:

@@ -31,10 +31,10 @@ from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage import (
     Array,
     Backend,
+    Extents,
     FirstReads,
     ReadOptions,
     ReopenedArray,
-    Runs,
     advise_order,
     check_size,
     is_remote,
@@ -332,7 +332,7 @@ def checked_packs(
     return packs
 
 
-def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Runs:
+def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
     """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
 
     Packs whose offsets point outside the files are left out: whoever reads one is told. ``slots`` int64 [packs] says
@@ -351,7 +351,7 @@ def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np
     both = np.repeat(2 * slots[some], 2)
     both[1::2] += 1
     arrays = [array for files in shards for array in (files.tokens, files.loss)]
-    return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
+    return Extents(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
 
 
 # ---- copies of index files, by their checksums, in a folder that processes share ----

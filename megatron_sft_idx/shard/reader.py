@@ -19,13 +19,13 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_name
 from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, require_same, runs_of
+from megatron_sft_idx.shard.opening import Files, checked_packs, extents_of, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
     Backend,
     BackendName,
+    Extents,
     ReadOptions,
-    Runs,
     announce,
     drop_pages,
     huge_nbytes_of,
@@ -312,7 +312,7 @@ class Shard:
         """
         packs = checked_packs(indices, len(self), self.prefix)
         if len(packs):
-            announce(runs_of([self.files], np.zeros(len(packs), np.int64), packs))
+            announce(extents_of([self.files], np.zeros(len(packs), np.int64), packs))
 
     def willneed(self, start: int, stop: int) -> None:
         """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError: no such pack."""
@@ -321,7 +321,7 @@ class Shard:
             raise IndexError(f"{self.prefix}: packs {start} to {stop}, there are {files.num_packs}")
         first, last = self._token_span(start, stop)
         if first < last:
-            announce(Runs([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
+            announce(Extents([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
 
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.

@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, check_name
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import checked_packs, read_header, require_same, runs_of
+from megatron_sft_idx.shard.opening import checked_packs, extents_of, read_header, require_same
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
@@ -431,7 +431,7 @@ class ShardSet:
         shards, local = self.locate(packs)
         numbers, slots = np.unique(shards, return_inverse=True)
         files = [self.shard(number).files for number in numbers.tolist()]
-        announce(runs_of(files, slots, local))
+        announce(extents_of(files, slots, local))
 
     def __len__(self) -> int:
         return int(self.packs_before[-1])

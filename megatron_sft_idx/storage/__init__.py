@@ -5,8 +5,8 @@ through ``shard.publication`` where five files belong together.
 """
 
 from megatron_sft_idx.storage.advice import (
+    Extents,
     FirstReads,
-    Runs,
     advise_order,
     announce,
     drop_cached,

@@ -26,7 +26,7 @@ _ADVICE = {
 }
 
 
-class Runs(NamedTuple):
+class Extents(NamedTuple):
     """Items that lie together, in some of several arrays.
 
     Attributes:
@@ -67,7 +67,7 @@ def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> N
                 mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-def announce(runs: Runs) -> None:
+def announce(runs: Extents) -> None:
     """Have the kernel read runs of maps and files in the background; nothing happens to any other array."""
     sizes = np.array([array.dtype.itemsize for array in runs.arrays], np.int64)[runs.slots]
     begins, nbytes = runs.starts * sizes, runs.counts * sizes

@@ -98,7 +98,7 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
     return os.path.join(os.path.realpath(parent), base)
 
 
-def files_of(path: str, role: str) -> list[Place]:
+def places_at(path: str, role: str) -> list[Place]:
     """What is read of a path, for ``require_apart``: the file, or the files that lie right in the folder."""
     try:
         return [Place(os.path.join(path, name), role) for name in sorted(os.listdir(path))]

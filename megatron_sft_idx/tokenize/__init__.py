@@ -7,8 +7,8 @@ becomes tokens, and nothing here knows how a shard lies on disk.
 """
 
 from megatron_sft_idx.tokenize.begin import (
+    PartsFolder,
     PreprocessOptions,
-    RunFolder,
     differences,
     option_differences,
     packing_differences,
@@ -18,7 +18,7 @@ from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, Ro
 from megatron_sft_idx.tokenize.gather import make_packs, pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
-    Output,
+    Destination,
     Rows,
     downloaded,
     encoding_options,

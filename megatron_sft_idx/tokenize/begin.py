@@ -123,17 +123,17 @@ class Job(NamedTuple):
         return corpus_prefix(self.options.prefix)
 
     @property
-    def folder(self) -> RunFolder:
+    def folder(self) -> PartsFolder:
         """Of the parts."""
-        return RunFolder.of(self.options.prefix)
+        return PartsFolder.of(self.options.prefix)
 
     def check_free(self, prefix: str, *, overwrite: bool) -> None:
         """FormatError where this run may not write a shard at a prefix of its own."""
         check_free(ShardPaths.of(prefix).with_columns(self.encoder.options.columns), overwrite=overwrite)
 
-    def state(self, *, overwrite: bool) -> RunState:
+    def state(self, *, overwrite: bool) -> JobState:
         """What the folder says of it."""
-        return RunState(
+        return JobState(
             [[file.path, file.num_bytes] for file in self.files],
             self.encoder.describe(),
             {"packing": asdict(self.options.packing)},
@@ -147,7 +147,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class JobState:
     """What a run is of, and how far it has come, for telling a person what differs before hours of work.
 
     Attributes:
@@ -181,7 +181,7 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFolder:
+class PartsFolder:
     """``PREFIX.parts``: the parts of one run, and in ``run.json`` what it is of, where it may be gone on with.
 
     Attributes:
@@ -191,7 +191,7 @@ class RunFolder:
     path: str
 
     @classmethod
-    def of(cls, prefix: str) -> RunFolder:
+    def of(cls, prefix: str) -> PartsFolder:
         """The folder of the run that makes ``prefix``, absolute."""
         return cls(os.path.abspath(prefix) + ".parts")
 
@@ -240,16 +240,16 @@ class RunFolder:
             finally:
                 os.close(fd)
 
-    def write(self, state: RunState) -> None:
+    def write(self, state: JobState) -> None:
         """Say what the run is of, durably."""
         content = {"version": _VERSION, **asdict(state)}
         write_file(self.state_path, json.dumps(content).encode(), _KIND, overwrite=True)
 
-    def read(self) -> RunState:
+    def read(self) -> JobState:
         """What the run is of that left this folder. FormatError where that is no such run."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             content = json.loads(read_most(self.state_path, _MAX_NBYTES))
-            version, state = content.pop("version", None), RunState(**content)
+            version, state = content.pop("version", None), JobState(**content)
             kinds = list(map(type, astuple(state)))
             files = {tuple(map(type, file)) for file in state.inputs}
             if version == _VERSION and kinds == [list, dict, dict, list, bool, bool, bool] and files <= {(str, int)}:
@@ -317,7 +317,7 @@ def _shard_differences(metadata: Mapping[str, Any], job: Job) -> list[str]:
     return packing_differences(metadata, job.options.packing) or option_differences(metadata, job.encoder)
 
 
-def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]:
+def _state_differences(there: JobState, job: Job, *, packing: bool) -> list[str]:
     """What of an interrupted run was another; ``packing`` too, where that is not to be decided anew."""
     wanted = job.state(overwrite=False)
     if differs := option_differences(there.metadata, job.encoder):
@@ -390,7 +390,7 @@ def find_done(job: Job) -> list[Header]:
     return headers
 
 
-def begin(job: Job) -> tuple[RunState, Shard | None, bool]:
+def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
     """Find out what there is to go on with, once the folder of parts is held, and note there what the run is of.
 
     ::
@@ -438,7 +438,7 @@ def begin(job: Job) -> tuple[RunState, Shard | None, bool]:
     return state, corpus, options.overwrite
 
 
-def _interrupted_run(job: Job) -> tuple[RunState | None, list[str]]:
+def _interrupted_run(job: Job) -> tuple[JobState | None, list[str]]:
     """What the folder says, and what differs, where that is to be begun anew; FormatError where it may not be."""
     options, folder = job.options, job.folder
     if not folder.exists:

@@ -98,7 +98,7 @@ class EncodedPiece:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-class _Row(NamedTuple):
+class _PreparedRow(NamedTuple):
     """A row, ready to be tokenised.
 
     Attributes:
@@ -187,8 +187,8 @@ class RowEncoder:
 
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
-        options, rows, batch = self.options, 0, list[_Row]()
-        made: list[tuple[_Row, list[Encoded]]] = []
+        options, rows, batch = self.options, 0, list[_PreparedRow]()
+        made: list[tuple[_PreparedRow, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         for position, data in piece.rows():
             rows += 1
@@ -222,7 +222,7 @@ class RowEncoder:
             content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
-    def _prepare(self, position: int, data: Any) -> _Row:
+    def _prepare(self, position: int, data: Any) -> _PreparedRow:
         options, label, tokenized, template = self.options, None, None, None
         rendered: list[Rendered] = []
         sources: Sequence[Conversation | TokenizedRow]
@@ -243,11 +243,11 @@ class RowEncoder:
         if len(sources) == 2 and len(rendered) != 2:
             raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
         content = row_hash(sources, label) if options.content else None
-        return _Row(position, rendered, template, tokenized, label, content)
+        return _PreparedRow(position, rendered, template, tokenized, label, content)
 
     def _encode_batch(
-        self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
-    ) -> Iterator[tuple[_Row, list[Encoded]]]:
+        self, piece: Piece, batch: Sequence[_PreparedRow], bad_rows: list[SequenceError]
+    ) -> Iterator[tuple[_PreparedRow, list[Encoded]]]:
         """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for row in batch:

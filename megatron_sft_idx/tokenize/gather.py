@@ -40,7 +40,7 @@ from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
-from megatron_sft_idx.tokenize.plan import PackedRun, Packing, PackOptions, Selected, plan_packs, sequences_of
+from megatron_sft_idx.tokenize.plan import Packing, PackOptions, PlannedRun, Selected, plan_packs, sequences_of
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.report import PackReport
 
@@ -80,7 +80,7 @@ class CorpusReader:
         specs = {name: column.spec for name, column in self.columns.items()}
         self.window_tokens = fewer_tokens(self.window_tokens, specs)
 
-    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence or token."""
         sequences = self._taken[run.sequences]
         starts = self._bounds[sequences]
@@ -143,7 +143,7 @@ def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place], colum
     require_apart([place for each in paths for place in places_of(each, "the output", written=True)], reads)
 
 
-class Output(NamedTuple):
+class PlannedShard(NamedTuple):
     """One shard of a run; picklable.
 
     Attributes:
@@ -154,7 +154,7 @@ class Output(NamedTuple):
 
     prefix: str
     settings: dict[str, Any]
-    run: PackedRun
+    run: PlannedRun
 
     @property
     def paths(self) -> ShardPaths:
@@ -175,7 +175,7 @@ class Output(NamedTuple):
 
 def outputs_of(
     prefix: str, packing: Packing, shards: int, metadata: Mapping[str, Any], **settings: Any
-) -> list[Output]:
+) -> list[PlannedShard]:
     """The shards that a plan is cut into, of as many packs each, give or take one.
 
     Args:
@@ -191,13 +191,13 @@ def outputs_of(
         part = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
         said = packing.said | ({"part": part} if shards > 1 else {})
         run = packing.run.window(first, last)
-        made.append(Output(path, {**settings, "metadata": {**metadata, "packing": said}}, run))
+        made.append(PlannedShard(path, {**settings, "metadata": {**metadata, "packing": said}}, run))
     return made
 
 
 def write_packs(
     reader: CorpusReader | PartsReader,
-    run: PackedRun,
+    run: PlannedRun,
     writer: ShardWriter,
     progress: Update = lambda units, items: None,
 ) -> None:
@@ -224,7 +224,7 @@ def write_packs(
 
 
 def write_shard(
-    reader: CorpusReader | PartsReader, output: Output, progress: Update = lambda units, items: None
+    reader: CorpusReader | PartsReader, output: PlannedShard, progress: Update = lambda units, items: None
 ) -> Header:
     """Write one output shard, and set it aside until all of them are whole."""
     with ShardWriter(output.prefix, **output.settings) as writer:
@@ -232,7 +232,7 @@ def write_shard(
         return writer.set_aside()
 
 
-def gather_shard(table: PartsTable, output: Output) -> Header:
+def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
     """``write_shard`` from parts, on any machine; what an attempt that died left is dropped, what it made is found."""
     # An attempt on a node that was given up may live for some seconds longer; then this one takes its place.
     deadline = time.monotonic() + _LOCK_SECONDS
@@ -259,7 +259,11 @@ def drop_build(paths: ShardPaths) -> None:
 
 
 def publish_shards(
-    prefix: str, outputs: Sequence[Output], write: Callable[[Sequence[Output]], Iterable[Header]], *, keep: bool
+    prefix: str,
+    outputs: Sequence[PlannedShard],
+    write: Callable[[Sequence[PlannedShard]], Iterable[Header]],
+    *,
+    keep: bool,
 ) -> list[Header]:
     """Write all output shards of a run and publish them together: what they replace stays until all are whole.
 
@@ -329,7 +333,7 @@ def make_packs(
     if selected is not None and len(selected.valid):
         shares.append((output_prefixes(prefix, 1, valid=True)[-1], 1, selected.valid))
     settings = {**settings, "capacity": options.capacity, "sequence_multiple": options.sequence_multiple}
-    outputs: list[Output] = []
+    outputs: list[PlannedShard] = []
     counts = {} if selected is None else selected.counts
     for name, number, chosen in shares:
         packing = plan_packs(
@@ -347,7 +351,7 @@ def make_packs(
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 
-        def write(missing: Sequence[Output]) -> Iterable[Header]:
+        def write(missing: Sequence[PlannedShard]) -> Iterable[Header]:
             # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
             if engine is None or (isinstance(engine, Local) and (len(missing) == 1 or not engine.workers)):
                 return (write_shard(reader, output, progress.update) for output in missing)

@@ -30,7 +30,7 @@ from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.progress import shown
-from megatron_sft_idx.storage.publish import Place, check_lock, files_of, require_apart, require_space
+from megatron_sft_idx.storage.publish import Place, check_lock, places_at, require_apart, require_space
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
@@ -245,7 +245,7 @@ def run_job(
     if path is not None:
         check_summary(path, overwrite=replaces)
     beside = [corpus_prefix("")]
-    output = Output(
+    output = Destination(
         options.prefix,
         shards=options.output_shards,
         valid=options.has_valid,
@@ -284,7 +284,7 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
 # ---- where shards go ----
 
 
-class Output:
+class Destination:
     """The prefix a verb writes: local as it is, remote by way of a local folder.
 
     Args:
@@ -429,8 +429,8 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
     paths = [path for pattern in inputs for path in (glob.glob(pattern) or [pattern])]
     template = [Place(encoding.template_name, "the chat template")] if encoding.chat_template is not None else []
     return [
-        *(place for path in paths if not is_remote(path) for place in files_of(path, _INPUT)),
-        *files_of(encoding.tokenizer, "the tokenizer"),
+        *(place for path in paths if not is_remote(path) for place in places_at(path, _INPUT)),
+        *places_at(encoding.tokenizer, "the tokenizer"),
         *template,
     ]
 

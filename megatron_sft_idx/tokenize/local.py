@@ -58,7 +58,7 @@ def available_cpus() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _Task:
     """An item on its way, then its outcome."""
 
     item: Any
@@ -97,9 +97,9 @@ class _Worker:
             self.executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
             self.executor.submit(int)  # imports take a while, and may do so now
         other_end.close()
-        self.jobs: deque[_Job] = deque()
+        self.jobs: deque[_Task] = deque()
 
-    def submit(self, job: _Job, task: Callable[..., Any], shared: bytes) -> None:
+    def submit(self, job: _Task, task: Callable[..., Any], shared: bytes) -> None:
         try:
             job.future = self.executor.submit(_work, task, shared, job.item)
         except BrokenProcessPool as error:
@@ -171,24 +171,24 @@ class Local:
             return
         pickled, left = pickle.dumps(shared), iter(items)
         # In the order of their items, the finished ones too; and those that were lost.
-        held: deque[_Job] = deque()
-        again: deque[_Job] = deque()
+        held: deque[_Task] = deque()
+        again: deque[_Task] = deque()
 
-        def next_job() -> _Job | NotYet | None:
+        def next_job() -> _Task | NotYet | None:
             if again:
                 return again.popleft()
             if len(held) == _HELD * len(self._pool) or (item := next(left, None)) is None:
                 return None
             if isinstance(item, NotYet):
                 return item
-            held.append(_Job(item))
+            held.append(_Task(item))
             return held[-1]
 
         while True:
-            job: _Job | NotYet | None = None
+            job: _Task | NotYet | None = None
             # The worker that has the fewest gets another one, unless all have enough.
             while len((worker := min(self._pool, key=lambda one: len(one.jobs))).jobs) < _AT_ONCE:
-                if not isinstance(job := next_job(), _Job):
+                if not isinstance(job := next_job(), _Task):
                     break
                 worker.submit(job, task, pickled)
             if not held:
@@ -202,9 +202,11 @@ class Local:
             else:
                 again += self._receive(_ASK_AGAIN_SECONDS if isinstance(job, NotYet) else None, name_of, done)
 
-    def _receive(self, seconds: float | None, name_of: Callable[[Any], str], done: Callable[[Any], None]) -> list[_Job]:
+    def _receive(
+        self, seconds: float | None, name_of: Callable[[Any], str], done: Callable[[Any], None]
+    ) -> list[_Task]:
         """Wait until a worker answers or dies, or so long; take what has come, and give back the jobs of dead ones."""
-        lost: list[_Job] = []
+        lost: list[_Task] = []
         wait([job.future for worker in self._pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
         for number, worker in enumerate(self._pool):
             while worker.jobs and (future := worker.jobs[0].future) is not None and future.done():

@@ -49,7 +49,7 @@ from megatron_sft_idx.tokenize.report import MAX_LISTED
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.writer import MaskAlignment
-    from megatron_sft_idx.tokenize.plan import PackedRun
+    from megatron_sft_idx.tokenize.plan import PlannedRun
 
 # Parts that stay mapped while packs are gathered from them.
 _MAX_OPEN = 256
@@ -262,7 +262,7 @@ class PartsReader:
         self.table = table
         self._held: dict[int, Part] = {}
 
-    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """Ids and token-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
         order = np.argsort(run.sequences, kind="stable")
         sequences, lengths = run.sequences[order], run.lengths[order].astype(np.int64)

@@ -35,7 +35,7 @@ from megatron_sft_idx.shard.publication import parts_held
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
-from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, RunState, begin, corpus_prefix, find_done
+from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, corpus_prefix, find_done
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
@@ -56,7 +56,7 @@ from megatron_sft_idx.tokenize.parts import (
     parts_of,
     remember_encoder,
 )
-from megatron_sft_idx.tokenize.plan import PackedRun, Selection, file_weights, select_rows
+from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, file_weights, select_rows
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 
@@ -77,12 +77,12 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         refuse_other_splits(options.prefix, options.output_shards)
     try:
         with contextlib.ExitStack() as stack:
-            return _Run(options, log, stack).run()
+            return _Preprocessing(options, log, stack).run()
     finally:
         remember_encoder(None)
 
 
-class _Run:
+class _Preprocessing:
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
         self.begin_at = time.monotonic()
         files = expand_inputs(options.inputs)
@@ -293,7 +293,7 @@ class _Run:
 
     # ---- gather ----
 
-    def _make(self, state: RunState, corpus: Shard | None, *, anew: bool) -> list[Header]:
+    def _make(self, state: JobState, corpus: Shard | None, *, anew: bool) -> list[Header]:
         """Make the shards of the parts; or of the corpus, where that is there or to be kept."""
         options = self.options
         if corpus is not None:
@@ -323,7 +323,7 @@ class _Run:
             # In the order of the input; pairs stay together there too.
             numbers, together = np.arange(len(lengths) + 1), 2 if table.pairs else 1
             longest = together * int(lengths.max())
-            run = PackedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
+            run = PlannedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
             with (
                 self._progress("joining", len(lengths)) as progress,
                 ShardWriter(self.job.corpus, metadata=metadata, **settings) as writer,
@@ -361,7 +361,7 @@ class _Run:
             log_interval=options.log_interval,
         )
 
-    def _pack(self, corpus: Shard, state: RunState) -> list[Header]:
+    def _pack(self, corpus: Shard, state: JobState) -> list[Header]:
         options = self.options
         pack_shard(
             corpus,

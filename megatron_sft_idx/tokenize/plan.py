@@ -264,7 +264,7 @@ class PackOptions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedRun:
+class PlannedRun:
     """Consecutive packs, of a shard or of a window of it, and the cuts in them.
 
     Attributes:
@@ -281,12 +281,12 @@ class PackedRun:
     lengths: NDArray[np.integer[Any]]
     longest: int
 
-    def window(self, first: int, last: int) -> PackedRun:
+    def window(self, first: int, last: int) -> PlannedRun:
         """Its packs from ``first`` to before ``last``."""
         offsets = self.offsets[first : last + 1]
         cuts = slice(int(offsets[0]), int(offsets[-1]))
         begins = None if self.begins is None else self.begins[cuts]
-        return PackedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
+        return PlannedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +300,7 @@ class Packing:
     """
 
     plan: PackPlan
-    run: PackedRun
+    run: PlannedRun
     said: dict[str, Any]
 
 
@@ -365,7 +365,7 @@ def plan_packs(
             f" shard; ask for {plan.num_packs} or fewer"
         )
     cuts = cuts._replace(lengths=cuts.lengths.astype(np.uint32)).only(plan.sequences)
-    run = PackedRun(plan.offsets, cuts.numbers, cuts.begins, cuts.lengths, plan.longest)
+    run = PlannedRun(plan.offsets, cuts.numbers, cuts.begins, cuts.lengths, plan.longest)
     said = options.describe() | {
         "overlong_sequences": cuts.overlong,
         "dropped_tokens": cuts.dropped_tokens,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.storage import Runs, announce, read_runs
+from megatron_sft_idx.storage import Extents, announce, read_runs
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.training.sources import Arrays, Segments
@@ -86,7 +86,7 @@ def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segment
     slots, starts, counts, _ = _runs(segments, slots)
     arrays, kinds = [array for column in zip(*shards, strict=True) for array in column], len(shards[0])
     slots = np.concatenate([slots + kind * len(shards) for kind in range(kinds)])
-    announce(Runs(arrays, slots, np.tile(starts, kinds), np.tile(counts, kinds)))
+    announce(Extents(arrays, slots, np.tile(starts, kinds), np.tile(counts, kinds)))
 
 
 def _runs(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:

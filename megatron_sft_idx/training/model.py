@@ -198,7 +198,7 @@ def megatron_device() -> Iterator[None]:
             setattr(torch.cuda, name, original)
 
 
-class _Stream:
+class _CpuStream:
     """A stream that nothing waits for: on the CPU, what was called is done."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
@@ -209,7 +209,7 @@ class _Stream:
 # before it writes a checkpoint.
 _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
-    "current_stream": lambda *_: _Stream(),
+    "current_stream": lambda *_: _CpuStream(),
     "synchronize": lambda *_: None,
 }
 

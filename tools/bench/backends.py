@@ -28,7 +28,7 @@ from report import MIB, Bench, run_bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which, measure_once
 from megatron_sft_idx.inspect.place import find_place, memory_limit
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Sample, Setting, ShardReader, Workers
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, ReadJob, Sample, Setting, ShardReader, Workers
 from megatron_sft_idx.layout import ShardPaths
 
 LENGTH, SEQUENCES = 4096, 8
@@ -69,7 +69,7 @@ def measure(cases: Sequence[Case], rounds: int) -> None:
             case.found = {name: Measured(WAYS[name]) for name in ways}
             for number in range(rounds):
                 for name in ways if number % 2 else reversed(ways):
-                    job = Job(case.prefix, case.sample, WAYS[name], case.seconds, case.group)
+                    job = ReadJob(case.prefix, case.sample, WAYS[name], case.seconds, case.group)
                     kept = measure_once(workers[name if name in PEERS else ""], case.found[name], job)
                     case.kept = max(case.kept, kept or 0)
             print(f"{case.title}: measured", file=sys.stderr, flush=True)

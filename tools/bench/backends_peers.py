@@ -12,14 +12,14 @@ from measure import indexed_dataset
 from report import MIB, Bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
-from megatron_sft_idx.inspect.read_worker import Job, Reader
+from megatron_sft_idx.inspect.read_worker import ReadJob, TimedReader
 from megatron_sft_idx.shard import Shard
 
 
-class MemmapReader(Reader):
+class MemmapReader(TimedReader):
     """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ReadJob) -> None:
         shard = Shard(job.prefix, backend="pread")
         self._ends = shard.token_offsets.tolist()
         header = shard.header
@@ -35,10 +35,10 @@ class MemmapReader(Reader):
         return ids.nbytes + mask.nbytes
 
 
-class StockReader(Reader):
+class StockReader(TimedReader):
     """Tokens by Megatron's own reader, which knows no masks."""
 
-    def __init__(self, job: Job, mmap: bool) -> None:
+    def __init__(self, job: ReadJob, mmap: bool) -> None:
         self._dataset: Any = indexed_dataset().IndexedDataset(job.prefix, mmap=mmap)
         self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
 
@@ -50,7 +50,7 @@ class StockReader(Reader):
 
 
 # What the tables call them, and what opens them.
-PEERS: dict[str, tuple[str, Callable[[Job], Reader]]] = {
+PEERS: dict[str, tuple[str, Callable[[ReadJob], TimedReader]]] = {
     "np.memmap": ("`np.memmap` of both files", MemmapReader),
     "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),
     "stock-file": ("the same, `mmap=False`", partial(StockReader, mmap=False)),

@@ -43,7 +43,7 @@ _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
 
-class _Row(NamedTuple):
+class _Rendering(NamedTuple):
     """One conversation on its way."""
 
     conversation: Conversation
@@ -160,7 +160,7 @@ class ChatTemplate:
             return [self.render(conversation)]
         return self._in_some_form(conversation, self._split)
 
-    def _in_some_form(self, conversation: Conversation, step: Callable[[_Row], list[Rendered]]) -> list[Rendered]:
+    def _in_some_form(self, conversation: Conversation, step: Callable[[_Rendering], list[Rendered]]) -> list[Rendered]:
         """Render with what stands for a missing content: as transformers has it, else what the template takes."""
         self._refuse_reserved(conversation.kwargs, unusable)
         if len(conversation.weights) != len(conversation.messages):
@@ -182,7 +182,7 @@ class ChatTemplate:
                 for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
                     messages = prepared(conversation.messages, style, notes, missing)
-                    row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
+                    row = _Rendering(conversation, messages, self._variables(messages, conversation), notes, style)
                     try:
                         rendered = step(row)
                     except _Runaway:
@@ -213,7 +213,7 @@ class ChatTemplate:
         meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
         return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
 
-    def _whole(self, row: _Row, chosen: Sequence[int] | None = None) -> Rendered:
+    def _whole(self, row: _Rendering, chosen: Sequence[int] | None = None) -> Rendered:
         """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
         weights = row.conversation.weights
         speakers = selected(row.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
@@ -242,7 +242,7 @@ class ChatTemplate:
         literals = [] if self.options.allow_control_tokens else self._literals(text, row)
         return Rendered(text, spans, literals, row.notes)
 
-    def _split(self, row: _Row) -> list[Rendered]:
+    def _split(self, row: _Rendering) -> list[Rendered]:
         """One text a turn, each the beginning of the conversation that ends with it."""
         chosen = selected(row.messages, row.conversation.weights, self.options.train_on)
         if not chosen:
@@ -258,7 +258,9 @@ class ChatTemplate:
             whole, messages = row.conversation, row.messages[: index + 1]
             cut = replace(whole, messages=whole.messages[: index + 1], weights=whole.weights[: index + 1])
             variables = {**row.variables, "messages": messages}
-            found.append(self._whole(_Row(cut, messages, variables, {} if found else row.notes, row.style), group))
+            found.append(
+                self._whole(_Rendering(cut, messages, variables, {} if found else row.notes, row.style), group)
+            )
             group = []
         return found
 
@@ -273,7 +275,7 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _finder(self, row: _Row, text: str, traced: Traced | None) -> SpanFinder:
+    def _finder(self, row: _Rendering, text: str, traced: Traced | None) -> SpanFinder:
         def render(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
             if row.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
@@ -283,7 +285,7 @@ class ChatTemplate:
         key = f"{bool(tools)}" + (json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "")
         return SpanFinder(self._rules, text, row.messages, tools, traced, render, key, row.style.writes_arguments)
 
-    def _spans(self, finder: SpanFinder, row: _Row, chosen: Sequence[int], length: int) -> list[Span]:
+    def _spans(self, finder: SpanFinder, row: _Rendering, chosen: Sequence[int], length: int) -> list[Span]:
         """What the chosen messages say with their weights, ascending; beside it what nobody says, where all counts."""
         blocks = finder.blocks() if self.has_generation_markers else {}
         trained: list[tuple[int, int, int]] = []
@@ -321,7 +323,7 @@ class ChatTemplate:
         except Exception:
             return None
 
-    def _literals(self, text: str, row: _Row) -> Ranges:
+    def _literals(self, text: str, row: _Rendering) -> Ranges:
         def render(altered: Mapping[str, Any]) -> str | None:
             try:
                 return self._template.plain({**row.variables, **altered})

@@ -528,7 +528,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if super().wrap_str_format(value) is None:
             return None
         text, by_map = value.__self__, value.__name__ == "format_map"
-        formatter = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        formatter = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _MeteredFormatter(self)
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             if by_map and (kwargs or len(args) != 1):
@@ -546,7 +546,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         raise TypeError("a template's environment stays in its process; pickle the ChatTemplate")
 
 
-class _Formatter(SandboxedFormatter):
+class _MeteredFormatter(SandboxedFormatter):
     """Formats fields as the sandbox does, each of them paid for."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
@@ -563,7 +563,7 @@ class _Formatter(SandboxedFormatter):
         return super().convert_field(value, conversion)
 
 
-class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+class _EscapeFormatter(_MeteredFormatter, SandboxedEscapeFormatter):
     """The same for Markup."""
 
 

@@ -25,8 +25,8 @@ from markupsafe import escape
 from megatron_sft_idx.chat.template.scaffold import MOST_KNOWN, Edge, Edges, Rules, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
 from megatron_sft_idx.chat.template.words import (
-    Piece,
-    Place,
+    Anchor,
+    Wording,
     content_of,
     locate,
     pieces_of,
@@ -116,7 +116,7 @@ class SpanFinder:
         return Edges(self._rules, self._text, self._messages, self._render)
 
     @cached_property
-    def _places(self) -> list[Place] | None:
+    def _places(self) -> list[Anchor] | None:
         """The data of the messages in the text; looked for once, at the price of another render."""
         return locate(self._messages, self._tools, self._text, self._render)
 
@@ -218,7 +218,7 @@ class SpanFinder:
 
     # Where a message's text is
 
-    def _own(self, message: int, pieces: list[Piece]) -> list[Segment]:
+    def _own(self, message: int, pieces: list[Wording]) -> list[Segment]:
         """What the message wrote in the one iteration that holds its words."""
         written = self._written.get(message, [])
         if len(written) == 1:
@@ -234,7 +234,7 @@ class SpanFinder:
         # Blank leftovers after another message's text are nobody's words.
         return [one for one in written if self._text[one.start : one.stop].strip()]
 
-    def _placed(self, message: int, pieces: list[Piece]) -> list[Segment]:
+    def _placed(self, message: int, pieces: list[Wording]) -> list[Segment]:
         """The text around a message's data, found by marks in it: from the data before to the data behind."""
         places = self._places
         if places is None:
@@ -269,7 +269,7 @@ class SpanFinder:
 
     # Whether its words are there
 
-    def _standing(self, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
+    def _standing(self, pieces: list[Wording], segments: list[Segment]) -> list[tuple[int, Wording]]:
         """Those pieces that stand in the text letter for letter, and where at first."""
         found = []
         for piece in pieces:
@@ -280,7 +280,7 @@ class SpanFinder:
         return found
 
     def _require_words(
-        self, message: int, pieces: list[Piece], segments: list[Segment], found: list[tuple[int, Piece]]
+        self, message: int, pieces: list[Wording], segments: list[Segment], found: list[tuple[int, Wording]]
     ) -> None:
         """Require the message's words, those that were not ``found`` in another spelling."""
         if len(found) < len(pieces):
@@ -311,7 +311,7 @@ class SpanFinder:
         )
 
     def _require_calls(
-        self, message: int, pieces: list[Piece], segments: list[Segment], how: tuple[str, str] = _LEAVES
+        self, message: int, pieces: list[Wording], segments: list[Segment], how: tuple[str, str] = _LEAVES
     ) -> None:
         """Require each call's name for itself: an answer that speaks of the function is no call of it."""
         names = [piece.text for piece in pieces if piece.kind == "call"]
@@ -342,7 +342,7 @@ class SpanFinder:
     # Its edges
 
     def _edges_of(
-        self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
+        self, message: int, segments: list[Segment], found: list[tuple[int, Wording]], traced: bool
     ) -> tuple[int, int]:
         """Where the trained text of a message starts and stops."""
         text, known = self._text, self._rules.known
@@ -383,7 +383,7 @@ class SpanFinder:
             self.notes["no_end_of_turn"] += 1
         return start, stop
 
-    def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
+    def _beside(self, found: list[tuple[int, Wording]], said: int, high: int) -> str:
         """What stands in a turn between its words and behind them: all of it is the template's."""
         if len(found) < 2:
             return self._text[said:high]
@@ -398,7 +398,7 @@ class SpanFinder:
         return [words for words in map(content_of, others) if len(words) >= _TELLING]
 
     def _learnt(
-        self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
+        self, message: int, segments: list[Segment], found: list[tuple[int, Wording]], traced: bool
     ) -> tuple[int, int, bool]:
         """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
         text, rules, last = self._text, self._rules, segments[-1]
@@ -498,7 +498,7 @@ class SpanFinder:
 
     # What the options leave of it
 
-    def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
+    def _without_cuts(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
         if self._keeps_all:
             return spans
         options = self._rules.options
@@ -512,7 +512,7 @@ class SpanFinder:
             spans = [(start, stop) for start, stop in spans if start < stop]
         return spans
 
-    def _stretches(self, message: int, found: list[tuple[int, Piece]], spans: Ranges, kind: str) -> Ranges:
+    def _stretches(self, message: int, found: list[tuple[int, Wording]], spans: Ranges, kind: str) -> Ranges:
         """Where the pieces of one kind stand, for certain: (start, stop), ascending.
 
         A piece that occurs twice in what the message wrote is looked up in a marked render.
@@ -538,7 +538,7 @@ class SpanFinder:
             result.append((at, at + len(piece.text)))
         return sorted(result)
 
-    def _thinking(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
+    def _thinking(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
         said = self._stretches(message, found, spans, "content")
         thought = self._stretches(message, found, spans, "reasoning")
@@ -552,7 +552,7 @@ class SpanFinder:
         closing = _CLOSING.match(self._text, high, limit)
         return [(low, closing.end() if closing else high)]
 
-    def _calls(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
+    def _calls(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
         said = sorted(
             self._stretches(message, found, spans, "content") + self._stretches(message, found, spans, "reasoning")

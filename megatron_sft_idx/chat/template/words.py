@@ -45,7 +45,7 @@ _ASSISTANT = {"role": "assistant", "content": SAID}
 _TOOL = {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": "abcdefghi"}
 
 
-class Piece(NamedTuple):
+class Wording(NamedTuple):
     """One stretch of words.
 
     Attributes:
@@ -61,13 +61,13 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
+def pieces_of(message: Mapping[str, Any]) -> list[Wording]:
     """List what a message says, in the order in which templates write it.
 
     Reasoning that is part of ``content`` (``<think>...</think>`` before the answer) is told apart from the answer, as
     the templates of reasoning models do.
     """
-    pieces: list[Piece] = []
+    pieces: list[Wording] = []
     if not message.keys().isdisjoint(REASONING_FIELDS):
         for field in REASONING_FIELDS:
             if message.get(field) is not None:
@@ -87,7 +87,7 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
     for number, call in enumerate(calls) if calls else ():
         name = called(call).get("name")
         if isinstance(name, str) and name:
-            pieces.append(Piece("call", name, "tool_calls", number))
+            pieces.append(Wording("call", name, "tool_calls", number))
     return pieces
 
 
@@ -131,11 +131,11 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _add(pieces: list[Piece], kind: str, text: object, field: str, offset: int) -> None:
+def _add(pieces: list[Wording], kind: str, text: object, field: str, offset: int) -> None:
     if isinstance(text, str):
         words = text.strip()
         if words:
-            pieces.append(Piece(kind, words, field, offset if words is text else offset + text.index(words[0])))
+            pieces.append(Wording(kind, words, field, offset if words is text else offset + text.index(words[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ def _rendered_call(
 # Where strings of the data went
 
 
-class Place(NamedTuple):
+class Anchor(NamedTuple):
     """Where one string of the data starts or stops in a rendered text.
 
     Attributes:
@@ -315,7 +315,7 @@ def locate(
     tools: list[dict[str, Any]] | None,
     text: str,
     render: Callable[..., str | None],
-) -> list[Place] | None:
+) -> list[Anchor] | None:
     """Find the data of every message in ``text``: contents, reasoning and string arguments of calls.
 
     Descriptions of tools are found as well, as data of message -1.
@@ -344,7 +344,7 @@ def locate(
             break
     else:
         return None
-    places: list[Place] = []
+    places: list[Anchor] = []
     removed = 0
     for match in pattern.finditer(marked):
         place, beyond = marker.marks[int(match[1])]
@@ -362,7 +362,7 @@ class _DataMarker:
     """Puts marks around the strings of messages; ``gently``, only beside letters and digits, which few look for."""
 
     def __init__(self, sentinel: str, close: str, gently: bool) -> None:
-        self.marks: list[tuple[Place, str]] = []  # with what lies between the mark and the end of the string it is for
+        self.marks: list[tuple[Anchor, str]] = []  # with what lies between the mark and the end of the string it is for
         self._sentinel, self._close, self._gently = sentinel, close, gently
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -425,8 +425,8 @@ class _DataMarker:
         if start >= stop:
             return text
         number = len(self.marks)
-        self.marks.append((Place(0, index, piece, number, False), text[first:start]))
-        self.marks.append((Place(0, index, piece, number, True), text[stop:last]))
+        self.marks.append((Anchor(0, index, piece, number, False), text[first:start]))
+        self.marks.append((Anchor(0, index, piece, number, True), text[stop:last]))
         marks = [f"{self._sentinel}{number + end}{self._close}" for end in (0, 1)]
         return f"{text[:start]}{marks[0]}{text[start:stop]}{marks[1]}{text[stop:]}"
 
