@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,7 @@ class Piece(ABC):
         """Says whether two pieces hold the same rows, wherever they come from: xxh3_128 in hex."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """One chat in OpenAI's form, as chat templates expect it.
 
     Attributes:
@@ -54,19 +53,17 @@ class Conversation:
     messages: list[dict[str, Any]]
     weights: list[float]
     tools: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedRow:
+class TokenizedRow(NamedTuple):
     """A row that came tokenised: ids and a token-aligned mask (1 = this token is trained on)."""
 
     input_ids: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Characters ``[start, stop)`` of a rendered text that are trained on with ``weight``."""
 
     start: int
@@ -74,8 +71,7 @@ class Span:
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A rendered conversation.
 
     Attributes:
@@ -88,12 +84,11 @@ class Rendered:
 
     text: str
     spans: list[Span]
-    literals: list[tuple[int, int]] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)
+    literals: Sequence[tuple[int, int]] = ()
+    notes: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """One sequence: ids and its token-aligned mask, both [length].
 
     Attributes:
@@ -105,7 +100,7 @@ class Encoded:
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
-    notes: dict[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = {}
     straddling: str = ""
 
 

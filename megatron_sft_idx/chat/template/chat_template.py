@@ -256,7 +256,7 @@ class ChatTemplate:
             if more and (text is None or (more[0] is not None and more[0].startswith(text.rstrip()))):
                 continue
             whole, messages = row.conversation, row.messages[: index + 1]
-            cut = replace(whole, messages=whole.messages[: index + 1], weights=whole.weights[: index + 1])
+            cut = whole._replace(messages=whole.messages[: index + 1], weights=whole.weights[: index + 1])
             variables = {**row.variables, "messages": messages}
             found.append(
                 self._whole(_Rendering(cut, messages, variables, {} if found else row.notes, row.style), group)

@@ -1,10 +1,9 @@
 """Tokenizers without a tokenizer.json: SentencePiece models, tiktoken's ranks, and Mistral's tekken.json.
 
 Nothing is converted: the library that such a file was made for tokenises here too, so that its ids are the right ones
-by definition, whatever the text, and which Unicode tables or which converter is installed makes no difference. What a
-file does not say is taken from ``tokenizer_config.json``, or known by name; code that came with a tokenizer is never
-run. As everywhere, control tokens that a template writes are found first, and what stands between them is tokenised
-stretch by stretch.
+by definition, and no converter or table of Unicode can make them others. What a file does not say is taken from
+``tokenizer_config.json``, or known by the name of the tokenizer; code that came with a tokenizer is never run. The
+control tokens that a template writes are found first, and the text between them is tokenised stretch by stretch.
 """
 
 from __future__ import annotations
@@ -15,22 +14,15 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.tokens import (
-    AddedToken,
-    Offsets,
-    Passage,
-    TokenizerFiles,
-    TokenSpellings,
-    control_pattern,
-    stretches,
-)
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedToken, TokenizerFiles, refuse
+from megatron_sft_idx.chat.tokenizer.tokens import Offsets, Passage, TokenSpellings, control_pattern, stretches
 from megatron_sft_idx.errors import FormatError
 
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
@@ -71,21 +63,21 @@ TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
 
 
 class SentencePieceModel:
-    """See ``JsonModel``: a SentencePiece model, tokenised by the sentencepiece library.
+    """A SentencePiece model, tokenised by the sentencepiece library; has the methods and attributes of ``JsonModel``.
 
     Raises:
         FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
     """
 
     name, proof = "sentencepiece", ""
-    spellings = None  # a model may normalize text, or not know a character: its own offsets say where tokens stand
+    spellings = None  # a model may normalize text or not know a character, so tokens need not spell the text
 
     def __init__(self, files: TokenizerFiles) -> None:
         library = _library("sentencepiece", files.file)
         settings, name = files.settings, str(files.settings.get("tokenizer_class") or "").removesuffix("Fast")
         if "auto_map" in settings or (name and name not in SPACE_BEFORE_EVERY_STRETCH):
-            what = "what it makes of the pieces is written in code, which is not run here"
-            refuse(files.file, f"tokenizer_class {name or None}: {what}", code="auto_map" in settings)
+            why = "what it makes of the pieces is written in code, which is not run here"
+            refuse(files.file, f"tokenizer_class {name or None}: {why}", code="auto_map" in settings)
         try:
             self._whole = whole = library.SentencePieceProcessor(model_proto=files.content)
         except Exception as error:
@@ -146,8 +138,8 @@ class SentencePieceModel:
             ids += found["ids"]
             begins += [start + begin for begin, _ in found["offsets"]]
             ends += [start + end for _, end in found["offsets"]]
-        # Of the pieces that spell one character, only the last is said to hold it; they all do. A space that the
-        # model put before a text holds nothing; it belongs to what follows.
+        # Where several pieces spell one character, the library says of the last alone that it holds the character:
+        # here all of them do. A space that the model put before a text holds no character; it joins what follows.
         for i in range(len(ids) - 2, -1, -1):
             if begins[i] == ends[i] == begins[i + 1]:
                 ends[i] = ends[i + 1]
@@ -164,7 +156,7 @@ class SentencePieceModel:
 
 
 class RankModel:
-    """See ``JsonModel``: byte pair encoding by tiktoken, of a file of ranks or of a tekken.json.
+    """Byte pair encoding by tiktoken, of a file of ranks or a tekken.json; has what ``JsonModel`` has.
 
     Raises:
         FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
@@ -209,7 +201,7 @@ class RankModel:
         return [self._ids_of(passage) for passage in passages]
 
     def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
-        """Never needed: tokens spell the text."""
+        """Never called but for an error: the tokens of these models always spell the text."""
         raise ValueError(f"the tokens do not spell the text {passage.text!r:.80}")
 
     def token_id(self, text: str) -> int | None:
@@ -245,19 +237,6 @@ class RankModel:
         if self.spellings.nbytes[ids].sum() != len(text.encode()):
             raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
         return ids
-
-
-def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
-    """Of a tokenizer that transformers can convert; ``code`` where only by running what came with it.
-
-    Raises:
-        FormatError: always.
-    """
-    trust = ", trust_remote_code=True" if code else ""
-    raise FormatError(
-        f'{file}: {why}; convert it once with transformers: python -c "from transformers import AutoTokenizer as T; '
-        f"T.from_pretrained('{file.parent}'{trust}).save_pretrained('{file.parent}')\""
-    )
 
 
 def mistral_template(file: Path) -> str | None:
@@ -311,14 +290,14 @@ def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[
 
 
 def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
-    """Lines of a token in base64 and its rank."""
+    """The ranks of a file whose lines each hold a token in base64 and its rank."""
     line = rb"([A-Za-z0-9+/]+=*) (\d+)\r?"
-    found, lines = re.findall(rb"(?m)^" + line + rb"$", files.content), files.content.splitlines()
+    pairs, lines = re.findall(rb"(?m)^" + line + rb"$", files.content), files.content.splitlines()
     try:
-        if len(found) != len(lines):
+        if len(pairs) != len(lines):
             at = next(at for at, text in enumerate(lines) if not re.fullmatch(line, text))
             raise ValueError(f"line {at + 1} is no token with its rank: {lines[at]!r:.60}")
-        ranks = {a2b_base64(token): int(rank) for token, rank in found}
+        ranks = {a2b_base64(token): int(rank) for token, rank in pairs}
     except ValueError as error:
         raise FormatError(f"{files.file}: {error}; download it again") from error
     return _checked_ranks(files, ranks, len(lines))
@@ -334,7 +313,11 @@ def _checked_ranks(files: TokenizerFiles, ranks: dict[bytes, int], count: int) -
 
 
 def _split_of(files: TokenizerFiles) -> tuple[str, int]:
-    """The pattern that a file of ranks does not hold, and how many ids behind the ranks are control tokens at least."""
+    """How text is split, which a file of ranks does not say, and how many ids are reserved behind the ranks.
+
+    Returns:
+        The pattern, and the least number of ids behind the ranks that are control tokens.
+    """
     pattern = files.settings.get("pat_str")
     if isinstance(pattern, str):
         return pattern, 0
@@ -361,7 +344,7 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
 
 
 def _kimi_cuts(text: str) -> list[int]:
-    """Where Kimi's tokenizer begins anew: after so many characters, and in runs of white space or of anything else."""
+    """Where Kimi's tokenizer cuts a text before it splits it: long texts, and long runs of white space or of words."""
     cuts = []
     for start in range(0, len(text), KIMI_LONGEST_TEXT):
         stop = min(start + KIMI_LONGEST_TEXT, len(text))

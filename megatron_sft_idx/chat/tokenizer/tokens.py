@@ -1,11 +1,15 @@
-"""Token ids and what they stand for: the text they spell, the masks that follow, and the ids of a tokenizer.json.
+"""What tokens stand for, with the masks that follow from it; and the tokenizer of a ``tokenizer.json``.
 
-Masks are made in two ways, by the bytes that tokens spell and by a library's own offsets. Both agree with transformers'
+Masks are made in two ways: by the bytes that tokens spell (``TokenSpellings``), and by a library's own offsets
+(``TokenOffsets``), which ``tokenizer`` does where the bytes are not those of the text. Both agree with transformers'
 ``return_assistant_tokens_mask``: a span begins with the token that holds its first character and ends with the first
 token that holds its last one. They differ from it only where its own look-up fails. There it trains to the end of the
 text (a span that ends in the text's first token, or on a character that no token covers), or drops the rest of the
-row's spans (a span that begins on such a character); here a span never trains a token that does not overlap it, and
-never loses one to another span.
+row's spans (a span that begins on such a character). Here a span never trains a token that does not overlap it, and
+a token is never lost to another span.
+
+The ids of a ``tokenizer.json`` are those of the tokenizers library. ``FastEngine`` has gigatoken make them where its
+ids are known to be the same; ``Shield`` keeps control tokens that stand in the data as plain text.
 """
 
 from __future__ import annotations
@@ -17,12 +21,10 @@ from base64 import b85decode
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate, chain, groupby, pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,69 +34,21 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, AddedToken, TokenizerFiles
 from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
 
 Backend = Literal["auto", "tokenizers", "gigatoken"]
-Kind = Literal["json", "tekken", "ranks", "sentencepiece"]
-TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-class AddedToken(NamedTuple):
-    """A token that stands outside the model's own vocabulary: text that becomes this id wherever a template writes it.
-
-    Attributes:
-        number: its id; -1 where the files give none.
-        text: its content.
-        flags: those of ``tokenizers.AddedToken`` that were given.
-    """
-
-    number: int
-    text: str
-    flags: Mapping[str, bool]
-
-    @property
-    def special(self) -> bool:
-        """Whether it is a control token, and no word."""
-        return self.flags.get("special", False)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """The parsed files of one tokenizer.
-
-    Attributes:
-        path: the folder or file that was asked for.
-        file: what holds the vocabulary.
-        kind: of that file; ``ranks`` are tiktoken's.
-        spec: the file, parsed, where it is JSON.
-        content: its bytes, where it is not.
-        settings: ``tokenizer_config.json`` and what overrides it.
-        special_tokens: template variables such as ``eos_token``, as transformers passes them.
-        additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
-            which transformers adds them.
-        templates: chat templates by name; a folder's only template is called ``default``.
-    """
-
-    path: Path
-    file: Path
-    kind: Kind
-    spec: dict[str, Any]
-    content: bytes
-    settings: dict[str, Any]
-    special_tokens: dict[str, str]
-    additions: list[AddedToken]
-    templates: dict[str, str]
 
 
 class Passage(NamedTuple):
     """A text to tokenise.
 
     Attributes:
-        text: whole, or a piece of one.
-        literals: character ranges whose control tokens are only words; ascending ``(start, stop)``.
-        middle: whether text before it runs on into it, so that a tokenizer that begins texts with a space of its own
-            must not.
+        text: a whole text, or a stretch of one.
+        literals: character ranges in which control tokens are plain text; ascending ``(start, stop)``.
+        middle: whether other text comes right before it, so that a tokenizer that puts a space of its own before a
+            text must not put one here.
     """
 
     text: str
@@ -103,7 +57,7 @@ class Passage(NamedTuple):
 
 
 class Offsets:
-    """Where a text's tokens stand, asked as ``tokenizers.Encoding`` is.
+    """Which characters of a text each token stands for; has the two methods of ``tokenizers.Encoding`` for that.
 
     Args:
         begins: the first character of each token.
@@ -123,11 +77,11 @@ class Offsets:
         return self._begins[token], self._ends[token]
 
 
-Located = Offsets | tokenizers.Encoding
+TokenOffsets = Offsets | tokenizers.Encoding
 
 
 def control_pattern(texts: Sequence[str], alone: Sequence[str] = ()) -> re.Pattern[str]:
-    """Finds control tokens, of several that begin alike the longest; those ``alone`` not within a word."""
+    """A pattern that finds control tokens: of several that begin alike the longest, those of ``alone`` in no word."""
     longest_first = sorted(texts, key=len, reverse=True)
     parts = (rf"(?<!\w){re.escape(text)}(?!\w)" if text in alone else re.escape(text) for text in longest_first)
     return re.compile("|".join(parts) or r"(?!)")
@@ -136,27 +90,27 @@ def control_pattern(texts: Sequence[str], alone: Sequence[str] = ()) -> re.Patte
 def stretches(
     control: re.Pattern[str], text: str, literals: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, bool]]:
-    """A text's control tokens, as ``(start, stop, True)``, and what is between them, in order; none is empty.
+    """The control tokens of a text, as ``(start, stop, True)``, and the text between them, as ``(start, stop, False)``.
 
-    Literals belong to the text around them.
+    They are in order, and none is empty. Control tokens in ``literals`` count as text.
     """
-    done = begin = 0
+    given = begin = 0
     for literal_start, literal_stop in [*literals, (len(text), len(text))]:
         for match in control.finditer(text, begin, literal_start):
-            if done < match.start():
-                yield done, match.start(), False
-            done = match.end()
-            yield match.start(), done, True
+            if given < match.start():
+                yield given, match.start(), False
+            given = match.end()
+            yield match.start(), given, True
         begin = literal_stop
-    if done < len(text):
-        yield done, len(text), False
+    if given < len(text):
+        yield given, len(text), False
 
 
 # ---- what tokens spell, and the weights that follow ----
 
 
 def unknown_id(index: int) -> str:
-    """What stands in a text for an id that is no token."""
+    """What stands for an id that is no token where ids are shown as text: its number in angle brackets."""
     return f"\u27e8{index}\u27e9"
 
 
@@ -183,19 +137,28 @@ class TokenSpellings:
         self.nbytes = np.diff(self._offsets)
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-        """The bytes that the tokens stand for, end to end; ids that are none by their number, as ``unknown_id``."""
-        known, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
+        """The bytes that the tokens stand for, end to end; ids that are no token as ``unknown_id`` shows them."""
+        valid, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
         return b"".join(
-            (i in known and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
+            (i in valid and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
             for i in np.asarray(ids, np.int64).tolist()
         )
 
     def weights(
         self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
     ) -> tuple[list[NDArray[np.float32]], list[int], list[bool]]:
-        """By text, the weights of its tokens, how many spans straddle, and whether the weights hold.
+        """The loss weights of the tokens of several texts.
 
-        They hold where the tokens spell the text byte for byte, which is checked, never assumed.
+        Args:
+            ids: of each text.
+            utf8: each text, encoded.
+            spans: of each text.
+            whole_characters: as for ``Tokenizer.encode``.
+
+        Returns:
+            Three lists with one item a text: the weights of its tokens, float32; how many of its spans begin within a
+            token; and whether its tokens spell it byte for byte, which is checked here. Where they do not, the caller
+            must not use the weights.
 
         Raises:
             ValueError: spans descend, overlap or end past their text.
@@ -265,9 +228,9 @@ KNOWN_SPLITS = {
 # What loading gigatoken takes grows with the square of the longest added token: half a minute at 30,000 characters.
 LONGEST_ADDED_NBYTES = 512
 
-# The code points that Unicode 13.0 assigns: of 2020, before the tables of any library that may be in play. Unassigned
-# and assigned ones in turn, how many of each, as 32-bit numbers. What this Python knows would be another set on each
-# Python, and one that is newer than a library knows too much.
+# The code points that Unicode 13.0 of 2020 assigns; the tables of every library in use are newer. As 32-bit numbers:
+# how many code points are unassigned, how many after these are assigned, and so on. Python's own table will not do: it
+# is another one in each release of Python, and may be newer than those of a library.
 ASSIGNED = (
     b"c-oy<OOI4V6uxy|ef#!vMwnr`XSzo+%;-G8VHjX!)SjS#fe<42AQHj?B+;NIvXE$uVdFwbOf=DGbY)l?-6$r85aZ()NZiQ6H49g2T%c9fcj%9k+oC"
     b"Qi)wk-@sq^^GqdEwJ;N>U?LOZ8+#CDYIFf`U-zG(bB9eDb!m?P}(up_gh4L*)v#f}N=|AKiH=T6yCw__K+7cn<LH;!+S!|__SV?DlyvGy6hGtkQz!"
@@ -301,7 +264,7 @@ PROOF = (
 
 
 def known_class(spec: dict[str, Any]) -> str | None:
-    """The name of the tokenizer's class where gigatoken was found identical on it, otherwise None."""
+    """The name of the tokenizer's class; None where gigatoken is not known to give the ids of that class."""
     model, step, added = spec["model"], spec.get("pre_tokenizer"), spec["added_tokens"]
     normalizer, normalized = spec.get("normalizer"), {bool(token.get("normalized")) for token in added}
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -351,10 +314,10 @@ class FastEngine:
         return ids
 
     def _is_settled(self, text: str) -> bool:
-        """Whether all Unicode tables in play say the same about a text, which then is gigatoken's.
+        """Whether every library's Unicode tables say the same about a text, so that gigatoken's ids can be taken.
 
-        Characters are hardly ever reclassified once assigned, and never decomposed otherwise, but libraries learn new
-        ones at different times; what is old, all know.
+        A character is hardly ever reclassified once Unicode has it, and never decomposed otherwise; but libraries learn
+        new characters at different times. So the text must hold none that is younger than ``ASSIGNED``.
         """
         return bool(settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all()) and (
             not self._nfc or unicodedata.is_normalized("NFC", text)
@@ -371,7 +334,7 @@ class FastEngine:
 
 @lru_cache(maxsize=1)
 def settled() -> NDArray[np.bool_]:
-    """By code point: whether Unicode has it since so long that the tables of every library do."""
+    """For each code point whether Unicode has had it for so long that every library's tables do; bool [0x110000]."""
     counts = np.frombuffer(zlib.decompress(b85decode(ASSIGNED)), "<u4")
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts)
 
@@ -379,7 +342,10 @@ def settled() -> NDArray[np.bool_]:
 def load_fast_engine(
     spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, proven: bool = False
 ) -> tuple[FastEngine | None, str]:
-    """Gigatoken for this tokenizer, or None and the reason why not; ``proven`` spares the sample."""
+    """Gigatoken for this tokenizer, or None and the reason why it cannot be taken.
+
+    With ``proven`` the ids of the two libraries are not compared on a sample: the caller must know that they agree.
+    """
     if find_spec("gigatoken") is None:
         return None, "gigatoken is not installed: pip install gigatoken"
     if known_class(spec) is None:
@@ -390,8 +356,8 @@ def load_fast_engine(
         nfc = spec.get("normalizer") is not None
         engine = FastEngine(lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()), tokenizer, nfc=nfc)
         if not proven:
-            # The tokenizers library keeps the words a thread has met, up to ten thousand a tokenizer, until the thread
-            # ends, though the tokenizer be long gone. The sample's odd words must not stay, nor take the text's places.
+            # The tokenizers library caches up to ten thousand words for each tokenizer and thread, until the thread
+            # ends. In a thread of its own the sample's odd words do not fill the cache of this one.
             with ThreadPoolExecutor(max_workers=1) as thread:
                 proven = thread.submit(_agrees, engine, tokenizer).result()
     except (KeyboardInterrupt, SystemExit):
@@ -437,8 +403,8 @@ class JsonModel:
         named: what the vocabulary itself says of ``bos_token`` and the like.
         spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
         fingerprint: xxh3_128 of all that decides the ids.
-        proof: says for which tokenizer and libraries gigatoken was compared with tokenizers on a sample; empty where
-            it was not or where it failed.
+        proof: the tokenizer and the releases of both libraries for which gigatoken's ids agreed with those of
+            tokenizers on a sample; empty where gigatoken is not taken.
 
     Raises:
         FormatError: the tokenizers library cannot load it, or gigatoken cannot where that was asked for.
@@ -453,7 +419,7 @@ class JsonModel:
         before = _added_tokens(self._tokenizer)
         self._tokenizer.add_tokens([tokenizers.AddedToken(one.text, **one.flags) for one in files.additions])
         after = _added_tokens(self._tokenizer)
-        # As the library itself would write it, which for the vocabulary is long and what the file says.
+        # The steps as the library itself writes them. The vocabulary is as the file has it: writing it takes long.
         steps = {
             key: None if step is None else orjson.loads(step.__getstate__())
             for key in ("normalizer", "pre_tokenizer")
@@ -462,7 +428,7 @@ class JsonModel:
         kind = type(self._tokenizer.model).__name__
         added = [{"id": index, "content": text, **flags} for index, text, flags in after]
         self._spec = {**spec, **steps, "model": {**spec["model"], "type": kind}, "added_tokens": added}
-        # The same tokenizer for a text that goes on from another: it puts no space in front.
+        # The same tokenizer without the space that it may put before a text, for text that follows other text.
         self._middle_spec = {**self._spec, **{key: _without_prefix(step) for key, step in steps.items()}}
         self._runs_on = self._middle_spec != self._spec
         self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
@@ -482,10 +448,10 @@ class JsonModel:
         self.proof, self._fast = "", None
         if backend != "tokenizers":
             gigatoken = version("gigatoken") if find_spec("gigatoken") else None
-            wanted = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
-            self._fast, reason = load_fast_engine(self._spec, self._tokenizer, proven=proof == wanted)
+            new_proof = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
+            self._fast, reason = load_fast_engine(self._spec, self._tokenizer, proven=proof == new_proof)
             if self._fast is not None:
-                self.proof = wanted
+                self.proof = new_proof
             elif backend == "gigatoken":
                 raise FormatError(f"{files.path}: {reason}")
         self.name = "gigatoken" if self._fast is not None else "tokenizers"
@@ -501,10 +467,10 @@ class JsonModel:
         ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
         if len(plain) == len(passages):
             return ids
-        known = dict(zip(plain, ids, strict=True))
-        return [known[i] if i in known else self.locate(passage)[0] for i, passage in enumerate(passages)]
+        plain_ids = dict(zip(plain, ids, strict=True))
+        return [plain_ids[i] if i in plain_ids else self.locate(p)[0] for i, p in enumerate(passages)]
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located]:
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], TokenOffsets]:
         """Ids, and which characters of the passage they stand for.
 
         Raises:
@@ -519,7 +485,7 @@ class JsonModel:
         return np.array(encoding.ids, np.uint32), encoding
 
     def shield(self, middle: bool) -> Shield:
-        """What keeps control tokens in the data as text; made on first need, since few corpora have any."""
+        """The ``Shield`` of this tokenizer; made when it is first needed, since few corpora need one."""
         if middle not in self._shields:
             self._shields[middle] = Shield(self._middle_spec if middle else self._spec)
         return self._shields[middle]
@@ -547,9 +513,9 @@ class JsonModel:
 def _byte_level_spellings(
     vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
 ) -> TokenSpellings | None:
-    """What the tokens of a byte-level tokenizer spell, None for others.
+    """What the tokens of a byte-level tokenizer spell; None for other tokenizers.
 
-    No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
+    A tokenizer counts as one where it uses that alphabet; whether tokens spell a text is checked for each text.
     """
     if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
         return None
@@ -558,7 +524,7 @@ def _byte_level_spellings(
     for text, index in vocabulary.items():
         try:
             spellings[index] = bytes([alphabet[c] for c in text])
-        except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
+        except KeyError:  # not in that alphabet, so no text becomes this token
             continue
     return TokenSpellings(spellings | {token.number: token.text.encode() for token in added})
 
@@ -581,7 +547,10 @@ def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[tuple[int, str, dict[
 
 
 class Shield:
-    """Tokenises texts with literals: stand-ins take the places of all control tokens that are none.
+    """Tokenises texts whose literals spell control tokens, which must stay plain text there.
+
+    The control tokens that the template wrote are replaced by stand-ins, texts that nobody's data holds, and the
+    tokenizer is told to know the stand-ins and not the control tokens.
 
     Args:
         spec: the tokenizer as ``tokenizers`` itself writes it.
@@ -615,26 +584,26 @@ class Shield:
         if mark is None:
             raise ValueError("the text holds all of U+FDD0 to U+FDEF, which are not characters")
         parts: list[str] = []
-        places = []  # of each part: where it starts with stand-ins; where it starts and stops in the true text
+        edges_of_parts = []  # of each part: where it starts with stand-ins; where it starts and stops in the text
         length = 0
         for start, stop, is_control in stretches(self._control, text, literals):
             parts.append(f"{mark}{self._ids[text[start:stop]]}{mark}" if is_control else text[start:stop])
-            places.append((length, start, stop))
+            edges_of_parts.append((length, start, stop))
             length += len(parts[-1])
-        places.append((length, len(text), len(text)))
+        edges_of_parts.append((length, len(text), len(text)))
         tokenizer, translation = self._variant(mark)
         encoding = tokenizer.encode("".join(parts), add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         if np.isin(ids, self._added).any():
             raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
         edges = np.array(encoding.offsets, np.int64).reshape(len(ids), 2)
-        begins, starts, stops = np.array(places, np.int64).T
+        begins, starts, stops = np.array(edges_of_parts, np.int64).T
         part = np.searchsorted(begins, edges, "right") - 1
         firsts, ends = np.minimum(starts[part] + edges - begins[part], stops[part]).T
         return translation[ids], Offsets(firsts.tolist(), np.maximum.accumulate(ends).tolist())
 
     def _variant(self, mark: str) -> tuple[tokenizers.Tokenizer, NDArray[np.uint32]]:
-        """The copy whose stand-ins are spelled with ``mark``, and its ids' true ones."""
+        """The tokenizer that knows stand-ins spelled with ``mark``, and the true id for each of its ids."""
         if mark not in self._variants:
             tokenizer = build_tokenizer(self._spec)
             tokenizer.encode_special_tokens = True

@@ -1,0 +1,290 @@
+"""What the files of one tokenizer say, read from a local folder or file and held against each other.
+
+A folder in Hugging Face's layout holds ``tokenizer.json`` (the tokenizer itself), ``tokenizer_config.json`` (which
+tokens play which part, tokens added later, perhaps the chat template), in older ones ``special_tokens_map.json`` and
+``added_tokens.json``, and the chat template in a file of its own. How they override each other follows transformers 5,
+so that both see the same vocabulary. Where there is no ``tokenizer.json``, the vocabulary is a SentencePiece model,
+ranks of tiktoken's, or Mistral's ``tekken.json``. Nothing is downloaded, and no code that came with a tokenizer is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import orjson
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import open_regular
+
+VocabularyKind = Literal["json", "tekken", "ranks", "sentencepiece"]
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class AddedToken(NamedTuple):
+    """A token outside the model's own vocabulary; its text becomes its id wherever a chat template writes it.
+
+    Attributes:
+        number: its id; -1 where the files give none.
+        text: its content.
+        flags: those of ``tokenizers.AddedToken`` that were given.
+    """
+
+    number: int
+    text: str
+    flags: Mapping[str, bool]
+
+    @property
+    def special(self) -> bool:
+        """Whether it is a control token rather than a word."""
+        return self.flags.get("special", False)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The parsed files of one tokenizer.
+
+    Attributes:
+        path: the folder or file that the user named.
+        file: the file that holds the vocabulary.
+        kind: the kind of that file; ``ranks`` are tiktoken's.
+        spec: the content of that file where it is JSON, parsed; else empty.
+        content: the bytes of that file where it is not JSON; else empty.
+        settings: ``tokenizer_config.json``, with what overrides it.
+        special_tokens: template variables such as ``eos_token``, as transformers passes them.
+        additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
+            which transformers adds them.
+        templates: chat templates by name; a folder's only template is called ``default``.
+    """
+
+    path: Path
+    file: Path
+    kind: VocabularyKind
+    spec: dict[str, Any]
+    content: bytes
+    settings: dict[str, Any]
+    special_tokens: dict[str, str]
+    additions: list[AddedToken]
+    templates: dict[str, str]
+
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNREADABLE = ("vocab.json", "vocab.txt")
+# The first pattern that matches a file wins; a file that would have to be converted is refused when it is read.
+_VOCABULARIES = (
+    *("tokenizer.json", "tekken*.json", "tiktoken.model", "*.tiktoken", "tokenizer.model", "spiece.model"),
+    *("*.model", "*.model.v*", *_UNREADABLE),
+)
+
+
+def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
+    """Reads a tokenizer's folder, or its vocabulary file alone; of a file that is named, the folder is not read.
+
+    Raises:
+        FormatError: what is missing or broken, and what to do about it.
+    """
+    named = Path(path)
+    if named.is_dir():
+        return _read_folder(named)
+    if named.exists():
+        kind, spec, content = _read_vocabulary(named)
+        return TokenizerFiles(named, named, kind, spec, content, {}, {}, [], {})
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and not str(path).startswith("."):
+        raise FormatError(
+            f"{path}: not a local folder; if it is a model on the Hugging Face hub, download its tokenizer "
+            f"first: hf download {path} --include '*token*' 'chat_template*' --local-dir DIR, then give DIR;"
+            " preprocess --download does it"
+        )
+    raise FormatError(f"{path}: no such file or folder; expected a tokenizer.json or the folder that holds one")
+
+
+def _read_folder(folder: Path) -> TokenizerFiles:
+    files = (file for pattern in _VOCABULARIES for file in sorted(folder.glob(pattern)) if file.is_file())
+    if (file := next(files, None)) is None:
+        raise FormatError(f"{folder}: holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks")
+    kind, spec, content = _read_vocabulary(file)
+    config = _read_object(folder / "tokenizer_config.json")
+    settings, listed = _merged_settings(folder, config, spec)
+    special = _special_tokens(folder, settings)
+    extra = settings.get("extra_special_tokens") or []
+    if not isinstance(extra, list):
+        raise FormatError(f"{folder}: extra_special_tokens must be a list or an object, found {extra!r:.80}")
+    # In the order in which transformers adds them; listed ones that play a named part are always special.
+    named = {*special.values()}
+    additions = [
+        token._replace(flags={**token.flags, "special": True}) if token.text in named else token for token in listed
+    ]
+    present = {token.text for token in listed}
+    present |= {token["content"] for token in spec["added_tokens"]} if kind == "json" else set()
+    texts = [*special.values(), *(_token_text(folder, "extra_special_tokens", token) for token in extra)]
+    for text in dict.fromkeys(texts):
+        if text not in present:
+            additions.append(AddedToken(-1, text, {"special": True, "normalized": False}))
+    templates = _read_templates(folder, config)
+    return TokenizerFiles(folder, file, kind, spec, content, settings, special, additions, templates)
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        with open_regular(file) as opened:
+            data = opened.read()
+    except OSError as error:
+        raise FormatError(f"{file}: cannot be read: {error.strerror}") from error
+    if data.startswith(b"version https://git-lfs"):
+        raise FormatError(f"{file}: a Git LFS pointer, not the file itself; run git lfs pull in its repository")
+    return data
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one where there is no such file."""
+    return _parse_object(file, _read_bytes(file)) if file.exists() else {}
+
+
+def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise FormatError(f"{file}: not JSON ({error}); download or save the tokenizer again") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{file}: a JSON object expected, found {type(value).__name__}")
+    return value
+
+
+def _read_vocabulary(file: Path) -> tuple[VocabularyKind, dict[str, Any], bytes]:
+    """The kind of a vocabulary, which its content decides and not its name, and that content, parsed if it is JSON."""
+    if file.name in _UNREADABLE:
+        refuse(file, "a tokenizer without tokenizer.json")
+    content = _read_bytes(file)
+    if file.suffix != ".json" and content[:1] not in (b"{", b"["):
+        if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
+            return "ranks", {}, content
+        # A SentencePiece model begins with its first piece, in protocol buffers' spelling.
+        if content[:1] == b"\n":
+            return "sentencepiece", {}, content
+        raise FormatError(
+            f"{file}: neither JSON, nor ranks of tiktoken's, nor a SentencePiece model; download it again"
+        )
+    spec = _parse_object(file, content)
+    if isinstance(spec.get("vocab"), list) and isinstance(spec.get("config"), dict):
+        return "tekken", spec, b""
+    model = spec.get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        raise FormatError(
+            f"{file}: not a tokenizer: no model with a vocab in it (keys: {', '.join(spec) or 'none'}); "
+            "expected the tokenizer.json that the tokenizers library writes"
+        )
+    if not model["vocab"]:
+        raise FormatError(f"{file}: the vocabulary is empty")
+    if dropout := model.get("dropout"):
+        raise FormatError(f"{file}: model.dropout is {dropout}, so that every encoding is random; set it to null")
+    spec["added_tokens"] = added = spec.get("added_tokens") or []
+    if not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("id"), int) and isinstance(token.get("content"), str)
+        for token in added
+    ):
+        raise FormatError(f"{file}: added_tokens must be a list of objects with id and content")
+    return "json", spec, b""
+
+
+def _token_text(file: Path, key: str, value: Any) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise FormatError(f"{file}: {key} must be a string or an object with content, found {value!r:.80}")
+    return text
+
+
+def _added_token(file: Path, key: str, value: Any, index: int) -> AddedToken:
+    text = _token_text(file, key, value)
+    flags = {flag: value[flag] for flag in TOKEN_FLAGS if isinstance(value, dict) and flag in value}
+    for flag, setting in flags.items():
+        if not isinstance(setting, bool):
+            raise FormatError(f"{file}: {key}: {flag} must be true or false, found {setting!r:.80}")
+    return AddedToken(index, text, flags)
+
+
+def _merged_settings(
+    folder: Path, config: dict[str, Any], spec: dict[str, Any]
+) -> tuple[dict[str, Any], list[AddedToken]]:
+    """The settings that hold, and the added tokens they name in the order of their ids."""
+    file, settings = folder / "tokenizer_config.json", dict[str, Any]()
+    is_old = "added_tokens_decoder" not in config
+    # In older folders the map has the last word, and tokens added later stand in a file of their own.
+    for source in (config, _read_object(folder / "special_tokens_map.json") if is_old else {}):
+        settings.update(source)
+        if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+            settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    decoder: dict[int, AddedToken] = {}
+    if is_old:
+        names = {_token_text(file, name, settings[name]) for name in _NAMED_TOKENS if settings.get(name)}
+        file = folder / "added_tokens.json"
+        for text, index in _read_object(file).items():
+            if not isinstance(index, int):
+                raise FormatError(f"{file}: {text!r} must have a whole number, not {index!r}")
+            decoder[index] = AddedToken(index, text, {"special": text in names, "normalized": text not in names})
+        for token in spec.get("added_tokens", []):
+            decoder[token["id"]] = _added_token(folder / "tokenizer.json", "added_tokens", token, token["id"])
+    else:
+        listed = config["added_tokens_decoder"]
+        if not isinstance(listed, dict) or not all(str(key).isdecimal() for key in listed):
+            raise FormatError(f"{file}: added_tokens_decoder must be an object from ids to tokens")
+        for key, value in listed.items():
+            decoder[int(key)] = _added_token(file, f"added_tokens_decoder[{key}]", value, int(key))
+    return settings, [decoder[index] for index in sorted(decoder)]
+
+
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Named tokens first, then the model's own (``image_token`` ...): what templates may ask for."""
+    found = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
+    for name, value in settings.items():
+        is_token = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
+        if name.endswith("_token") and name not in _NAMED_TOKENS and is_token:
+            found[name] = value
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(settings.get(key), dict):
+            found.update(settings.pop(key))
+    return {name: _token_text(folder / "tokenizer_config.json", name, value) for name, value in found.items()}
+
+
+def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Files of their own win over the config's key, as in transformers; chat_template.json comes last."""
+    templates = {file.stem: file for file in sorted((folder / "chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = folder / "chat_template.jinja"
+    found: dict[str, str] = {}
+    for name, file in templates.items():
+        try:
+            found[name] = _read_bytes(file).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{file}: not UTF-8 at byte {error.start}; a template is UTF-8 text") from error
+    if found:
+        return found
+    file, value = folder / "tokenizer_config.json", config.get("chat_template")
+    if value is None:
+        file = folder / "chat_template.json"
+        if not file.exists():
+            return {}
+        if (value := _read_object(file).get("chat_template")) is None:
+            raise FormatError(f"{file}: has no chat_template in it")
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = {entry.get("name"): entry.get("template") for entry in value}
+    elif isinstance(value, str):
+        value = {"default": value}
+    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+        raise FormatError(f"{file}: chat_template must be a string or a list of {{name, template}} objects")
+    return dict(value)
+
+
+def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
+    """Of a tokenizer that transformers can convert; ``code`` where only by running what came with it.
+
+    Raises:
+        FormatError: always.
+    """
+    trust = ", trust_remote_code=True" if code else ""
+    raise FormatError(
+        f'{file}: {why}; convert it once with transformers: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{file.parent}'{trust}).save_pretrained('{file.parent}')\""
+    )
