@@ -1,20 +1,20 @@
 """One raw row to a conversation, or to ids with a mask.
 
-What a row is shows in its columns; null columns count as absent and unknown ones are ignored. Where columns
-of several kinds stand side by side, the first of these counts:
+The keys of a row (a table's columns) tell its kind. A key whose value is null counts as absent, and unknown keys are
+ignored. Where a row has the keys of several kinds, it is of the first of these:
 
 1. ``tokenized``: ``input_ids`` beside ``loss_mask``, ``labels``, ``assistant_masks`` or ``completion_mask``.
 2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns, each with ``role`` and
-   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whatever the column is called.
+   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whichever of the keys it stands under.
 3. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
    messages, of which only the completion's are trained on.
-4. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
-   LLaMA-Factory does) to the first of ``input``, ``context`` if that says something; answered by the first of
+4. ``alpaca``: the prompt is the first of ``instruction``, ``prompt``, ``query``, ``question``, joined by a newline (as
+   LLaMA-Factory does) to the first of ``input``, ``context`` that is not empty; the answer is the first of
    ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
 
-Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
+Rows of all kinds but the first may also have ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
 ``chat_template_kwargs``. Rows that say which of two answers is better, or whether one is good (a boolean ``label``),
-are refused whatever else they hold, unless they are asked for: ``preferences`` reads these.
+are refused whatever else they hold, unless the options ask for them: ``preferences`` reads those.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_fina
 
 
 class RowError(ValueError):
-    """Why a row cannot be used; whoever knows the file and line makes a ``SequenceError`` of it."""
+    """Why a row cannot be used; a caller that knows file and line makes a ``SequenceError`` of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class RowOptions:
     """How rows are read.
 
     Attributes:
-        kind: reads every row as this kind instead of looking at its columns; ``preference`` and ``kto`` are those of
-            ``preferences``.
-        messages_key: the column that holds the turns of every row; None looks at the row's columns.
+        kind: the kind of every row; ``auto`` tells it from the keys of each. The caller must hand rows of
+            ``preference`` and ``kto`` to ``preferences``.
+        messages_key: the key under which every row has its turns; None tells it from the keys of each row.
         mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
             (label) at the position that predicts it.
         require_assistant: whether a conversation in which the assistant says nothing is refused.
@@ -86,33 +86,33 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     Raises:
         RowError: with the reason alone, for every row that cannot be used.
     """
-    columns = require_object(data).keys()
-    if not columns.isdisjoint(_REFUSED):
-        _refuse_columns(data, options)
-    kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
+    keys = require_object(data).keys()
+    if not keys.isdisjoint(_REFUSED):
+        _refuse_keys(data, options)
+    kind = _kind_by_keys(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return _read_tokenized(data, options.mask_alignment)
     if kind == "messages":
-        keys = [options.messages_key] if options.messages_key else TURNS
-        if (column := _first(data, keys)) is None:
-            raise RowError(f"the row has no {' or '.join(keys)}")
-        messages, weights = _read_list(data[column], column)
+        names = [options.messages_key] if options.messages_key else TURNS
+        if (key := _first(data, names)) is None:
+            raise RowError(f"the row has no {' or '.join(names)}")
+        messages, weights = _read_list(data[key], key)
     else:
         messages, weights = _read_prompt_completion(data) if kind == "prompt-completion" else _read_alpaca(data)
-    alone = columns.isdisjoint(_MORE)
-    if not alone:
+    has_more = not keys.isdisjoint(_MORE)
+    if has_more:
         _put_system_first(data, messages, weights)
     if options.require_assistant and not any(map(_says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
-    return Conversation(messages, weights, None if alone else _tools_of(data), {} if alone else _kwargs_of(data))
+    return Conversation(messages, weights, _tools_of(data) if has_more else None, _kwargs_of(data) if has_more else {})
 
 
 def require_object(data: Any) -> dict[str, Any]:
-    """The row, RowError where it is no object."""
+    """The row, if it is an object; else RowError."""
     return _typed(data, dict, "the row")
 
 
-def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
+def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     if (media := _filled(data, _MEDIA)) is not None:
         raise RowError(f"the row has {media}; only text can be trained on here")
     names = [name for name in (*CHOSEN, *REJECTED) if _is_filled(data.get(name)) and not isinstance(data[name], int)]
@@ -122,19 +122,19 @@ def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
             " alone, as messages, name the column that holds it as messages with --messages-key, or make pairs of such"
             " rows with --row-kind preference"
         )
-    for column in VERDICTS:
-        verdict = data.get(column)
-        # A number beside other columns may be a class; beside a completion it is a verdict on it.
+    for key in VERDICTS:
+        verdict = data.get(key)
+        # A number may be the class of a row; beside a completion it is a verdict on that.
         if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
             raise RowError(
-                f"{column} is {str(verdict).lower()}: a row of KTO, which says whether its answer is good, but"
+                f"{key} is {str(verdict).lower()}: a row of KTO, which says whether its answer is good, but"
                 " supervised fine-tuning trains on every answer; keep the good ones, without that column, or keep the"
                 " column too with --row-kind kto"
             )
 
 
-def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
-    has = {column for column, value in data.items() if value is not None}
+def _kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
+    has = {key for key, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(_MASKS):
         return "tokenized"
     if options.messages_key or not has.isdisjoint(TURNS):
@@ -144,25 +144,25 @@ def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
     if not (has.isdisjoint(PROMPTS) or has.isdisjoint(_ANSWERS)):
         return "alpaca"
     if "input_ids" in has:
-        return "tokenized"  # which says that its mask is missing
-    columns = ", ".join(sorted(map(str, has))[:12]) or "none"
+        return "tokenized"  # so that the error is about the missing mask
+    listed = ", ".join(sorted(map(str, has))[:12]) or "none"
     raise RowError(
         "no columns that make a chat: expected messages or conversations, a prompt with an answer, "
-        f"or input_ids with a mask; found {columns}"
+        f"or input_ids with a mask; found {listed}"
     )
 
 
-def _read_list(turns: Any, column: str) -> _Turns:
-    turns = _typed(_parsed(turns, column), list, column, "a list of messages")
+def _read_list(turns: Any, key: str) -> _Turns:
+    turns = _typed(_parsed(turns, key), list, key, "a list of messages")
     if not turns:
-        raise RowError(f"{column} is empty")
+        raise RowError(f"{key} is empty")
     first = turns[0]
     is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
     messages, weights = [], []
     for i, turn in enumerate(turns):
         message, weight = _read_plain(turn, is_sharegpt=is_sharegpt), 1.0
         if message is None:
-            what = f"{column}[{i}]"
+            what = f"{key}[{i}]"
             message, weight = _read_message(_message_of_turn(turn, what) if is_sharegpt else turn, what)
         messages.append(message)
         weights.append(weight)
@@ -170,7 +170,7 @@ def _read_list(turns: Any, column: str) -> _Turns:
 
 
 def _read_plain(turn: Any, *, is_sharegpt: bool) -> _Message | None:
-    """A turn that is a speaker and a text, as most are; None where it is anything else."""
+    """Most turns: a speaker and a text, and nothing else. None for any other turn."""
     if type(turn) is not dict or len(turn) != 2:
         return None
     role, content = (turn.get("from"), turn.get("value")) if is_sharegpt else (turn.get("role"), turn.get("content"))
@@ -200,11 +200,11 @@ def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
 
 def _read_alpaca(data: dict[str, Any]) -> _Turns:
     texts = []
-    for columns, what in ((PROMPTS, "prompt"), (_ANSWERS, "answer"), (INPUTS, "")):
-        column = _first(data, columns)
-        if column is None and what:
-            raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
-        texts.append("" if column is None else _typed(data[column], str, column))
+    for names, role in ((PROMPTS, "prompt"), (_ANSWERS, "answer"), (INPUTS, "")):
+        key = _first(data, names)
+        if key is None and role:
+            raise RowError(f"the row has no {role}: none of {', '.join(names)}")
+        texts.append("" if key is None else _typed(data[key], str, key))
     prompt, answer, more = texts
     asked = f"{prompt}\n{more}" if prompt and more else prompt or more
     if not asked:
@@ -234,27 +234,27 @@ def _says_something(message: _Message) -> bool:
 
 
 def _put_system_first(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> None:
-    if (column := _filled(data, _SYSTEMS)) is None:
+    if (key := _filled(data, _SYSTEMS)) is None:
         return
-    system = _typed(data[column], str, column)
+    system = _typed(data[key], str, key)
     if messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, 1.0)
     elif messages[0]["content"] != system:
-        raise RowError(f"{column} and the first message are two system prompts that differ; keep one")
+        raise RowError(f"{key} and the first message are two system prompts that differ; keep one")
 
 
 def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
-    column = _filled(data, _TOOLS)
-    if column is None or (isinstance(data[column], str) and not data[column].strip()):
+    key = _filled(data, _TOOLS)
+    if key is None or (isinstance(data[key], str) and not data[key].strip()):
         return None
-    if (tools := _parsed(data[column], column)) is None:
+    if (tools := _parsed(data[key], key)) is None:
         return None
     read = []
-    for i, given in enumerate(_typed(tools, list, column, "a list of tool schemas")):
-        what = f"{column}[{i}]"
+    for i, given in enumerate(_typed(tools, list, key, "a list of tool schemas")):
+        what = f"{key}[{i}]"
         tool = _typed(_parsed(given, what), dict, what)
-        read.append({"type": "function", "function": tool} if column == "functions" else tool)
+        read.append({"type": "function", "function": tool} if key == "functions" else tool)
     return read or None
 
 
@@ -273,7 +273,7 @@ def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
 # ---- turns of ShareGPT's, and OpenAI's messages, the one form that chat templates are handed ----
 
 
-# Each with the role it stands for.
+# Roles and speakers by the names that rows have for them.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"function": "tool"}
 _SPEAKERS = {
     **{"system": "system", "developer": "developer", "human": "user", "user": "user"},
@@ -289,10 +289,10 @@ _PARTS_BEHIND_TEXT = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _WEIGHTS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("train", "loss", "trainable")
-_MOST_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
-# These say which part of a message is trained on; a row that has one must not train as if it had none.
+_MAX_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
+# These say which part of a message is trained on, which is not read here: a row that has one is refused.
 _UNREAD = ("train_detail", "loss_mask", "masked")
-# Read here and not handed on; the rest of a message is kept for the template.
+# Keys of a message that the template does not see as they are; it sees all others.
 _CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
 _WEIGHING, _NOT_TAKEN = frozenset({*_WEIGHTS, *_FLAGS}), frozenset({*_MEDIA, *_UNREAD})
 
@@ -321,12 +321,15 @@ def _message_of_turn(turn: Any, what: str) -> _Message:
 
 
 def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
-    """Checks one message and returns it normalised, with its loss weight.
+    """Checks one message and returns it in the form that chat templates expect, with its loss weight.
 
-    Text parts become one string, parts that hold reasoning or a tool call the fields of that name; arguments of
-    tool calls become objects (as templates expect them) and an old ``function_call`` one of the tool calls; the
-    role ``function`` becomes ``tool``; reasoning is found under ``reasoning_content`` whatever the row calls it,
-    and under its own name too. Null keys are left out, as transformers leaves them out. Errors call it ``what``.
+    - Content parts of text become one string; those of reasoning or tool calls become the fields of that name.
+    - Arguments of tool calls become objects, an old ``function_call`` becomes one of the tool calls, and the role
+      ``function`` becomes ``tool``.
+    - Reasoning stands under ``reasoning_content``, and under the key that the row has it under.
+    - Keys whose value is null are left out, as transformers leaves them out.
+
+    Errors call the message ``what``.
     """
     message = _typed(message, dict, what, "an object with role and content")
     given = message.get("role")
@@ -359,9 +362,9 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
 
 
 def _text_of(content: Any, what: str) -> str:
-    """A string, or the texts of a list of parts end to end; other kinds of parts are refused by name.
+    """A string as it is, or the texts of a list of content parts end to end; parts of other kinds are refused.
 
-    Templates differ in what they make of a list: many render nothing, and the words are lost.
+    Templates are never handed a list: many of them render it as nothing, and its words would be lost.
     """
     if isinstance(content, str):
         return content
@@ -379,7 +382,7 @@ def _text_of(content: Any, what: str) -> str:
 
 
 def _with_fields(message: _Message, what: str) -> _Message:
-    """An assistant message whose reasoning and tool calls stand in fields, where templates look, and not in parts."""
+    """An assistant message whose content parts of reasoning and tool calls have moved to fields of their own."""
     parts = message["content"]
     kinds = [part.get("type") if isinstance(part, dict) else "text" for part in parts]
     order = [(kind in _PARTS_BEHIND_TEXT) - (kind in _PARTS_BEFORE_TEXT) for kind in kinds]
@@ -393,20 +396,20 @@ def _with_fields(message: _Message, what: str) -> _Message:
     texts: list[Any] = []
     reasoning: list[str] = []
     calls: list[Any] = []
-    for i, (part, place) in enumerate(zip(parts, order, strict=True)):
+    for i, (part, sort) in enumerate(zip(parts, order, strict=True)):
         where = f"{what}.content[{i}]"
-        key = _first(part, (part["type"], *_TEXT_KEYS)) if place else None
-        if place == 0:
+        key = _first(part, (part["type"], *_TEXT_KEYS)) if sort else None
+        if sort == 0:
             texts.append(part)
-        elif place < 0:
+        elif sort < 0:
             reasoning.append(_text_of(None if key is None else part[key], where))
         elif key is None:
             calls.append({name: value for name, value in part.items() if name != "type"})
         else:
-            found = _parsed(part[key], where)
-            calls += found if isinstance(found, list) else [found]
-    made = {"reasoning_content": "\n".join(reasoning), "tool_calls": calls}
-    fields = {key: value for key, value in made.items() if value}
+            parsed = _parsed(part[key], where)
+            calls += parsed if isinstance(parsed, list) else [parsed]
+    moved = {"reasoning_content": "\n".join(reasoning), "tool_calls": calls}
+    fields = {key: value for key, value in moved.items() if value}
     if (twice := _filled(message, fields)) is not None:
         raise RowError(f"{what} has {twice} beside parts of that kind; keep one")
     return message | fields | {"content": texts or None}
@@ -415,8 +418,7 @@ def _with_fields(message: _Message, what: str) -> _Message:
 def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     """One tool call as ``{"type": "function", "function": {"name", "arguments"}, ...}``.
 
-    Accepts that, or the function alone. Arguments given as a JSON string are parsed; none are an empty
-    object.
+    Accepts that, or the function alone. Arguments in a string of JSON are parsed; missing ones become an empty object.
     """
     call = _typed(call, dict, what, "an object with name and arguments")
     if (kind := call.get("type")) not in (None, "function"):
@@ -435,9 +437,9 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     where, arguments = f"{what} ({name}).{key}", function.get(key)
     if isinstance(arguments, str):
         arguments = _parsed(arguments, where) if arguments.strip() else None
-    made = {} if arguments is None else _typed(arguments, dict, where, "an object, or a JSON string of one")
-    rest = {other: value for other, value in function.items() if other != key}
-    return outer | {"type": "function", "function": rest | {"arguments": made}}
+    parsed = {} if arguments is None else _typed(arguments, dict, where, "an object, or a JSON string of one")
+    rest = {name: value for name, value in function.items() if name != key}
+    return outer | {"type": "function", "function": rest | {"arguments": parsed}}
 
 
 def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
@@ -454,20 +456,21 @@ def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
-    found = {key: _text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
-    if len(set(filter(None, found.values()))) > 1:
-        raise RowError(f"{what} has {' and '.join(found)} that differ; keep one")
-    return found | {"reasoning_content": max(found.values(), key=len)} if found else {}
+    """The reasoning of an assistant message, under each key that the message has it under."""
+    texts = {key: _text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
+    if len(set(filter(None, texts.values()))) > 1:
+        raise RowError(f"{what} has {' and '.join(texts)} that differ; keep one")
+    return texts | {"reasoning_content": max(texts.values(), key=len)} if texts else {}
 
 
 def _weight_of(message: dict[str, Any], what: str) -> float:
-    """A finite number >= 0; booleans count as 0 and 1, and a flag that says no as 0."""
+    """The loss weight of a message: a finite number >= 0. Booleans count as 0 and 1; a flag that says no gives 0."""
     given: dict[str, float] = {}
     for key in (*_WEIGHTS, *_FLAGS):
         if (value := message.get(key)) is None:
             continue
         number = isinstance(value, (int, float))
-        if key in _WEIGHTS and (not number or not 0 <= value <= _MOST_WEIGHT):
+        if key in _WEIGHTS and (not number or not 0 <= value <= _MAX_WEIGHT):
             raise RowError(f"{what}.{key} is {_name_of(value)}, expected a finite number >= 0")
         if key in _FLAGS and (not number or value not in (0, 1)):
             raise RowError(f"{what}.{key} is {_name_of(value)}, expected true or false")
@@ -483,43 +486,43 @@ def _weight_of(message: dict[str, Any], what: str) -> float:
 
 
 _NOT_TRAINED = -100
-_MOST_ID = (1 << 31) - 1
+_MAX_ID = (1 << 31) - 1
 
 
 def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRow:
-    """Checks ids and mask against each other; a mask or labels one position early are shifted back.
+    """Checks ids and mask against each other; a mask or labels that are label-aligned become token-aligned.
 
-    Labels follow transformers: the token's own id where it is trained on, -100 elsewhere, at the token's own
-    position (``token``) or at the one before it (``label``).
+    Labels are as in transformers: a token's own id where it is trained on, else -100. They stand at the token's own
+    position (``token``) or at the position before it, which predicts it (``label``).
     """
     ids = _integers(row.get("input_ids"), "input_ids")
     if not ids.size:
         raise RowError("input_ids is empty")
-    if ids.min() < 0 or ids.max() > _MOST_ID:
-        raise RowError(f"input_ids holds {_name_of(int(ids[(ids < 0) | (ids > _MOST_ID)][0]))}, no token's id")
+    if ids.min() < 0 or ids.max() > _MAX_ID:
+        raise RowError(f"input_ids holds {_name_of(int(ids[(ids < 0) | (ids > _MAX_ID)][0]))}, no token's id")
     if _is_filled(row.get("attention_mask")) and not _numbers(row["attention_mask"], "attention_mask").all():
         raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
-    if (column := _first(row, _MASKS)) is None:
+    if (key := _first(row, _MASKS)) is None:
         raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
-    values = (_integers if column == "labels" else _numbers)(row[column], column)
+    values = (_integers if key == "labels" else _numbers)(row[key], key)
     if len(values) != len(ids):
-        raise RowError(f"{column} has {len(values)} entries for {len(ids)} input_ids")
-    if column == "labels":
+        raise RowError(f"{key} has {len(values)} entries for {len(ids)} input_ids")
+    if key == "labels":
         return TokenizedRow(ids, _mask_of_labels(values, ids, alignment))
-    return TokenizedRow(ids, _mask_of_numbers(values, column, alignment))
+    return TokenizedRow(ids, _mask_of_numbers(values, key, alignment))
 
 
-def _mask_of_numbers(values: NDArray[Any], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
+def _mask_of_numbers(values: NDArray[Any], key: str, alignment: MaskAlignment) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):
         mask = values.astype(np.float32)
     wrong = ~np.isfinite(mask) | (mask < 0)
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise RowError(f"{column}[{at}] is {mask[at]}, expected a finite number >= 0")
+        raise RowError(f"{key}[{at}] is {mask[at]}, expected a finite number >= 0")
     if alignment == "token":
         return mask
     if mask[-1]:
-        raise RowError(f"{column} is set at the last position, where no next token is predicted; token-aligned?")
+        raise RowError(f"{key} is set at the last position, where no next token is predicted; token-aligned?")
     return np.concatenate([np.zeros(1, np.float32), mask[:-1]])
 
 
@@ -540,26 +543,26 @@ def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64], alignment
     return trained.astype(np.float32)
 
 
-def _numbers(values: Any, column: str) -> NDArray[Any]:
-    reason = f"{column} is not a flat list of numbers"
+def _numbers(values: Any, key: str) -> NDArray[Any]:
+    reason = f"{key} is not a flat list of numbers"
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):
         raise RowError(reason) from None
     if array.ndim != 1:
         what = _kind_of(values) if array.ndim == 0 else f"{array.ndim}-dimensional"
-        raise RowError(f"{column} is {what}, expected a flat list of numbers")
+        raise RowError(f"{key} is {what}, expected a flat list of numbers")
     if array.size and array.dtype.kind not in "biuf":
         raise RowError(reason)
     return array
 
 
-def _integers(values: Any, column: str) -> NDArray[np.int64]:
-    array = _numbers(values, column)
+def _integers(values: Any, key: str) -> NDArray[np.int64]:
+    array = _numbers(values, key)
     if array.size and array.dtype.kind not in "iu":
-        raise RowError(f"{column} is not a flat list of integers")
+        raise RowError(f"{key} is not a flat list of integers")
     if array.size and array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise RowError(f"{column} holds {array.max()}, no token's id")
+        raise RowError(f"{key} holds {array.max()}, no token's id")
     return array.astype(np.int64)
 
 
@@ -574,43 +577,43 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def _kind_of(value: Any) -> str:
-    """The value's type in JSON's words, for messages."""
+    """The type of a value in JSON's words, for error messages."""
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
 
 def _name_of(value: Any) -> str:
-    """A short quotation of a value for messages, however long it is."""
+    """A value, quoted for error messages and cut where it is long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a column says something: not null, and not an empty string, list or object."""
+    """Whether a value is neither null nor an empty string, list or object."""
     return value is not None and not (isinstance(value, (str, Sequence, Mapping)) and len(value) == 0)
 
 
 def _filled(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of these columns that says something."""
+    """The first of these keys whose value is neither null nor empty."""
     return next((name for name in names if _is_filled(data.get(name))), None)
 
 
 def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of these columns that is not null."""
-    for name in names:  # a generator would take twice as long, and most rows ask several times
+    """The first of these keys whose value is not null."""
+    for name in names:  # a generator takes twice as long, and this is called several times a row
         if data.get(name) is not None:
             return name
     return None
 
 
 def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind:
-    """The value, where it is a string, a list or an object, as is asked for; else RowError."""
+    """The value, if it is of a type (a string, a list or an object); else RowError."""
     if not isinstance(value, kind):
         raise RowError(f"{what} is {_kind_of(value)}, expected {expected or _JSON_NAMES[kind]}")
     return value
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """A value, or what it stands for where the row holds it as JSON in a string."""
+    """A value as it is, but a string parsed as JSON."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,8 +1,9 @@
-"""What the user names as input, here or in object stores: found, recognised, and read in pieces of whole rows.
+"""The input files: found by the names the user gives, recognised, and read in pieces of whole rows.
 
-Files are recognised by their content; a suffix only says how a text that could be either is meant. Which pieces there
-are depends on the content of the files and on ``piece_nbytes`` alone, so the number of worker processes, which turn
-pieces into rows, changes nothing. What a row says is not looked at here.
+They lie on this machine or in object stores. A file is recognised by its content; its suffix only tells JSON lines from
+an array where the content may be either. How files are cut into pieces depends on their content and on
+``piece_nbytes`` alone, and never on the number of worker processes, which turn pieces into rows. What the rows say is
+not looked at here.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from megatron_sft_idx.storage.remote.store import ObjectFile, exists, in_folder,
 
 Kind = Literal["lines", "array", "parquet", "arrow"]
 Compression = Literal["", "gzip", "zstd"]
-# Each with the bytes of the file, as it is on disk, up to its end.
+# Blocks of text, each with how many bytes of the file, as it is on disk, end with it.
 Blocks = Iterator[tuple[bytes, int]]
 
-# No chat is this long; a file without line ends must not fill the memory before it is found out.
+# Longer than any chat; without a limit, a file that has no line ends would fill the memory.
 MAX_ROW_NBYTES = 1 << 30
 UTF8_BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = b" \t\r\n"
 _BLOCK_NBYTES = 1 << 20
-# Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
+# Compressed bytes that are unpacked at once. All that they expand to is held in memory, so this is small.
 _FEED_NBYTES = 1 << 15
-# For a look at the beginning.
+# How much of a file is fetched and unpacked to recognise it.
 _PEEK_NBYTES = 1 << 17
 _HEAD_NBYTES = 1 << 16
 
@@ -71,7 +72,7 @@ class InputFile:
 
 
 def total_bytes(files: Iterable[InputFile]) -> int:
-    """What the files take on disk, compressed as they are: the end of the progress bar."""
+    """How many bytes the files have on disk, compressed as they are; the total of a progress bar."""
     return sum(file.num_bytes for file in files)
 
 
@@ -81,9 +82,9 @@ def total_bytes(files: Iterable[InputFile]) -> int:
 def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
     """Finds the files that paths, globs (``**`` too) and ``save_to_disk`` folders stand for.
 
-    The order is the order given; what a glob finds is sorted by name, what a folder holds is in its own
-    order. A name that exists is never taken for a glob. Of a remote folder, which ends in ``/``, all objects right
-    in it are taken whose names do not begin with ``_`` or ``.``.
+    The files are in the order of the patterns; those of a glob are sorted by name, and those of a folder are in the
+    order that its dataset has them. A name that exists is never taken for a glob. A remote folder, whose name ends in
+    ``/``, stands for the objects right in it whose names do not begin with ``_`` or ``.``.
 
     Raises:
         FormatError: nothing there, the same file twice, a folder of another kind, a file that cannot be read
@@ -122,7 +123,7 @@ def _paths_of(pattern: str) -> list[str]:
     for match in matches:
         if match in folders:
             paths += _files_of_folder(match)
-        # Plain folders are what ** runs into; what lies in a dataset's folder came with that.
+        # Plain folders, which ** matches too, are passed over; so are files in a folder that was taken as a dataset.
         elif not os.path.isdir(match) and os.path.dirname(match) not in folders:
             paths.append(match)
     if not paths:
@@ -150,7 +151,7 @@ def _objects_of(pattern: str) -> list[str]:
 
 
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-# One of these in a folder tells that it is a dataset that was saved, or a folder of splits.
+# A folder that holds one of these files was made by save_to_disk, of a dataset or of a dictionary of splits.
 _SAVED_NAMES = {_STATE, _INFO, _SPLITS}
 
 
@@ -209,7 +210,7 @@ _FOREIGN = {
 
 
 def _recognise(path: str) -> InputFile:
-    """A file by its content; reads no more than its beginning."""
+    """An input file, recognised by the beginning of its content."""
     if is_remote(path):
         info = find_object(path)
         with io.BufferedReader(open_object(path, info.etag), _PEEK_NBYTES) as source:
@@ -240,7 +241,7 @@ def _kind_of(path: str, source: BinaryIO) -> tuple[Kind, Compression]:
 
 
 def _compression_of(head: bytes) -> Compression:
-    """How a file that starts with these bytes is compressed; names lie, magic numbers do not."""
+    """How a file that starts with these bytes is compressed, whatever its name says."""
     if head.startswith(b"\x1f\x8b"):
         return "gzip"
     # A zstd file may start with a skippable frame, as pzstd writes them.
@@ -252,12 +253,12 @@ def _compression_of(head: bytes) -> Compression:
 def _kind_of_text(path: str, head: bytes) -> Kind:
     text = head.lstrip(_JSON_SPACE)
     means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.|$)", path, re.IGNORECASE))
-    # A line of JSON lines is an object, so an array of objects is one array whatever the file is called.
+    # A line of JSON lines is an object, so what begins as an array of objects is one array, whatever its suffix.
     if re.match(rb"\[\s*(\{|\]|$)", text) or (text.startswith(b"[") and not means_lines):
         return "array"
-    for start, what in _FOREIGN.items():
+    for start, foreign in _FOREIGN.items():
         if text.startswith(start):
-            raise FormatError(f"{path}: this is {what}; expected {_KNOWN_FILES}")
+            raise FormatError(f"{path}: this is {foreign}; expected {_KNOWN_FILES}")
     if not text or means_lines:
         return "lines"
     if not text.startswith(b"{"):
@@ -291,7 +292,10 @@ def find_object(path: str, etag: str | None = None) -> ObjectInfo:
 
 
 def open_object(path: str, etag: str | None = None) -> ObjectFile:
-    """An object to be read anywhere, each read a request; ``etag`` says which it must be, None whichever is there."""
+    """An object, opened to be read at any position; each read is a request.
+
+    With an ``etag`` it must be the object that has it: FormatError where another one has taken its place.
+    """
     return ObjectFile(open_store(path)[0], find_object(path, etag))
 
 
@@ -300,8 +304,8 @@ def _read_blocks(file: InputFile) -> Blocks:
     nbytes = _FEED_NBYTES if file.compression else _BLOCK_NBYTES
     if is_remote(file.path):
         with closing(read_ahead(open_store(file.path)[0], find_object(file.path, file.etag))) as fetched:
-            parts = (bytes(some[at : at + nbytes]) for some in fetched for at in range(0, len(some), nbytes))
-            yield from _text_of(file.path, file.compression, _with_positions(parts))
+            raw = (bytes(chunk[at : at + nbytes]) for chunk in fetched for at in range(0, len(chunk), nbytes))
+            yield from _text_of(file.path, file.compression, _with_positions(raw))
         return
     try:
         with open_regular(file.path) as source:
@@ -319,7 +323,7 @@ def _with_positions(blocks: Iterable[bytes]) -> Blocks:
 
 
 def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
-    """Blocks of text, none empty; a byte order mark at the beginning is left out."""
+    """Unpacks the bytes of a file into blocks of text, none of them empty, without the byte order mark."""
     blocks = _unpacked(path, compression, raw) if compression else raw
     head, position = b"", 0
     for block, at in blocks:
@@ -332,7 +336,7 @@ def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
 
 
 def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
-    """What gzip members or zstd frames, any number of them end to end, expand to."""
+    """Unpacks gzip members or zstd frames, any number of them end to end."""
     make: Callable[[], Any] = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
     broken: type[Exception] = zlib.error
     if compression == "zstd":
@@ -344,13 +348,13 @@ def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
     frame, reason = None, "ends inside a frame"
     try:
         for packed, position in raw:
-            left = packed
+            rest = packed
             # Between the members of a gzip file there may be zeros.
-            while left := left.lstrip(b"\0") if frame is None and compression == "gzip" else left:
+            while rest := rest.lstrip(b"\0") if frame is None and compression == "gzip" else rest:
                 frame = frame or make()
-                if block := frame.decompress(left):
+                if block := frame.decompress(rest):
                     yield block, position
-                left, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
         if frame is None:
             return
     except broken as error:
@@ -366,8 +370,8 @@ class JsonPiece(Piece):
     """JSON lines, or elements of a JSON array.
 
     Attributes:
-        ends: where each row ends in the payload, int64 [rows]; one separator byte follows.
-        is_array: a blank row is then an error; a blank line is not.
+        ends: where each row ends in the payload, int64 [rows]; one separator byte follows each.
+        is_array: whether these are elements of an array, where a blank one is an error; blank lines are not.
     """
 
     ends: NDArray[np.int64]
@@ -396,14 +400,19 @@ class JsonPiece(Piece):
 def iter_pieces(
     files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20, max_row_nbytes: int = MAX_ROW_NBYTES
 ) -> Iterator[Piece]:
-    """Cuts the files into pieces of about ``piece_nbytes`` of decompressed data, in order.
+    """Cuts the files into pieces, in order.
 
-    A piece holds whole rows: a longer row is a piece of its own. Memory is bounded by the piece, or the
-    longest row.
+    Memory stays at the size of a piece, or of the longest row.
+
+    Args:
+        files: as ``expand_inputs`` finds them.
+        piece_nbytes: about how many bytes of unpacked data a piece has. It holds whole rows, and a longer row is a
+            piece of its own.
+        max_row_nbytes: a longer row is an error.
 
     Raises:
-        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. Pieces
-            before that were already yielded.
+        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. The pieces
+            before it have been yielded by then.
         SFTIndexError: an extra that the file needs is not installed.
     """
     for file in files:
@@ -416,9 +425,9 @@ def iter_pieces(
 
 
 def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
-    """As ``iter_pieces``, of JSON lines that come in a pipe.
+    """Cuts JSON lines that come in a pipe into pieces, as ``iter_pieces`` cuts those of a file.
 
-    Where the pieces are cut depends on the bytes alone, not on how they came.
+    Where the pieces end depends on the bytes alone, not on how the pipe delivers them.
 
     Raises:
         FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``MAX_ROW_NBYTES``.
@@ -432,29 +441,30 @@ def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) ->
         raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
-# A block, where rows end in it (at these separator bytes), and the bytes of the file read so far.
+# A block, the positions in it at which rows end (of the separator bytes), and the bytes of the file read so far.
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 
 def cut_lines(
     blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int = MAX_ROW_NBYTES
 ) -> Iterator[JsonPiece]:
-    """Cuts at newlines; blank lines are rows too. The last line may lack its newline."""
+    """Cuts text into pieces at newlines. Blank lines count as rows; the last line may lack its newline."""
     marked = ((block, np.flatnonzero(np.frombuffer(block, np.uint8) == 10), at) for block, at in blocks)
     return _cut(marked, path, piece_nbytes, max_row_nbytes, is_array=False)
 
 
 def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[JsonPiece]:
-    """Cuts between the elements of the one JSON array that the stream holds.
+    """Cuts text that is one JSON array into pieces, between its elements.
 
-    Only brackets and strings are followed: what stands between two commas may be anything, blank included.
+    Only brackets and strings are looked at: whether an element is JSON, or there at all, is found out when the rows of
+    the piece are read.
 
     Raises:
-        FormatError: no array, or it is never closed, or something follows it.
+        FormatError: the text is no array, the array is never closed, or something follows it.
     """
     pieces = _cut(_mark_elements(blocks, path), path, piece_nbytes, max_row_nbytes, is_array=True)
     first = next(pieces)
-    # ``[]`` looks like one blank element. A blank one before others is a comma too many.
+    # An empty array looks like one blank element. A blank element before others is a comma too many.
     if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
         if (second := next(pieces, None)) is None:
             return
@@ -482,7 +492,8 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
                     raise FormatError(f"{path}: the JSON array ends with '}}', expected ']'; a bracket is missing")
                 rest = block[close + 1 :]
                 while not (found := rest.strip(_JSON_SPACE)):
-                    rest, at = next(blocks, (b"", at))  # noqa: PLW2901 - all of the file goes into the last piece
+                    # What follows the array counts as read with its last piece.
+                    rest, at = next(blocks, (b"", at))  # noqa: PLW2901
                     if not rest:
                         yield block[: close + 1], ends, at
                         return
@@ -499,9 +510,10 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
 
 
 def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
+    """Gathers blocks in a buffer, and cuts pieces off its front as soon as they are full."""
     buffer = bytearray()
-    start = 0  # of the buffer, in the stream
-    ends = np.empty(0, np.int64)  # of the rows in the buffer, in the stream
+    start = 0  # position of the buffer in the text
+    ends = np.empty(0, np.int64)  # positions in the text at which the rows in the buffer end
     num_cut = position = consumed = 0
 
     def require_short(nbytes: int) -> None:
@@ -512,19 +524,19 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, 
             )
 
     def cut_one() -> JsonPiece:
-        """As many rows as fit a piece, or one that does not fit."""
+        """As many rows as fit into a piece, or a single one that does not fit."""
         nonlocal start, ends, num_cut, consumed
-        take = max(1, int(np.searchsorted(ends, start + piece_nbytes, side="right")))
-        chosen, ends = ends[:take] - start, ends[take:]
-        cut = int(chosen[-1])
-        if cut > piece_nbytes:
-            require_short(cut)
+        num_rows = max(1, int(np.searchsorted(ends, start + piece_nbytes, side="right")))
+        piece_ends, ends = ends[:num_rows] - start, ends[num_rows:]
+        nbytes = int(piece_ends[-1])
+        if nbytes > piece_nbytes:
+            require_short(nbytes)
         with memoryview(buffer) as view:
-            payload = bytes(view[:cut])
-        del buffer[: cut + 1]
-        start += cut + 1
-        piece = JsonPiece(path, num_cut + 1, position - consumed, payload, chosen, is_array)
-        num_cut, consumed = num_cut + take, position
+            payload = bytes(view[:nbytes])
+        del buffer[: nbytes + 1]
+        start += nbytes + 1
+        piece = JsonPiece(path, num_cut + 1, position - consumed, payload, piece_ends, is_array)
+        num_cut, consumed = num_cut + num_rows, position
         return piece
 
     for block, marks, at in marked:
@@ -545,19 +557,19 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, 
 # ---- one row ----
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
-# The shortest integers outside 64 bits have 19 digits (below -2**63).
+# The shortest integers that do not fit into 64 bits have 19 digits (those below -2**63).
 _LONG_NUMBER = b"0" * 19
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parses one document; of repeated keys the last counts, as JSON libraries do.
+    """Parses one JSON document. Of a key that is repeated the last value counts, as in JSON libraries.
 
-    Integers are kept whatever their size (orjson alone would round those past 64 bits to floats). Floats
-    become doubles: ``1.10`` is later written as ``1.1``.
+    Integers are kept whatever their size; orjson alone would round those beyond 64 bits to floats. Floats become
+    doubles: ``1.10`` is later written as ``1.1``.
 
     Raises:
-        ValueError: with the reason, for anything RFC 8259 does not allow (NaN, lone surrogates, invalid
-            UTF-8), numbers past a double's range and nesting deeper than the parser goes.
+        ValueError: with the reason, for anything that RFC 8259 does not allow (NaN, lone surrogates, invalid
+            UTF-8), for numbers beyond a double's range and for nesting deeper than the parser goes.
     """
     try:
         value = orjson.loads(raw)
@@ -574,6 +586,6 @@ def parse_json(raw: bytes) -> Any:
             reason += "; NaN and Infinity are not JSON, write null"
         raise ValueError(reason) from None
     except (RecursionError, ValueError) as error:
-        # Only from json: nesting that orjson still takes, integers of thousands of digits.
+        # json raises these: for nesting that orjson accepts, and for integers of thousands of digits.
         raise ValueError(f"cannot be parsed: {error}") from None
     return value

@@ -1,18 +1,18 @@
 r"""Rows that judge answers: which of two is better, or whether one is good.
 
-They are read only where they are asked for, by ``RowOptions.kind``: trained as if they did not say so, they would teach
-what they warn of.
+They are read only where ``RowOptions.kind`` asks for them. Read as ordinary chats they would train what is bad.
 
 ``preference``: ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each one of
 
 - a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
 - one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
-- a list of messages (TRL): what goes on after the prompt, or, where it begins with a system's or user's message, all
+- a list of messages (TRL): the whole conversation where it begins with a system's or user's message, else what follows
+  the prompt
 
-with the prompt in ``messages``, ``conversations`` or ``conversation``, in ``prompt`` as messages, or in the columns of
-Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages`` alone (ms-swift) end with the chosen
-answer. The messages that both begin with are the prompt, and no more of them is trained on; as in TRL, whatever follows
-is the answer, of which the template's mask takes what the assistant says.
+The prompt stands under ``messages``, ``conversations`` or ``conversation``, under ``prompt`` as messages, or under the
+keys of Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages``, with nothing chosen (ms-swift),
+end with the chosen answer. The messages that both conversations begin with are the prompt, which is never trained on;
+as in TRL, all that follows is the answer, of which the template's mask takes what the assistant says.
 
 ``kto``: any row of chats beside ``label`` or ``kto_tag``, true or false, of which only what follows the last user's
 message, or the ``completion``, is trained on.
@@ -45,10 +45,11 @@ Turns = list[Any]
 
 
 def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
-    """Reads one row of the kind ``preference``, as its chosen and its rejected conversation, or ``kto``.
+    """Reads one row of the kind ``preference`` or ``kto``.
 
     Returns:
-        What it holds, two conversations or one; and the label of ``kto``, 0 or 1.
+        Of a row of ``preference`` its chosen and its rejected conversation, and None; of a row of ``kto`` its one
+        conversation, and its label, 0 or 1.
 
     Raises:
         RowError: with the reason alone.
@@ -58,15 +59,15 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
         return _read_verdict(row, options)
     prompt, chosen, rejected = _pair_of(row, options)
     used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
-    rest = {column: value for column, value in row.items() if column not in used}
+    rest = {key: value for key, value in row.items() if key not in used}
     alone = replace(options, kind="prompt-completion", messages_key=None)
-    read: list[Conversation | TokenizedRow] = []
+    conversations: list[Conversation | TokenizedRow] = []
     for name, completion in (("chosen", chosen), ("rejected", rejected)):
         try:
-            read.append(to_sequence_source({**rest, "prompt": prompt, "completion": completion}, alone))
+            conversations.append(to_sequence_source({**rest, "prompt": prompt, "completion": completion}, alone))
         except RowError as error:
             raise RowError(f"{name}: {error}") from None
-    return read, None
+    return conversations, None
 
 
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, Turns]:
@@ -75,16 +76,16 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
-    given = data[turns] if turns else None
-    if given is not None and not isinstance(given, list):
+    messages = data[turns] if turns else None
+    if messages is not None and not isinstance(messages, list):
         raise RowError(f"{turns} is no list of messages")
     rejected, all_of_rejected = _answer(data[rejected_in], rejected_in)
     if chosen_in is None:
-        chosen, prompt = given or [], (given or [])[:-1]
+        chosen, prompt = messages or [], (messages or [])[:-1]
         rejected = rejected if all_of_rejected or rejected_in == "rejected_messages" else prompt + rejected
     else:
         chosen, all_of_chosen = _answer(data[chosen_in], chosen_in)
-        prompt = _prompt_of(data) if given is None else given
+        prompt = _prompt_of(data) if messages is None else messages
         if all_of_chosen and all_of_rejected:
             _require_shared(data, prompt, chosen, rejected)
         chosen = chosen if all_of_chosen else prompt + chosen
@@ -99,14 +100,14 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _answer(value: Any, column: str) -> tuple[Turns, bool]:
-    """Its turns, and whether they are all of a conversation rather than what follows the prompt."""
+def _answer(value: Any, key: str) -> tuple[Turns, bool]:
+    """The turns of an answer, and whether they are a whole conversation rather than what follows the prompt."""
     if isinstance(value, str):
-        return (_transcript(value), True) if value.startswith(_HUMAN) else ([_said("assistant", value)], False)
+        return (_transcript(value), True) if value.startswith(_HUMAN) else ([_message("assistant", value)], False)
     if isinstance(value, dict):
         return [value], False
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise RowError(f"{column} is neither a string, nor a turn, nor a list of messages")
+        raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
     return value, value[0].get("role", value[0].get("from")) in _BEGINNERS
 
 
@@ -121,8 +122,8 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
         raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(texts)}")
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError("history is no list of [prompt, answer] pairs")
-    turns = [_said(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
-    return [*turns, _said("user", "\n".join(texts.values()))] if texts else turns
+    turns = [_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [*turns, _message("user", "\n".join(texts.values()))] if texts else turns
 
 
 def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
@@ -130,14 +131,14 @@ def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
 
 
 def _texts_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The columns that make a prompt of Alpaca's kind: of each sort the first; the second goes on after a newline."""
+    """The texts of an Alpaca prompt by their keys: the instruction, and its input, which follows after a newline."""
     return {name: data[name] for name in (_first(data, PROMPTS), _first(data, INPUTS)) if name is not None}
 
 
 def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
     """RowError where whole conversations stand beside a prompt that they do not begin with."""
     if prompt and prompt == chosen[: len(prompt)]:
-        return  # as UltraFeedback's messages, which are those of the chosen one
+        return  # the row's messages are those of the chosen conversation, as UltraFeedback has it
     texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
     for name, text in _texts_of(data).items():
         if text not in texts:
@@ -147,30 +148,30 @@ def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected
 
 
 def _transcript(text: str) -> Turns:
-    """Turns of Anthropic's transcripts; the last, where it says nothing, is what the answer goes on with."""
+    """The turns of one of Anthropic's transcripts; assistant turns without text are left out."""
     turns = []
     for human in text.split(_HUMAN)[1:]:
-        asked, *answers = human.split(_ASSISTANT)
-        turns.append(_said("user", asked.strip()))
-        turns += [_said("assistant", answer.strip()) for answer in answers if answer.strip()]
+        request, *answers = human.split(_ASSISTANT)
+        turns.append(_message("user", request.strip()))
+        turns += [_message("assistant", answer.strip()) for answer in answers if answer.strip()]
     return turns
 
 
-def _said(role: str, text: str) -> dict[str, str]:
+def _message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
 def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int]:
-    column = next((name for name in VERDICTS if data.get(name) is not None), None)
-    if column is None:
+    key = next((name for name in VERDICTS if data.get(name) is not None), None)
+    if key is None:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
-    if data[column] not in (0, 1) or not isinstance(data[column], int):
-        raise RowError(f"{column} is {str(data[column])[:40]!r}, expected true or false")
+    if data[key] not in (0, 1) or not isinstance(data[key], int):
+        raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
     source = to_sequence_source(rest, replace(options, kind="auto"))
     if isinstance(source, Conversation) and "completion" not in data:
-        judged = max((i + 1 for i, message in enumerate(source.messages) if message["role"] == "user"), default=0)
-        if judged == len(source.messages):
+        answer_at = max((i + 1 for i, message in enumerate(source.messages) if message["role"] == "user"), default=0)
+        if answer_at == len(source.messages):
             raise RowError("the row ends with a user's message, so there is no answer that its label could judge")
-        source.weights[:judged] = [0.0] * judged
-    return [source], int(data[column])
+        source.weights[:answer_at] = [0.0] * answer_at
+    return [source], int(data[key])

@@ -1,7 +1,7 @@
 """Parquet and Arrow files, among them those of ``save_to_disk`` folders, in pieces of whole rows.
 
-They are cut into batches of about a piece's size, each a small Arrow stream, so that memory does not depend on how
-large row groups are. Arrow cannot tell an absent key from a null one: keys that are null are left out of rows.
+Each piece is a small Arrow stream of about the size that is asked for, so that memory does not depend on how large the
+file's row groups are. Arrow cannot tell an absent key from a null one, so null values are left out of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_NBYTES = 1 << 20
 # The same for objects, where a request takes 10 to 100 ms whatever its size.
 _FETCH_NBYTES = 4 << 20
 
-# With the bytes of the file consumed up to its end.
+# Record batches, each with how many bytes of the file end with it.
 _Batches = Iterator[tuple["pa.RecordBatch", int]]
 
 
@@ -49,10 +49,10 @@ class TablePiece(Piece):
                         position += 1
 
     def fingerprint(self) -> str:
-        """Of the values, not of the stream, whose bytes are those of one release of pyarrow.
+        """A hash of the values alone, since the bytes of an Arrow stream depend on the release of pyarrow.
 
-        Dictionaries, 32-bit or 64-bit offsets, the width of numbers, chunks and columns of nothing but nulls make no
-        difference: the rows are the same.
+        Dictionary encoding, 32-bit or 64-bit offsets, the width of numbers, chunks and fields of nothing but nulls make
+        no difference to it, because they make none to the rows.
         """
         import pyarrow as pa
 
@@ -60,19 +60,23 @@ class TablePiece(Piece):
             table = reader.read_all()
         stream = StreamHash()
         stream.update(table.num_rows.to_bytes(8, "little"))
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            if column.null_count < len(column):
+        for name, values in zip(table.column_names, table.columns, strict=True):
+            if values.null_count < len(values):
                 stream.update(f"column {name}".encode())
-                _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in column.chunks))
+                _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in values.chunks))
         return stream.hex()
 
 
 def table_pieces(
     path: str, kind: Literal["parquet", "arrow"], remote: ObjectFile | None, piece_nbytes: int
 ) -> Iterator[TablePiece]:
-    """About ``piece_nbytes`` of rows at a time, whatever the row groups are; batches are split and gathered greedily.
+    """The rows of a file in pieces of about ``piece_nbytes``, whatever its row groups are.
 
-    Arrow files are IPC streams (what ``save_to_disk`` writes) or IPC files; ``remote`` is the object where it is one.
+    Args:
+        path: of the file, for error messages too.
+        kind: an Arrow file is an IPC stream (which ``save_to_disk`` writes) or an IPC file.
+        remote: the object to read where the file lies in an object store; else None.
+        piece_nbytes: at most so many bytes of rows a piece, but one row at least.
 
     Raises:
         FormatError: not a readable file of its kind.
@@ -102,7 +106,7 @@ def table_pieces(
                 batch = whole.slice(start, at_once)
                 if held and nbytes + batch.nbytes > piece_nbytes:
                     yield piece()
-                    first, consumed = first + sum(part.num_rows for part in held), position
+                    first, consumed = first + sum(one.num_rows for one in held), position
                     held, nbytes = [], 0
                 held.append(batch)
                 nbytes += batch.nbytes
@@ -125,10 +129,10 @@ def _parquet_batches(path: str, remote: ObjectFile | None, piece_nbytes: int) ->
             group = table.metadata.row_group(number)
             group_nbytes = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
             at_once = min(_ROWS_READ, _rows_that_fit(group.num_rows, group.total_byte_size, piece_nbytes))
-            done = 0
+            num_read = 0
             for batch in table.iter_batches(at_once, row_groups=[number], use_threads=False):
-                done += batch.num_rows
-                yield batch, consumed + group_nbytes * done // group.num_rows
+                num_read += batch.num_rows
+                yield batch, consumed + group_nbytes * num_read // group.num_rows
             consumed += group_nbytes
 
 
@@ -156,7 +160,7 @@ def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """An array without a dictionary and an extension type around it."""
+    """An array without the dictionary encoding and the extension type that it may have."""
     import pyarrow as pa
 
     while pa.types.is_dictionary(array.type) or isinstance(array, pa.ExtensionArray):
@@ -165,7 +169,10 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def _hash_values(stream: StreamHash, array: pa.Array) -> None:
-    """Which values are null, how long those of variable length are, and what is in them, in a form of its own."""
+    """Adds to a hash which values are null, how long those of variable length are, and their content.
+
+    The form that is hashed is defined here alone, so that it does not change with pyarrow.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -187,12 +194,12 @@ def _hash_values(stream: StreamHash, array: pa.Array) -> None:
         stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")
     elif kind.is_integer(array.type) and array.type != pa.uint64():
         stream.update(array.cast(pa.int64()).to_numpy())
-    else:  # rare in chats: floats, booleans, times, bytes, maps; as Python says them
+    else:  # floats, booleans, times, bytes and maps, which are rare in chats, by Python's text of them
         stream.update("\n".join(map(repr, array.to_pylist())).encode())
 
 
 def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
-    """The rows; an error stands in for one that Python has no form for."""
+    """The rows; in place of one whose values Python cannot hold stands the error."""
     import pyarrow as pa
 
     try:

@@ -15,12 +15,12 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece(ABC):
-    """Some consecutive rows of one file; picklable.
+    """Consecutive rows of one input file; picklable.
 
     Attributes:
         path: the file, as error messages name it.
-        first: position of the first row: the line number in JSON-lines files, else the row number; from 1.
-        num_bytes: bytes of the file as it is on disk that went into this piece, for progress; over a file
+        first: position of the first row, from 1: its line in a JSON-lines file, else the number of the row.
+        num_bytes: how many bytes of the file, as it is on disk, this piece was read from, for progress. Over a file
             they sum to its size or less.
         payload: the bytes that hold the rows.
     """
@@ -32,20 +32,24 @@ class Piece(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
-        """Yields (position, row), the error in place of a row that cannot be read; blank lines only count."""
+        """Yields each row with its position; in place of a row that cannot be read stands the error.
+
+        Blank lines give no row, but they count in positions.
+        """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Says whether two pieces hold the same rows, wherever they come from: xxh3_128 in hex."""
+        """A hash that is equal for pieces of the same rows, wherever these lie: xxh3_128 in hex."""
 
 
 class Conversation(NamedTuple):
     """One chat in OpenAI's form, as chat templates expect it.
 
     Attributes:
-        messages: dicts with ``role`` and string ``content`` (or none beside tool calls), ``tool_calls``,
-            ``reasoning_content``, and whatever else the row held. ``weight`` and ``train`` are not in here.
-        weights: one loss weight a message, in the order of ``messages``; only assistant messages have a say.
+        messages: dicts with ``role``, a string ``content`` (which may be missing beside tool calls), ``tool_calls``,
+            ``reasoning_content``, and whatever else the row's messages hold but ``weight`` and ``train``.
+        weights: one loss weight a message, in the order of ``messages``; those of messages that are not the
+            assistant's have no effect.
         tools: tool schemas handed to the template, or None.
         kwargs: extra template variables that the row itself sets (``chat_template_kwargs``).
     """
@@ -77,9 +81,9 @@ class Rendered(NamedTuple):
     Attributes:
         text: what the template made, to be tokenised as one string without adding special tokens.
         spans: what is trained on, ascending, not overlapping.
-        literals: character ranges whose text spells a control token but came from the data, so that it must
-            not become one; ascending ``(start, stop)``. Empty in nearly every row.
-        notes: counts for the summary, such as reasoning that the template dropped: name to count.
+        literals: character ranges, ascending ``(start, stop)``, that spell a control token but came from the data,
+            so that they must not become one. Nearly every row has none.
+        notes: counts for the summary by name, such as how often the template dropped reasoning.
     """
 
     text: str
@@ -89,13 +93,14 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """One sequence: ids and its token-aligned mask, both [length].
+    """One sequence.
 
     Attributes:
-        input_ids: int32.
-        loss_mask: float32 weights, token-aligned: nonzero where this token is trained on.
-        notes: counts for the summary: straddling tokens, literals kept as text, and the render's notes.
-        straddling: a token that brings characters of a header into a span, for people to see; "" where none does.
+        input_ids: int32 [length].
+        loss_mask: float32 [length], token-aligned: the weight of each token, 0 where it is not trained on.
+        notes: counts for the summary by name: straddling tokens, literals kept as text, and those of ``Rendered``.
+        straddling: the text of a token that brings characters of a header into a span, to be shown to people; empty
+            where no token does.
     """
 
     input_ids: NDArray[np.int32]
@@ -106,20 +111,21 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskOptions:
-    """What counts as learnt.
+    """Which characters of a rendered conversation are trained on.
 
     Attributes:
         train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
             last user message (tool results between them do not end a turn); ``"all"``, every character.
-        train_on_thinking: False leaves out reasoning, with the tags around it.
-        train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start
-            of the words after them, or else to the end of the turn.
-        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"``;
-            ``"whole"``, one sequence without it; ``"split"``, a sequence a turn, each as the model would see it.
-        partial_markers: ``"keep"`` takes generation markers as they stand where they leave out what the assistant
-            says, ``"error"`` refuses the row.
-        allow_control_tokens: True lets text of the data that spells a control token become that token.
-        template_date: the day, ``YYYY-MM-DD``, that templates which ask for the date are told.
+        train_on_thinking: whether reasoning, with the tags around it, is trained on.
+        train_on_tool_calls: whether tool calls are trained on. Those that are not are left out from the end of the
+            words before them to the start of the words after them, or to the end of the turn where none follow.
+        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"`` refuses it;
+            ``"whole"`` makes one sequence without that reasoning; ``"split"`` makes a sequence of each turn, as the
+            model would see it there.
+        partial_markers: what becomes of a row of which the template's generation markers leave out something that the
+            assistant says: ``"error"`` refuses it, ``"keep"`` trains on what the markers enclose.
+        allow_control_tokens: whether text of the data that spells a control token becomes that token.
+        template_date: the day, ``YYYY-MM-DD``, that a template is given when it asks for the date.
     """
 
     train_on: str = "assistant"
@@ -131,10 +137,10 @@ class MaskOptions:
     template_date: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
+        for flag, value, choices in (
             ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
             ("--turns", self.turns, ("error", "whole", "split")),
             ("--partial-markers", self.partial_markers, ("error", "keep")),
         ):
-            if value not in known:
-                raise FormatError(f"{flag}: {value!r} is none of {', '.join(known)}")
+            if value not in choices:
+                raise FormatError(f"{flag}: {value!r} is none of {', '.join(choices)}")
