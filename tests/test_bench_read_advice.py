@@ -20,10 +20,9 @@ from megatron_sft_idx.inspect.bench_read import (
     recommend,
     sample_of,
 )
-from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
+from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of, mount_of
 from megatron_sft_idx.inspect.read_worker import Epoch, ReadTimes, Sample, Setting
 from megatron_sft_idx.inspect.text import shown_nbytes
-from megatron_sft_idx.storage.advice import mount_of
 
 GIB = 1 << 30
 MMAP, RANDOM, PREAD, REOPEN = Setting(), Setting(advice="random"), Setting("pread"), Setting("reopen", schedule=True)

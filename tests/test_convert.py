@@ -560,7 +560,7 @@ def dying(step):
         return step(*arguments, **options)
     return call
 
-publish.put, convert.remove = dying(publish.put), dying(convert.remove)
+publish.move_into_place, convert.remove_file = dying(publish.move_into_place), dying(convert.remove_file)
 publish.sync_folder = dying(publish.sync_folder)
 sys.exit(main(sys.argv[2:]))
 """

@@ -12,7 +12,7 @@ from packs import assert_holds, demo_samples, write_samples
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.cli.options import nbytes
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.storage.progress import shown
+from megatron_sft_idx.storage.progress import show_progress
 
 ROOT = Path(__file__).parent.parent
 
@@ -116,7 +116,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 
 def test_a_line_of_progress_has_rate_and_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(2)("merging", 5 << 20) as advance:
+    with show_progress(2)("merging", 5 << 20) as advance:
         for _ in range(10):
             advance(1 << 19)
     lines = capsys.readouterr().err.splitlines()

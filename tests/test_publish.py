@@ -153,13 +153,13 @@ def test_a_stranger_that_comes_into_a_folder_in_the_last_moment_brings_it_back(
 ) -> None:
     place = tmp_path / "d"
     _folder_of(place, {"a": OURS}, overwrite=False)
-    put = publish.put
+    move = publish.move_into_place
 
     def late(temporary: str, path: str, found: publish.Identity | None) -> str | None:
         (place / "notes").write_bytes(b"notes")
-        return put(temporary, path, found)
+        return move(temporary, path, found)
 
-    monkeypatch.setattr(publish, "put", late)
+    monkeypatch.setattr(publish, "move_into_place", late)
     with pytest.raises(FormatError, match="notes"):
         _folder_of(place, {"z": OURS}, overwrite=True)
     assert everything(tmp_path) == {"d": place.stat().st_mode, "d/a": OURS, "d/notes": b"notes"}

@@ -22,7 +22,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.storage import advise_order, drop_pages, open_array
-from megatron_sft_idx.storage.advice import APART, FirstReads, mapped_nbytes
+from megatron_sft_idx.storage.advice import MAX_SINGLE_READS, FirstReadHints, mapped_nbytes
 from megatron_sft_idx.storage.local import PreadArray
 
 PAGE = mmap.PAGESIZE
@@ -233,19 +233,21 @@ def test_a_pack_that_is_read_alone_brings_nothing_else_and_many_bring_all(large:
     Shard(large).dontneed()
     shard, pack_nbytes = Shard(large), 8192 * 4
     order = np.random.default_rng(0).permutation(np.arange(1, 64, 2))
-    for count, i in enumerate(order[: APART - 1].tolist(), 1):
+    for count, i in enumerate(order[: MAX_SINGLE_READS - 1].tolist(), 1):
         shard[i]["input_ids"].sum()
         assert resident(large) == count * pack_nbytes
-    shard[order[APART]]["input_ids"].sum()
+    shard[order[MAX_SINGLE_READS]]["input_ids"].sum()
     end = time.monotonic() + PATIENCE_SECONDS
-    while resident(large) < 2 * APART * pack_nbytes:  # as much as a kernel reads at once, which may be less than all
+    while (
+        resident(large) < 2 * MAX_SINGLE_READS * pack_nbytes
+    ):  # as much as a kernel reads at once, which may be less than all
         assert time.monotonic() < end, f"{resident(large)} bytes were read in advance"
         time.sleep(0.01)
 
 
 def test_packs_in_order_are_left_to_the_kernel(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(FirstReads, "_ask", lambda self, *items: asked.append(items))
+    monkeypatch.setattr(FirstReadHints, "_ask", lambda self, *items: asked.append(items))
     for _ in Shard(large):
         pass
     for _ in Shard(large, advice="sequential"):
@@ -255,7 +257,7 @@ def test_packs_in_order_are_left_to_the_kernel(large: str, monkeypatch: pytest.M
     backwards = Shard(large)
     for i in reversed(range(64)):
         backwards[i]
-    assert asked == [(8192 * i, 8192 * (i + 1)) for i in range(63, 63 - APART, -1)] + [(0, 64 * 8192)]
+    assert asked == [(8192 * i, 8192 * (i + 1)) for i in range(63, 63 - MAX_SINGLE_READS, -1)] + [(0, 64 * 8192)]
 
 
 def test_dontneed_drops_the_index_too(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from packs import (
 )
 from rebuilding import assert_same_but_for_json, damage, small
 
-from megatron_sft_idx.check import Known, rebuild
+from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
@@ -58,7 +58,7 @@ def test_a_rebuilt_header_says_what_is_no_longer_known(tmp_path: Path) -> None:
     assert header.metadata == {"format_writer": 1, "rebuilt": {"pack_lengths": ".idx", "unknown": unknown}}
 
     os.unlink(tmp_path / "x.seq.idx")
-    rebuild(tmp_path / "x", Known(capacity=64, sequence_multiple=2, pad_id=7))
+    rebuild(tmp_path / "x", GivenFacts(capacity=64, sequence_multiple=2, pad_id=7))
     header = Shard(tmp_path / "x").header
     assert (header.capacity, header.sequence_multiple, header.pad_id) == (64, 2, 7)
     assert header.metadata["rebuilt"]["unknown"] == ["metadata"]
@@ -79,7 +79,7 @@ def test_any_shard_survives_the_loss_of_an_index(
     before = small(prefix, packs, token_dtype=token_dtype, mask_dtype=mask_dtype)
     header = Shard(prefix).header
     os.unlink(f"{prefix}{lost}")
-    known = Known(capacity=64, sequence_multiple=2, pad_id=7, mask_dtype=None if packs else mask_dtype)
+    known = GivenFacts(capacity=64, sequence_multiple=2, pad_id=7, mask_dtype=None if packs else mask_dtype)
     assert rebuild(prefix, known).whole
     after, shard = five_files(prefix), Shard(prefix)
     assert_holds(shard, packs)
@@ -166,7 +166,7 @@ def test_starts_of_packs_follow_the_end_of_sequence_ids_if_the_checksum_agrees(t
     damage(tmp_path / "x.seq.bin", 5)
     damaged = (tmp_path / "x.seq.bin").read_bytes()
     assert not rebuild(tmp_path / "x").whole
-    report = rebuild(tmp_path / "x", Known(eod_id=9))
+    report = rebuild(tmp_path / "x", GivenFacts(eod_id=9))
     assert report.whole != inside
     assert (tmp_path / "x.seq.bin").read_bytes() == (damaged if inside else before[".seq.bin"])
     assert inside or Path(report.kept[0]).read_bytes() == damaged
@@ -259,25 +259,25 @@ def test_the_script_is_the_verb(tmp_path: Path) -> None:
 )
 def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=r"expected a whole number|the format stores"):
-        Known(**wrong)
+        GivenFacts(**wrong)
 
 
 @pytest.mark.parametrize(
     ("known", "message"),
     [
-        (Known(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
-        (Known(mask_dtype=np.dtype("f4")), r"do not go together as tokens int32 and masks float32 \(rule F2\)"),
+        (GivenFacts(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
+        (GivenFacts(mask_dtype=np.dtype("f4")), r"do not go together as tokens int32 and masks float32 \(rule F2\)"),
         (
-            Known(capacity=5),
+            GivenFacts(capacity=5),
             r"x: pack 2: found 12 tokens, expected at most the capacity 5 \(rule P1\); pass the --capacity",
         ),
         (
-            Known(capacity=12, sequence_multiple=8),
+            GivenFacts(capacity=12, sequence_multiple=8),
             r"x: pack 1: found 16 positions with each sequence rounded up to 8, expected .* 12 \(rule P5\)",
         ),
     ],
 )
-def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: Known, message: str) -> None:
+def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: GivenFacts, message: str) -> None:
     small(tmp_path / "x")
     os.unlink(tmp_path / "x.seq.idx")
     with pytest.raises(FormatError, match=message):

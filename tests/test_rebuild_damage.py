@@ -14,7 +14,7 @@ from packs import assert_holds, demo_samples, five_files, sample_of
 from rebuilding import METADATA, OFFSETS, assert_same_but_for_json, damage, small
 from reseal import put, reseal
 
-from megatron_sft_idx.check import Known, rebuild
+from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
 from megatron_sft_idx.shard import Shard
 
@@ -128,7 +128,7 @@ def test_options_that_contradict_a_proven_header_are_refused(tmp_path: Path) -> 
     small(tmp_path / "x")
     damage(tmp_path / "x.seq.idx", OFFSETS["num_packs"])
     with pytest.raises(FormatError, match=r"proves capacity 64, --capacity is 99; leave the option out"):
-        rebuild(tmp_path / "x", Known(capacity=99))
+        rebuild(tmp_path / "x", GivenFacts(capacity=99))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 300, 330, 400])
@@ -148,7 +148,7 @@ def test_a_good_header_brings_back_both_indexes_without_either(tmp_path: Path) -
     os.truncate(tmp_path / "x.seq.idx", Shard(tmp_path / "x").header.nbytes)
     os.unlink(tmp_path / "x.idx")
     assert not rebuild(tmp_path / "x").whole
-    assert rebuild(tmp_path / "x", Known(eod_id=9)).whole
+    assert rebuild(tmp_path / "x", GivenFacts(eod_id=9)).whole
     assert five_files(tmp_path / "x") == before
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_holds, five_files, sample_of, write_samples
 
-from megatron_sft_idx.check import Known, lengths, rebuild
+from megatron_sft_idx.check import GivenFacts, lengths, rebuild
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard, ShardWriter
 
@@ -80,10 +80,10 @@ def test_a_split_is_found_exactly_where_there_is_one_only(
         for name in ("_SPAN", "_CHUNK", "CHUNK_PACKS"):
             patch.setattr(lengths, name, chunk)
         if len(found) == 1:
-            rebuild(prefix, Known(eod_id=eod_id))
+            rebuild(prefix, GivenFacts(eod_id=eod_id))
         else:
             with pytest.raises(FormatError, match="may end at" if found else "begin nowhere|cannot end at") as caught:
-                rebuild(prefix, Known(eod_id=eod_id))
+                rebuild(prefix, GivenFacts(eod_id=eod_id))
     if len(found) == 1:
         assert Shard(prefix).token_offsets.tolist() == [0, *found[0]]
         # Where every sequence did end as the user said, the only split is the one that was written.
@@ -106,7 +106,7 @@ def test_ids_that_stand_only_at_ends_leave_no_choice(tmp_path: Path) -> None:
         last = set(np.cumsum(lengths) - 1)
         packs.append(sample_of(lengths, lambda p: 0, lambda p, last=last: EOD if p in last else 6))
     before = without_indexes(tmp_path / "x", packs, token_dtype=np.uint16, capacity=99)
-    rebuild(tmp_path / "x", Known(eod_id=EOD))
+    rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
     assert five_files(tmp_path / "x")[".idx"] == before[".idx"]
     header = Shard(tmp_path / "x").header
     assert header.metadata["rebuilt"]["pack_lengths"] == f"masks and end-of-sequence id {EOD}"
@@ -134,9 +134,9 @@ def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> N
     with pytest.raises(FormatError, match=r"pack 0 may end at token 1, at token 10 and .* 2 of 2 .*Pass --eod-id"):
         rebuild(tmp_path / "x")
     with pytest.raises(FormatError, match=r"pack 0 may end at token 2, at token 8 and .*Restore .idx or .seq.idx"):
-        rebuild(tmp_path / "x", Known(eod_id=EOD))
+        rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
     with pytest.raises(FormatError, match=r"pack 1 can begin nowhere from token 1 on; .*end with id 77"):
-        rebuild(tmp_path / "x", Known(eod_id=77))
+        rebuild(tmp_path / "x", GivenFacts(eod_id=77))
     assert os.listdir(tmp_path) == here
 
 
@@ -151,10 +151,10 @@ def test_starts_that_do_not_ascend_are_named(tmp_path: Path) -> None:
     without_indexes(tmp_path / "x", [sample_of([2, 2, 3], lambda p: 0, lambda p: EOD) for _ in range(2)])
     (tmp_path / "x.seq.bin").write_bytes(np.array([0, 2, 4, 0, 4, 2], "<u4").tobytes())
     with pytest.raises(FormatError, match=r"byte 20: a start of 2 after 4.*rule P3"):
-        rebuild(tmp_path / "x", Known(eod_id=EOD))
+        rebuild(tmp_path / "x", GivenFacts(eod_id=EOD))
 
 
-def heap_of_rebuilding(prefix: Path, known: Known) -> int:
+def heap_of_rebuilding(prefix: Path, known: GivenFacts) -> int:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -181,5 +181,5 @@ def test_heap_does_not_grow_with_packs(tmp_path: Path, packs: int, losses: list[
     for lost in losses:
         for suffix in lost:
             os.unlink(tmp_path / f"x{suffix}")
-        assert heap_of_rebuilding(tmp_path / "x", Known(eod_id=EOD)) < 8 << 20
+        assert heap_of_rebuilding(tmp_path / "x", GivenFacts(eod_id=EOD)) < 8 << 20
         assert (tmp_path / "x.idx").read_bytes() == before

@@ -31,7 +31,7 @@ from megatron_sft_idx.storage.remote import (
     open_store,
 )
 from megatron_sft_idx.storage.remote.s3 import S3
-from megatron_sft_idx.storage.remote.store import Missing, Temporary
+from megatron_sft_idx.storage.remote.store import NoSuchObject, TemporaryFailure
 
 BODY = bytes(range(256)) * 40
 SECRET = "not-a-secret-but-must-not-be-seen"
@@ -97,7 +97,7 @@ def failing(times: int) -> Callable[[], int]:
 
     def attempt() -> int:
         if next(left, False):
-            raise Temporary("HTTP 503")
+            raise TemporaryFailure("HTTP 503")
         return 7
 
     return attempt
@@ -117,10 +117,10 @@ def test_the_bound_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "megatron_sft_idx.storage.remote.store.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     )
-    with pytest.raises(Temporary, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
+    with pytest.raises(TemporaryFailure, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
         RetryPolicy(total_seconds=0.3, first_delay=0.1).run(failing(10**6))
     assert now <= 0.3
-    with pytest.raises(Temporary, match="1 attempts"):
+    with pytest.raises(TemporaryFailure, match="1 attempts"):
         RetryPolicy(total_seconds=0).run(failing(1))
 
 
@@ -129,9 +129,9 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
 
     def attempt() -> None:
         calls.append(1)
-        raise Missing("HTTP 404")
+        raise NoSuchObject("HTTP 404")
 
-    with pytest.raises(Missing):
+    with pytest.raises(NoSuchObject):
         RetryPolicy().run(attempt)
     assert len(calls) == 1
 
@@ -318,9 +318,9 @@ def test_threads_that_come_first_share_a_connection(server: Any) -> None:
 
 _LEAVING = """
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import request_pool
 store, key = open_store("s3://bucket/x")
-asked = [threads().submit(store.read, key, 0, 9) for _ in range(500)]
+asked = [request_pool().submit(store.read, key, 0, 9) for _ in range(500)]
 while not any(each.running() for each in asked):
     pass
 print("leaving")

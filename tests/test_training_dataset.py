@@ -20,7 +20,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
 from packs import sample_of, write_samples
 
-from megatron_sft_idx.check import Known, rebuild
+from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import ReadOptions
@@ -305,7 +305,7 @@ def test_a_rebuilt_shard_trains_as_the_one_that_was_lost(tmp_path: Path, lost: s
 
     wanted = batches()
     os.unlink(prefix + lost)
-    rebuild(prefix, Known(capacity=CAPACITY, sequence_multiple=2, pad_id=3))
+    rebuild(prefix, GivenFacts(capacity=CAPACITY, sequence_multiple=2, pad_id=3))
     assert Shard(prefix).header.rebuilt == (lost == ".seq.idx")
     assert batches() == wanted
 

@@ -33,7 +33,13 @@ from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
-from megatron_sft_idx.storage.remote.store import ObjectFile, exists, in_folder, matching, read_ahead
+from megatron_sft_idx.storage.remote.store import (
+    ObjectFile,
+    matching_objects,
+    object_exists,
+    objects_in_folder,
+    read_ahead,
+)
 
 Kind = Literal["lines", "array", "parquet", "arrow"]
 Compression = Literal["", "gzip", "zstd"]
@@ -133,18 +139,18 @@ def _paths_of(pattern: str) -> list[str]:
 
 def _objects_of(pattern: str) -> list[str]:
     if pattern.endswith("/"):
-        by_name = {os.path.basename(path): path for path in in_folder(pattern)}
+        by_name = {os.path.basename(path): path for path in objects_in_folder(pattern)}
         if saved := by_name.keys() & _SAVED_NAMES:
             raise FormatError(
                 f"{pattern}: holds {min(saved)}, so it was made by save_to_disk; name its data: {pattern}*.arrow"
             )
         found = [path for name, path in by_name.items() if not name.startswith(("_", "."))]
-    elif not glob.has_magic(pattern) or exists(pattern):
+    elif not glob.has_magic(pattern) or object_exists(pattern):
         return [pattern]
     elif "**" in pattern:
         raise FormatError(f"{pattern}: ** does not reach into folders of an object store; name each with *")
     else:
-        found = matching(pattern)
+        found = matching_objects(pattern)
     if not found:
         raise FormatError(f"{pattern}: no object matches")
     return sorted(found)

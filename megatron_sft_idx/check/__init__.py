@@ -6,7 +6,7 @@ built on both. ``restore`` brings files back by pack lengths, which ``lengths`` 
 """
 
 from megatron_sft_idx.check.rebuild import FileState, Rebuilt, rebuild
-from megatron_sft_idx.check.restore import Known
+from megatron_sft_idx.check.restore import GivenFacts
 from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.storage.progress import Advance, Watch

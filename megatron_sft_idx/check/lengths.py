@@ -238,7 +238,7 @@ def infer_lengths(
         remedy = f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy"
         remedy += ", or build the shard again"
     pack = after = 0
-    with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, keep=True)) as spill:
+    with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, append=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
             for found, reaches in _places(may_end, starts.packs(), num_tokens):
                 if not pack and found[0]:

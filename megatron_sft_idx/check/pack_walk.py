@@ -22,7 +22,7 @@ from megatron_sft_idx.storage import as_bytes, is_remote
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import request_pool
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
@@ -84,7 +84,7 @@ class _Object:
             window = self._windows.pop(ahead, None)
             begin = ahead * _WINDOW_NBYTES
             if window is None and begin < self.nbytes:
-                window = threads().submit(self._read, begin, min(_WINDOW_NBYTES, self.nbytes - begin))
+                window = request_pool().submit(self._read, begin, min(_WINDOW_NBYTES, self.nbytes - begin))
             if window is not None:
                 self._windows[ahead] = window
         while len(self._windows) > _WINDOWS:

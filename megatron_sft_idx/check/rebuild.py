@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
-from megatron_sft_idx.check.restore import Known, Repair, derive, restore
+from megatron_sft_idx.check.restore import GivenFacts, Repair, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -24,7 +24,7 @@ from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import held, lock_journal, named_by, read_journal, with_present
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.storage import read_most, require_local
+from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
 
 _AS_WRITTEN = "every file is as its header says"
@@ -85,7 +85,7 @@ class Rebuilt:
 
 def rebuild(
     prefix: str | os.PathLike[str],
-    known: Known | None = None,
+    known: GivenFacts | None = None,
     *,
     copied: bool = False,
     dry_run: bool = False,
@@ -131,7 +131,7 @@ def rebuild(
         faults, checked = _faults(paths, header, error, watch)
         if not faults:
             return _untouched(paths, header, checked, "", dry_run)
-        with contextlib.closing(Repair(paths, faults, known or Known(), watch, lock)) as repair:
+        with contextlib.closing(Repair(paths, faults, known or GivenFacts(), watch, lock)) as repair:
             if header is not None:
                 done = restore(repair, header)
             elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
@@ -158,8 +158,8 @@ def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTInd
         if not os.path.isfile(path):
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
     try:
-        said = int.from_bytes(read_most(paths.seq_idx, 16)[12:], "little")
-        raw = read_most(paths.seq_idx, min(max(said, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
+        said = int.from_bytes(read_beginning(paths.seq_idx, 16)[12:], "little")
+        raw = read_beginning(paths.seq_idx, min(max(said, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
     except FileNotFoundError:
         return None, None, None
     try:

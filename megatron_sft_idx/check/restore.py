@@ -51,7 +51,7 @@ from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, write_idx, w
 from megatron_sft_idx.storage import OutputFile, open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
-from megatron_sft_idx.storage.publish import put
+from megatron_sft_idx.storage.publish import move_into_place
 
 _SAME = "byte for byte"
 # Added to the name of a file whose place a rebuilt one takes.
@@ -71,7 +71,7 @@ _MOST_TRIED_NBYTES = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class GivenFacts:
     """What the user knows of a shard whose files do not say it any more; None where nobody knows.
 
     Attributes:
@@ -115,7 +115,7 @@ class Repair:
     """
 
     def __init__(
-        self, paths: ShardPaths, faults: Mapping[str, str], known: Known, watch: Watch, lock: int | None
+        self, paths: ShardPaths, faults: Mapping[str, str], known: GivenFacts, watch: Watch, lock: int | None
     ) -> None:
         self.paths, self.faults, self.known, self.watch = paths, faults, known, watch
         self._written: set[str] = set()
@@ -132,7 +132,7 @@ class Repair:
     def create(self, path: str) -> OutputFile:
         """A new file for ``path``."""
         if self._new is None:
-            return OutputFile(os.devnull, keep=True)
+            return OutputFile(os.devnull, append=True)
         self._written.add(path)
         return self._new.open(path)
 
@@ -194,7 +194,7 @@ def _keep(path: str, made: list[str]) -> str:
                 while piece := file.read(_COPY_NBYTES):
                     copy.write(piece)
                 copy.sync()
-            put(copy.path, kept, None)
+            move_into_place(copy.path, kept, None)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(copy.path)
@@ -348,7 +348,7 @@ def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> di
         arrays_checksum=bytes(16),
     )
     # Written nowhere first: what is stored is held against the checksum of the arrays too.
-    header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
+    header = write_seq_idx(OutputFile(os.devnull, append=True), packs, header)
     if proven := _prove(stored, header, sizes, paths.seq_idx):
         _require_same(paths.seq_idx, proven, known)
         header, what = proven, f"{_SAME}, its own checksums prove it"
@@ -466,7 +466,7 @@ def _runs(packs: Iterable[PackChunk]) -> Iterator[OffsetRun]:
         yield OffsetRun(begins, firsts, len(chunk.lengths))
 
 
-def _require_same(path: str, proven: Header, known: Known) -> None:
+def _require_same(path: str, proven: Header, known: GivenFacts) -> None:
     for name in _KNOWN:
         said, stored = getattr(known, name), getattr(proven, name)
         if said not in (None, stored):
@@ -474,7 +474,7 @@ def _require_same(path: str, proven: Header, known: Known) -> None:
             raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
 
 
-def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:
+def _marked(header: Header, origin: str, known: GivenFacts, unproven: Mapping[str, Any]) -> tuple[Header, str]:
     """The header that says what is no longer known, and the same in words."""
     unknown = {name for name in _KNOWN if getattr(known, name) is None}
     rebuilt: dict[str, Any] = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}

@@ -16,7 +16,7 @@ from megatron_sft_idx.packs.transfer import check_destinations, destinations, sh
 from megatron_sft_idx.shard.columns import columns_beside
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.progress import shown
+from megatron_sft_idx.storage.progress import show_progress
 
 _MERGE_HELP = """\
 Copy the packs of many shards into one, in the order given. They must have one token and mask dtype, capacity, sequence
@@ -155,7 +155,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         mixed_capacity=arguments.mixed_capacity,
         mixed_templates=arguments.mixed_templates,
         allow_loss=arguments.allow_loss,
-        watch=shown(arguments.log_interval),
+        watch=show_progress(arguments.log_interval),
     )
     output.publish()
     header = report.header
@@ -178,7 +178,7 @@ def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         Parts(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
         overwrite=arguments.overwrite,
         resume=arguments.resume,
-        watch=shown(arguments.log_interval),
+        watch=show_progress(arguments.log_interval),
     )
     kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""
     print(f"parts           {len(report.prefixes):,}{kept}")
@@ -194,7 +194,7 @@ def _copy(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
     sent = found = aborted = 0
     notes: list[str] = []
     total = sum(shard_nbytes(prefix, beside.get(prefix)) for prefix in prefixes)
-    with shown(arguments.log_interval)("copying", total) as advance:
+    with show_progress(arguments.log_interval)("copying", total) as advance:
         for source, target in zip(prefixes, targets, strict=True):
             copied = copy_shard(
                 source, target, overwrite=arguments.overwrite, beside=beside.get(source), on_progress=advance

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.check import Known, Rebuilt, rebuild, verify_shard
+from megatron_sft_idx.check import GivenFacts, Rebuilt, rebuild, verify_shard
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path, natural
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
-from megatron_sft_idx.storage.progress import Advance, Progress, shown, unwatched
+from megatron_sft_idx.storage.progress import Advance, Progress, show_progress, unwatched
 
 _VERIFY_HELP = """\
 Check shards against every rule of the format, and say all that is wrong with them.
@@ -115,7 +115,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     if arguments.vocab_size and not arguments.full:
         parser.error("--vocab-size: ids are only read with --full")
     results: list[dict[str, Any]] = []
-    watch = shown(_LINE_MIB) if arguments.full else unwatched
+    watch = show_progress(_LINE_MIB) if arguments.full else unwatched
     for prefix in dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)):
         try:
             total = shard_nbytes(prefix) if arguments.full else 0
@@ -138,7 +138,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    known = Known(
+    known = GivenFacts(
         token_dtype=np.dtype(arguments.token_dtype) if arguments.token_dtype else None,
         mask_dtype=np.dtype(arguments.mask_dtype) if arguments.mask_dtype else None,
         capacity=arguments.capacity,

@@ -33,8 +33,8 @@ from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import read_most
-from megatron_sft_idx.storage.publish import Kind, New, new_file, new_folder, require_space
+from megatron_sft_idx.storage import read_beginning
+from megatron_sft_idx.storage.publish import Kind, PendingOutput, new_file, new_folder, require_space
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -240,7 +240,7 @@ class PackedWriter(ABC):
     binary: ClassVar[bool] = False
     carries: bool = False
     rereading: ClassVar[Mapping[str, Any]] = {}
-    _output: New
+    _output: PendingOutput
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class PackedWriter(ABC):
     def _begin(self, *args: Any, **options: Any) -> None:
         """Check the options, make the output, and write what comes before the first pack."""
 
-    def _make(self, nbytes: int = 0, files: int = 1) -> New:
+    def _make(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
         """The file or folder, hidden until it is published. OSError: there is no space for so much of it."""
         require_space(self._path, nbytes, files)
         make = new_folder if self.folder else new_file
@@ -582,7 +582,7 @@ def file_identity(*paths: str) -> str:
 
 def read_json(path: str) -> tuple[dict[str, Any], bytes]:
     """The JSON object in a file, and its bytes. FormatError where it holds none; else OSError."""
-    raw = read_most(path, _MOST_JSON_NBYTES + 1)
+    raw = read_beginning(path, _MOST_JSON_NBYTES + 1)
     try:
         stated = orjson.loads(raw)
     except ValueError as error:

@@ -42,7 +42,7 @@ from megatron_sft_idx.storage.publish import (
     head_of,
     identity,
     new_file,
-    remove,
+    remove_file,
     require_apart,
     resolve,
 )
@@ -339,7 +339,7 @@ def _publish_with_summary(writer: PackedWriter, destination: str, summary: bytes
     path = summary_path(destination)
     if summary is None:
         if (found := _check_summary(destination, overwrite=overwrite, padded=False)) is not None:
-            remove(resolve(path), found)
+            remove_file(resolve(path), found)
         writer.finalize()
         return
     path = resolve(path)
@@ -352,7 +352,7 @@ def _publish_with_summary(writer: PackedWriter, destination: str, summary: bytes
         new.open().write(summary)
         new.sync()
         if overwrite:
-            remove(path, found)
+            remove_file(path, found)
             writer.finalize()
             new.publish()
             return
@@ -363,7 +363,7 @@ def _publish_with_summary(writer: PackedWriter, destination: str, summary: bytes
         writer.finalize()
     except BaseException:
         with contextlib.suppress(FormatError, OSError):
-            remove(path, made)
+            remove_file(path, made)
         raise
 
 

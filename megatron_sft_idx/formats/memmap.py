@@ -57,7 +57,7 @@ from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile
-from megatron_sft_idx.storage.publish import Kind, New, head_of
+from megatron_sft_idx.storage.publish import Kind, PendingOutput, head_of
 
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"
@@ -280,7 +280,7 @@ class _ArrayFile:
     is a SIGBUS.
     """
 
-    def __init__(self, folder: New, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(self, folder: PendingOutput, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._file = HashedFile(folder.open(name))
         header = npy_header_bytes(dtype, shape)
         self._gathered = bytearray(header)

@@ -52,7 +52,7 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens, fitting
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import naming, open_regular
+from megatron_sft_idx.storage import name_in_errors, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
 if TYPE_CHECKING:
@@ -426,7 +426,7 @@ class Writer(PackedWriter):
         names = [*COLUMNS, *spec.columns]
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
         temporary = self._make().temporary
-        with naming(temporary):
+        with name_in_errors(temporary):
             self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression="zstd")
 
     def _append(self, run: PackRun) -> None:
@@ -469,13 +469,13 @@ class Writer(PackedWriter):
             offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(flat)), type=type_))
         table = pa.Table.from_arrays(arrays, schema=self._schema)
-        with naming(self._output.temporary):
+        with name_in_errors(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(run))
         pa.default_memory_pool().release_unused()
 
     def _finish(self) -> None:
         self._write_group()
-        with naming(self._output.temporary):
+        with name_in_errors(self._output.temporary):
             self._writer.close()
         self._output.sync()  # a summary of what this replaces is taken away before this is published
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
-from megatron_sft_idx.storage.advice import mount_of, mounts
 
 DiskKind = Literal["disk", "network", "memory"]
 # Of the two versions of control groups, the file that limits memory.
@@ -61,6 +61,47 @@ def find_place(path: str) -> ShardPlace:
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         ahead = int(setting.read_text()) * 1024
     return ShardPlace(mount.filesystem, mount.source, kind_of(mount.filesystem), ahead, _memory_nbytes())
+
+
+# ---- the mount table ----
+
+
+class Mount(NamedTuple):
+    """One line of ``/proc/self/mountinfo``.
+
+    Attributes:
+        folder: where it is mounted.
+        root: the folder of the file system that is mounted there.
+        filesystem: its type.
+        source: its device or server.
+        options: of the file system.
+    """
+
+    folder: str
+    root: str
+    filesystem: str
+    source: str
+    options: list[str]
+
+
+def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
+    """All mounts, in the kernel's order."""
+    with open(table, encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            head, _, tail = line.rstrip("\n").partition(" - ")
+            names = [*head.split(" ")[3:5], *tail.split(" ")[:2]]
+            # The table has a backslash and 040 for a blank.
+            root, folder, filesystem, source = (
+                re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name) for name in names
+            )
+            yield Mount(folder, root, filesystem, source, tail.split(" ")[2].split(","))
+
+
+def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
+    """The mount that a path lies on: that of the longest folder above it, and of several there the last one."""
+    real = os.path.realpath(path)
+    above = [mount for mount in mounts(table) if os.path.commonpath([mount.folder, real]) == mount.folder]
+    return max(reversed(above), key=lambda mount: len(mount.folder))
 
 
 # ---- the page cache ----

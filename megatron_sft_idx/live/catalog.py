@@ -34,7 +34,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundErr
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.shard import read_header
-from megatron_sft_idx.storage import read_most, require_local
+from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.publish import Kind, write_file
 
 logger = logging.getLogger("megatron_sft_idx.live")
@@ -150,7 +150,7 @@ def read_document(path: str) -> dict[str, Any] | None:
         OSError: it cannot be read.
     """
     try:
-        data = read_most(path, MAX_NBYTES + 1)
+        data = read_beginning(path, MAX_NBYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.islink(path):
             return None

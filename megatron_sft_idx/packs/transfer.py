@@ -26,7 +26,7 @@ from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
-from megatron_sft_idx.storage.remote.store import read_ahead, threads
+from megatron_sft_idx.storage.remote.store import read_ahead, request_pool
 
 _READ_NBYTES = 1 << 20
 _CHUNK_NBYTES = 8 << 20
@@ -207,7 +207,7 @@ def _local_sizes(paths: ShardPaths) -> dict[str, int]:
 
 def _objects(prefix: str, suffixes: Sequence[str]) -> dict[str, ObjectInfo]:
     store, key = open_store(prefix)
-    found = threads().map(store.head, [key + suffix for suffix in suffixes])
+    found = request_pool().map(store.head, [key + suffix for suffix in suffixes])
     return {suffix: info for suffix, info in zip(suffixes, found, strict=True) if info}
 
 
@@ -338,7 +338,7 @@ def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progres
     """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
     file, content = new.open(new.paths.prefix + suffix, keep=keep), source.files[suffix]
     if file.nbytes > content.nbytes:
-        file.cut(0)
+        file.truncate(0)
     held = HeldBytes(content)
     for offset in range(0, file.nbytes, _READ_NBYTES):
         held.update(file.read_at(offset, _READ_NBYTES))

@@ -26,7 +26,7 @@ from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record, Still
 from megatron_sft_idx.shard.shard_set import natural_key
-from megatron_sft_idx.storage import OutputFile, read_most, require_local, sync_folder
+from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
@@ -327,7 +327,7 @@ class InputLog:
         self._found = os.path.lexists(path)  # one that appears later is not this one
         if self._found and describe(path) != "a file":
             raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
-        content = read_most(path, _MAX_NBYTES + 1) if self._found else b""
+        content = read_beginning(path, _MAX_NBYTES + 1) if self._found else b""
         if len(content) > _MAX_NBYTES:
             raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
         # A line without its end was being written when the producer was killed: its file was not read yet.
@@ -351,8 +351,8 @@ class InputLog:
     def add(self, *files: TakenFile) -> None:
         """Note files that come after those noted."""
         if self._file is None:
-            self._file = OutputFile(self.path, keep=self._found)
-            self._file.cut(self._nbytes)
+            self._file = OutputFile(self.path, append=self._found)
+            self._file.truncate(self._nbytes)
             sync_folder(Path(self.path).parent)
         self._file.write(b"".join(json.dumps(file._asdict()).encode() + b"\n" for file in files))
         self._file.sync()

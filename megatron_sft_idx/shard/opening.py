@@ -32,7 +32,7 @@ from megatron_sft_idx.storage import (
     Array,
     Backend,
     Extents,
-    FirstReads,
+    FirstReadHints,
     ReadOptions,
     ReopenedArray,
     advise_order,
@@ -40,10 +40,10 @@ from megatron_sft_idx.storage import (
     is_remote,
     open_array,
 )
-from megatron_sft_idx.storage.local import HashedFile, has_digest, naming, open_descriptor
+from megatron_sft_idx.storage.local import HashedFile, has_digest, name_in_errors, open_descriptor
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
-from megatron_sft_idx.storage.remote.store import exists, read_ahead, threads
+from megatron_sft_idx.storage.remote.store import object_exists, read_ahead, request_pool
 
 # ---- files, wherever they lie ----
 
@@ -78,7 +78,7 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        with naming(path):
+        with name_in_errors(path):
             raw = os.pread(fd, _HEADER_NBYTES, 0)
             if len(raw) < (size := min(form.peek(raw), status.st_size)):
                 raw += os.pread(fd, size - len(raw), len(raw))
@@ -130,7 +130,7 @@ def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
 
 def _missing(paths: ShardPaths) -> list[str]:
     # One after another: headers of many shards are read by the threads, which must not wait for each other.
-    return [path for path in paths.all if not exists(path)] if is_remote(paths.prefix) else paths.missing()
+    return [path for path in paths.all if not object_exists(path)] if is_remote(paths.prefix) else paths.missing()
 
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
@@ -197,11 +197,11 @@ class Files:
     token_offsets: Array
     sequence_pair: _Pair
     token_pair: _Pair
-    first_reads: FirstReads | None = None  # where the kernel decides what is read ahead
+    first_reads: FirstReadHints | None = None  # where the kernel decides what is read ahead
 
 
 def _files(
-    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], first: FirstReads | None
+    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], first: FirstReadHints | None
 ) -> Files:
     """``offsets`` are those of sequences, then those of tokens."""
     sequences, packs = offsets
@@ -276,7 +276,7 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
         advise_order(data, options.advice, huge_pages=options.huge_pages)
     first = None
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
-        first = FirstReads(tokens, loss)
+        first = FirstReadHints(tokens, loss)
     return _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, first)
 
 
@@ -286,7 +286,7 @@ def _open_remote(
     sizes, (store, _) = header.sizes(paths), open_store(paths.prefix)
     check_size(paths.seq_idx, seq_idx.nbytes, sizes[paths.seq_idx])
     found: dict[str, ObjectInfo] = {}
-    for path, info in zip(paths.data, threads().map(_object_at, paths.data), strict=True):
+    for path, info in zip(paths.data, request_pool().map(_object_at, paths.data), strict=True):
         if info is not None:
             check_size(path, info.nbytes, sizes[path])
             found[path] = info

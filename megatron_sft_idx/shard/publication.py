@@ -24,7 +24,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, column_of
 from megatron_sft_idx.layout.journal import DONE, FILE, MAGICS, Head, encode_head, encode_inodes, read_blocks, read_head
-from megatron_sft_idx.storage import OutputFile, naming, open_regular, require_local, sync_folder
+from megatron_sft_idx.storage import OutputFile, name_in_errors, open_regular, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
     Kind,
@@ -36,7 +36,7 @@ from megatron_sft_idx.storage.publish import (
     identity,
     lock_file,
     make_folders,
-    put,
+    move_into_place,
     require_space,
     resolve,
 )
@@ -280,7 +280,7 @@ def remove_shard(paths: ShardPaths) -> None:
     if not paths.present():
         return
     with held(paths) as lock:
-        with contextlib.closing(OutputFile(paths.journal, keep=True)) as journal:
+        with contextlib.closing(OutputFile(paths.journal, append=True)) as journal:
             journal.write(encode_head({"work": "removal", "files": _by_suffix(paths, _inodes(paths.all))}))
         settle(paths, lock, overwrite=False)
 
@@ -337,7 +337,7 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
             raise left(paths, head)
     _remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
-    with naming(paths.journal):
+    with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
 
 
@@ -360,7 +360,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     for path in _remove_seq_idx(paths, head, durable=durable):
         if path == paths.seq_idx:
             sync_folder(paths.folder, durable)
-        put(paths.temporary(path), path, identity(path))
+        move_into_place(paths.temporary(path), path, identity(path))
     sync_folder(paths.folder, durable)
     _remove_temporaries(named_by(paths, head), head)
 
@@ -467,7 +467,7 @@ class Publication:
             present = with_present(paths)
             self._replaced = check_free(paths, only=present.all if only is None else only, **options)
             _remove_temporaries(present, None)
-            self.journal = OutputFile(paths.journal, durable=durable, keep=True)
+            self.journal = OutputFile(paths.journal, durable=durable, append=True)
             self.closed = False
             for path in paths.all:
                 if only is None or path in only:
@@ -523,7 +523,7 @@ class Publication:
                     )
             if overwrite and head.done is None:
                 self._replaced = check_free(paths, overwrite=True, only=only)
-            self.journal = OutputFile(paths.journal, keep=True)
+            self.journal = OutputFile(paths.journal, append=True)
         except BaseException:
             os.close(lock)
             raise
@@ -545,12 +545,12 @@ class Publication:
         name = self.paths.temporary(path)
         if name not in self._files:
             try:
-                self._files[name] = OutputFile(name, durable=self.durable, keep=True)
+                self._files[name] = OutputFile(name, durable=self.durable, append=True)
             except FileNotFoundError:  # taken up without
                 self._files[name] = OutputFile(name, durable=self.durable)
                 self._name_files()
         if not keep:
-            self._files[name].cut(0)
+            self._files[name].truncate(0)
         return self._files[name]
 
     def drop(self, path: str) -> None:
@@ -572,7 +572,7 @@ class Publication:
                 end = stream.tell()
                 for _ in read_blocks(stream):
                     end = stream.tell()
-            self.journal.cut(end)
+            self.journal.truncate(end)
         self.journal.write(encode_inodes(kind, _by_suffix(self.paths, inodes)))
         self.journal.sync()
 
@@ -637,7 +637,7 @@ class Publication:
     def _end_journal(self) -> None:
         """Remove the journal, or leave it empty to whoever has its lock."""
         if self._borrowed:
-            self.journal.cut(0)
+            self.journal.truncate(0)
         else:
             _unlink_locked(self.paths.journal, self._lock)
 

@@ -31,7 +31,7 @@ from megatron_sft_idx.storage import (
     huge_nbytes_of,
     is_remote,
 )
-from megatron_sft_idx.storage.advice import APART, STRETCH_SHIFT
+from megatron_sft_idx.storage.advice import MAX_SINGLE_READS, REGION_SHIFT
 
 
 class Pack(TypedDict):
@@ -187,9 +187,9 @@ class Shard:
         first, last = files.sequence_pair(i)
         if not (0 <= start < stop <= files.num_tokens and 0 <= first < last <= files.num_sequences):
             raise self._corrupt(files, i)
-        unseen = files.first_reads
-        if unseen is not None and unseen.told[start >> STRETCH_SHIFT] < APART:
-            unseen.tell(start, stop)
+        hints = files.first_reads
+        if hints is not None and hints.read_counts[start >> REGION_SHIFT] < MAX_SINGLE_READS:
+            hints.before_read(start, stop)
         boundaries = np.empty(last - first + 1, np.int32)
         boundaries[:-1] = files.starts[first:last]
         boundaries[-1] = stop - start

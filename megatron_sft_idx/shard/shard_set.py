@@ -27,7 +27,7 @@ from megatron_sft_idx.shard.opening import checked_packs, extents_of, read_heade
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads
+from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder, request_pool
 
 # An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
 # process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
@@ -82,14 +82,14 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     if not is_folder:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
         files = [prefix + mark for mark in marks]
-        if any(threads().map(exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
+        if any(request_pool().map(object_exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
             return [prefix]
     if not remote:
         paths = [entry.path for entry in os.scandir(path)] if is_folder else _matching_local(path, marks)
     elif is_glob:
-        paths = matching(path + "*") if is_folder else matching(path, "/*", *marks)
+        paths = matching_objects(path + "*") if is_folder else matching_objects(path, "/*", *marks)
     else:
-        paths = in_folder(path)
+        paths = objects_in_folder(path)
     marked = (entry for entry in paths if entry.endswith(marks))
     # A build is on a disk, and so is its journal.
     if found := {_prefix(entry) for entry in marked if not entry.endswith(_JOURNAL) or is_journal(entry)}:
@@ -260,7 +260,7 @@ class ShardSet:
     def headers(self) -> list[Header]:
         """Header of each shard."""
         # Remote ones take a request or two each, local ones no time worth a thread.
-        each = threads().map if self.remote else map
+        each = request_pool().map if self.remote else map
         headers = list(each(read_header, self.prefixes))
         if self._expected not in (b"", _digest(headers)):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""

@@ -487,7 +487,7 @@ class RowFiles:
         header = write_seq_idx(self._publication.open(paths.seq_idx), packs, header)
         # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
         for kind, hashed in self._files.values():
-            hashed.file.cut(kind.begin + hashed.nbytes)
+            hashed.file.truncate(kind.begin + hashed.nbytes)
         return header
 
 

@@ -6,7 +6,7 @@ through ``shard.publication`` where five files belong together.
 
 from megatron_sft_idx.storage.advice import (
     Extents,
-    FirstReads,
+    FirstReadHints,
     advise_order,
     announce,
     drop_cached,
@@ -25,11 +25,11 @@ from megatron_sft_idx.storage.local import (
     as_bytes,
     check_size,
     is_remote,
-    naming,
+    name_in_errors,
     open_array,
     open_regular,
-    read_most,
-    read_runs,
+    read_beginning,
+    read_extents,
     require_local,
     sync_folder,
 )

@@ -1,6 +1,7 @@
-"""What the kernel is told of reads: their order, what comes next, what is no longer needed, and huge pages.
+"""Hints to the kernel about reads: in which order bytes are read, which come next, and which are no longer needed.
 
-And what it tells: how much of an array is mapped by huge pages, and which file system a path lies on.
+A hint changes when bytes are read from the disk and what stays in memory, never what is read. The kernel may ignore any
+of them; for huge pages, ``huge_nbytes_of`` counts what it gave.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage.local import Advice, Array, PreadArray, ReopenedArray
 
-# Of maps and of files.
+# The constants of madvise, for maps, and of posix_fadvise, for files.
 _ADVICE = {
     "normal": (mmap.MADV_NORMAL, os.POSIX_FADV_NORMAL),
     "sequential": (mmap.MADV_SEQUENTIAL, os.POSIX_FADV_SEQUENTIAL),
@@ -27,13 +28,13 @@ _ADVICE = {
 
 
 class Extents(NamedTuple):
-    """Items that lie together, in some of several arrays.
+    """Extents: each is some consecutive items of one of several arrays.
 
     Attributes:
         arrays: the arrays.
-        slots: int [runs], which of them each run lies in.
-        starts: int64 [runs], its first item there.
-        counts: int64 [runs], its items.
+        slots: int [extents], the index in ``arrays`` of the array that each extent lies in.
+        starts: int64 [extents], the extent's first item in that array.
+        counts: int64 [extents], its number of items.
     """
 
     arrays: Sequence[Array]
@@ -43,7 +44,7 @@ class Extents(NamedTuple):
 
 
 def _map_of(array: Array) -> mmap.mmap | None:
-    """The memory map that an array is a view of; None for any other."""
+    """The memory map that an array is a view of; None for an array that is not a view of one."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -53,75 +54,79 @@ def _map_of(array: Array) -> mmap.mmap | None:
 
 
 def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> None:
-    """Tell the kernel in which order a map, or an open file, will be read; a file that is opened each time forgets.
+    """Tell the kernel in which order an array will be read: one in a memory map, or one read by ``pread``.
 
-    Maps may ask for huge pages; ``huge_nbytes_of`` says what came of it.
+    Nothing happens for a ``ReopenedArray``, since the kernel keeps this advice for an open file only. ``huge_pages``
+    asks for huge pages too, which only a map can have.
     """
     if isinstance(array, PreadArray):
         array.advise(_ADVICE[advice][1])
     elif (mapped := _map_of(array)) is not None:
-        if advice != "normal":  # which a new map has
+        if advice != "normal":  # a new map is read so without being told
             mapped.madvise(_ADVICE[advice][0])
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             if huge_pages:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-def announce(runs: Extents) -> None:
-    """Have the kernel read runs of maps and files in the background; nothing happens to any other array."""
-    sizes = np.array([array.dtype.itemsize for array in runs.arrays], np.int64)[runs.slots]
-    begins, nbytes = runs.starts * sizes, runs.counts * sizes
-    of_files = np.zeros(len(runs.slots), np.bool_)
-    for slot, array in enumerate(runs.arrays):
-        mine = runs.slots == slot
+def announce(extents: Extents) -> None:
+    """Have the kernel read extents of maps and files in the background; extents of other arrays are left out."""
+    sizes = np.array([array.dtype.itemsize for array in extents.arrays], np.int64)[extents.slots]
+    begins, nbytes = extents.starts * sizes, extents.counts * sizes
+    in_reopened = np.zeros(len(extents.slots), np.bool_)
+    for slot, array in enumerate(extents.arrays):
+        in_array = extents.slots == slot
         if isinstance(array, np.ndarray):
-            _native.will_need(array, runs.starts[mine], (runs.starts + runs.counts)[mine])
+            _native.will_need(array, extents.starts[in_array], (extents.starts + extents.counts)[in_array])
         elif isinstance(array, PreadArray):
-            for offset, count in zip(begins[mine].tolist(), nbytes[mine].tolist(), strict=True):
+            for offset, count in zip(begins[in_array].tolist(), nbytes[in_array].tolist(), strict=True):
                 array.advise(os.POSIX_FADV_WILLNEED, offset, count)
         elif isinstance(array, ReopenedArray):
-            of_files |= mine
-    if of_files.any():
-        reopened = [runs.arrays[slot] for slot in runs.slots[of_files].tolist()]
+            in_reopened |= in_array
+    if in_reopened.any():
+        reopened = [extents.arrays[slot] for slot in extents.slots[in_reopened].tolist()]
         files, offsets = zip(*((a.file, a.offset) for a in reopened if isinstance(a, ReopenedArray)), strict=True)
-        _native.advise_ranges(files, begins[of_files] + np.array(offsets, np.int64), nbytes[of_files])
+        _native.advise_ranges(files, begins[in_reopened] + np.array(offsets, np.int64), nbytes[in_reopened])
 
 
-# Items of a stretch, as a power of two: some MiB, as much as is read around a fault where disks are set up for that.
-STRETCH_SHIFT = 20
-# Ranges of a stretch that come by themselves; then all of it does, which takes as long as some twenty of them do, most
-# of that while the reader goes on.
-APART = 8
+# ``FirstReadHints`` divides maps into regions of 2**REGION_SHIFT items: some MiB, about what the kernel reads around a
+# page fault on disks that are set up for large reads.
+REGION_SHIFT = 20
+# After this many reads in one region, all of the region is asked for. That takes as long as some twenty single reads,
+# and most of that time passes while the reader goes on.
+MAX_SINGLE_READS = 8
 
 
-class FirstReads:
-    """What the kernel is told of ranges of two maps, read for the first time, that nobody has announced.
+class FirstReadHints:
+    """Asks the kernel for ranges of two maps that are about to be read and were not announced.
 
-    A fault on a map brings in what lies around it, megabytes on disks that are set up for large reads, and a range that
-    is read alone waits for them, once in each map. So the first ranges of a stretch are asked for as they are, in both
-    maps at once. Where more of them are read all of the stretch is asked for: in an epoch over what memory keeps, large
-    reads are faster. Ranges that follow each other are left to the kernel, which reads ahead of them.
+    Without a hint, a page fault on a map makes the kernel read what lies around the page too: megabytes, on disks that
+    are set up for large reads. A reader of one short range waits for all of it, once in each of the two maps. So the
+    first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once. With the last of them the
+    whole region is asked for, because large reads are faster where most of a region is read in the end. A range that
+    begins where the one before it ended needs no hint: the kernel reads ahead of sequential reads by itself.
 
-    The maps are read together, the same items of each. ``told`` has a byte a stretch of ``1 << STRETCH_SHIFT`` items:
-    how many of its ranges were read, up to ``APART``.
+    Both maps have one item for each token, and the same items are read from both. ``read_counts`` holds one byte a
+    region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A caller may skip ``before_read`` where
+    that number is reached.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
         self._arrays = arrays
-        # Counted up from zeros, whose pages take no memory before they are written to.
-        self.told = np.zeros((len(arrays[0]) >> STRETCH_SHIFT) + 1, np.uint8).data
-        self._end = -1
+        # Zeros of numpy take no memory until they are written to.
+        self.read_counts = np.zeros((len(arrays[0]) >> REGION_SHIFT) + 1, np.uint8).data
+        self._last_stop = -1
 
-    def tell(self, start: int, stop: int) -> None:
-        """Items ``[start, stop)`` are about to be read. Threads may do so at once: then one is counted for two."""
-        stretch = start >> STRETCH_SHIFT
-        told = self.told[stretch] = min(self.told[stretch] + 1, APART)
-        follows, self._end = start == self._end, stop
-        if not follows:
+    def before_read(self, start: int, stop: int) -> None:
+        """Give the hints for items ``[start, stop)``. Two threads may call at once; their reads may count as one."""
+        region = start >> REGION_SHIFT
+        count = self.read_counts[region] = min(self.read_counts[region] + 1, MAX_SINGLE_READS)
+        is_sequential, self._last_stop = start == self._last_stop, stop
+        if not is_sequential:
             self._ask(start, stop)
-            if told == APART:
-                first = stretch << STRETCH_SHIFT
-                self._ask(first, min(first + (1 << STRETCH_SHIFT), len(self._arrays[0])))
+            if count == MAX_SINGLE_READS:
+                first = region << REGION_SHIFT
+                self._ask(first, min(first + (1 << REGION_SHIFT), len(self._arrays[0])))
 
     def _ask(self, start: int, stop: int) -> None:
         for array in self._arrays:
@@ -129,10 +134,15 @@ class FirstReads:
 
 
 def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None) -> None:
-    """Let go of items ``[start, stop)`` of an array that begins with its file, here and in the page cache.
+    """Drop the pages of items ``[start, stop)`` from this process's map of a file and from the page cache.
 
-    Pages that lie in part outside are kept, as are those that are not on disk yet and those that others have mapped.
-    Without ``stop`` all of the file goes, wherever the array begins in it.
+    A page is kept if it holds other items too, if it is not written to disk yet, or if another process maps it.
+
+    Args:
+        path: the file.
+        array: its items. With ``stop``, the first item must begin where the file does.
+        start: first item.
+        stop: one past the last item; None for the whole file, wherever the array begins in it.
     """
     mapped, size = _map_of(array), array.dtype.itemsize
     if stop is None:
@@ -151,10 +161,10 @@ def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None)
 
 
 def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> None:
-    """Have the page cache let go of a part of a file; 0 bytes are all that follow."""
+    """Drop a range of a file from the page cache; ``nbytes`` 0 means to the end. A missing file is no error."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # another shard is being published here, or it was removed: whose pages go by themselves
+    except FileNotFoundError:  # removed, or being replaced: the pages of a removed file go by themselves
         return
     try:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
@@ -162,58 +172,26 @@ def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) 
         os.close(fd)
 
 
-# ---- huge pages ----
-
-_RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+_ADDRESSES = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def huge_nbytes_of(arrays: Sequence[Array]) -> int:
-    """Bytes of the ranges of addresses that arrays lie in that are mapped by huge pages now."""
+    """How many bytes are mapped by huge pages now, in the kernel's mappings that hold these arrays."""
     return mapped_nbytes(arrays, "AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
 
 
 def mapped_nbytes(arrays: Sequence[Array], *names: str) -> int:
-    """The sum of some counts of ``/proc/self/smaps``, such as ``Rss``, over the ranges that arrays in memory lie in."""
+    """The sum of the named counts of ``/proc/self/smaps``, such as ``Rss``, over the mappings that hold these arrays.
+
+    In bytes. Arrays that are not in memory count nothing.
+    """
     spans = [(array.ctypes.data, array.nbytes) for array in arrays if isinstance(array, np.ndarray) and array.nbytes]
-    total, wanted = 0, False
+    total, holds_array = 0, False
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if at := _RANGE.match(line):
-                first, last = int(at[1], 16), int(at[2], 16)
-                wanted = any(first < begin + size and begin < last for begin, size in spans)
-            elif wanted and line.partition(":")[0] in names:
+            if addresses := _ADDRESSES.match(line):
+                first, last = int(addresses[1], 16), int(addresses[2], 16)
+                holds_array = any(first < begin + size and begin < last for begin, size in spans)
+            elif holds_array and line.partition(":")[0] in names:
                 total += int(line.split()[1]) << 10
     return total
-
-
-# ---- which file system a path lies on ----
-
-
-class Mount(NamedTuple):
-    """A line of ``/proc/self/mountinfo``: what (``root``) of which file system is mounted at a folder, its device."""
-
-    folder: str
-    root: str
-    filesystem: str
-    source: str
-    options: list[str]
-
-
-def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
-    """What is mounted, as the kernel lists it."""
-    with open(table, encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            head, _, tail = line.rstrip("\n").partition(" - ")
-            names = [*head.split(" ")[3:5], *tail.split(" ")[:2]]
-            # A blank is a backslash and 040 there.
-            root, folder, filesystem, source = (
-                re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name) for name in names
-            )
-            yield Mount(folder, root, filesystem, source, tail.split(" ")[2].split(","))
-
-
-def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
-    """The mount a path lies on: of the longest folder above it, the last one."""
-    real = os.path.realpath(path)
-    above = [mount for mount in mounts(table) if os.path.commonpath([mount.folder, real]) == mount.folder]
-    return max(reversed(above), key=lambda mount: len(mount.folder))

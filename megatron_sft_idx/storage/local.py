@@ -165,7 +165,7 @@ class PreadArray(CopiedArray):
         """See ``CopiedArray``. CorruptShardError: the file ends before (rule F2). OSError, with its path."""
         view, offset, done = out.data, self._offset + offset, 0
         while done < len(view):
-            with naming(self._path):
+            with name_in_errors(self._path):
                 got = os.preadv(self._fd, [view[done:]], offset + done)
             if not got:
                 detail = "the file ends here since it was opened; it was cut short: restore it"
@@ -192,7 +192,7 @@ def check_size(path: str, found: int, expected: int) -> None:
         raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it")
 
 
-class naming:  # noqa: N801
+class name_in_errors:  # noqa: N801
     """A context in which errors of the disk that name no file, as those of a descriptor, get the path of one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -208,7 +208,7 @@ class naming:  # noqa: N801
             error.filename, error.strerror = os.fspath(self._path), os.strerror(error.errno)
 
 
-def read_most(path: str | os.PathLike[str], nbytes: int) -> bytes:
+def read_beginning(path: str | os.PathLike[str], nbytes: int) -> bytes:
     """The first bytes of a file, in no more memory than it has bytes; errors as ``open_regular``."""
     with open_regular(path) as file:
         return file.read(min(nbytes, os.fstat(file.fileno()).st_size))
@@ -218,11 +218,11 @@ class _NamedFile(io.FileIO):
     """A file whose errors name it, those of reading too."""
 
     def readinto(self, buffer: Any, /) -> int | None:
-        with naming(self.name):
+        with name_in_errors(self.name):
             return super().readinto(buffer)
 
     def readall(self) -> bytes:
-        with naming(self.name):
+        with name_in_errors(self.name):
             return super().readall()
 
 
@@ -284,40 +284,42 @@ def open_array(
 
 
 class OutputFile:
-    """A file being written, unbuffered: ``write`` until all bytes are out, then ``sync``, which may be switched off.
+    """A file being written, without a buffer; ``nbytes`` is its size. Errors of the disk are OSError with its path.
 
-    With ``keep`` it goes on at the end of a regular file that is there; else the file is made, and nothing may be
-    there. Errors of the disk are OSError with the path in them.
+    Args:
+        path: the file. A link there is refused.
+        durable: whether ``sync`` waits for the disk.
+        append: go on at the end of the regular file that is there. Else the file is made, and nothing may be there.
 
     Raises:
-        FileExistsError: something is there, be it a link.
-        FormatError: what is to be kept is no regular file.
+        FileExistsError: without ``append``: something is there, if only a link.
+        FormatError: with ``append``: what is there is no regular file.
     """
 
-    def __init__(self, path: str, *, durable: bool = True, keep: bool = False) -> None:
+    def __init__(self, path: str, *, durable: bool = True, append: bool = False) -> None:
         self.path = path
         self._durable = durable
         # Not to wait for the other end where somebody has put a pipe there.
-        how = os.O_NONBLOCK if keep else os.O_CREAT | os.O_EXCL
+        how = os.O_NONBLOCK if append else os.O_CREAT | os.O_EXCL
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
             self.close()
             raise FormatError(f"{path}: no regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
-    def cut(self, nbytes: int) -> None:
+    def truncate(self, nbytes: int) -> None:
         """Drop what lies behind the first ``nbytes``, and go on there."""
         assert nbytes <= self.nbytes
         if nbytes == self.nbytes:
             return  # ext4 writes a file out when it is closed that was ever cut to nothing
-        with naming(self.path):
+        with name_in_errors(self.path):
             os.ftruncate(self._fd, nbytes)
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes already written; fewer where the file ends before."""
         pieces = []
-        with naming(self.path):
+        with name_in_errors(self.path):
             while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
                 pieces.append(piece)
                 offset, nbytes = offset + len(piece), nbytes - len(piece)
@@ -326,7 +328,7 @@ class OutputFile:
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = memoryview(data)
-        with naming(self.path):
+        with name_in_errors(self.path):
             while view:
                 written = os.write(self._fd, view)
                 self.nbytes += written
@@ -336,14 +338,14 @@ class OutputFile:
         """Replace bytes already written."""
         assert offset + len(data) <= self.nbytes
         done = 0
-        with naming(self.path):
+        with name_in_errors(self.path):
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
     def sync(self) -> None:
         """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
         if self._durable:
-            with naming(self.path):
+            with name_in_errors(self.path):
                 os.fsync(self._fd)
 
     def fileno(self) -> int:
@@ -363,7 +365,7 @@ def sync_folder(folder: str | Path, durable: bool = True) -> None:
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with naming(folder):
+        with name_in_errors(folder):
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -478,7 +480,9 @@ class ReopenedArray(CopiedArray):
             looks += 1
 
 
-def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
+def read_extents(
+    arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
+) -> None:
     """Items ``[start, start + count)`` of each array, end to end, into ``out``, which they fill.
 
     One native call where all files are opened for each read.

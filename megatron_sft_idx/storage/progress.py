@@ -60,7 +60,7 @@ class Progress:
         elif kind is None and self._interval and self._logged < self._count and self._logged:
             self._log()
 
-    def found(self, units: int, items: int) -> None:
+    def count_earlier(self, units: int, items: int) -> None:
         """An earlier run has done so much: part of the total, not of the rate."""
         self._before = self._before[0] + units, self._before[1] + items
         self.update(units, items)
@@ -98,7 +98,7 @@ class Progress:
         )
 
 
-def shown(log_interval: int) -> Watch:
+def show_progress(log_interval: int) -> Watch:
     """Stages of work as a person sees them, in bytes; ``log_interval`` in MiB."""
 
     @contextmanager

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.local import OutputFile, naming, sync_folder
+from megatron_sft_idx.storage.local import OutputFile, name_in_errors, sync_folder
 
 Identity = tuple[int, int]
 """Device and inode of what is at a path, links not followed."""
@@ -227,7 +227,7 @@ def make_folders(path: str) -> None:
         raise FormatError(f"{path}: something above it is no folder; {_OTHER_NAME}") from None
 
 
-class New:
+class PendingOutput:
     """A file or folder in the making, at ``temporary``; a context that removes it again unless it was published."""
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
@@ -249,7 +249,7 @@ class New:
             OutputFile(self.temporary).close()
         self._closed = False
 
-    def __enter__(self) -> New:
+    def __enter__(self) -> PendingOutput:
         return self
 
     def __exit__(
@@ -260,7 +260,7 @@ class New:
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
         """The file, or a new file of the folder, to write to; closed in the end."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
-        self._files.append(OutputFile(path, durable=durable, keep=not self._folder))
+        self._files.append(OutputFile(path, durable=durable, append=not self._folder))
         return self._files[-1]
 
     def sync(self) -> None:
@@ -270,7 +270,7 @@ class New:
         for path in [*(_files_in(self.temporary, self._kind) if self._folder else ()), self.temporary]:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                with naming(path):
+                with name_in_errors(path):
                     os.fsync(fd)
             finally:
                 os.close(fd)
@@ -283,7 +283,7 @@ class New:
             OSError: the disk says no.
         """
         self.sync()
-        old = put(self.temporary, self.path, self._found)
+        old = move_into_place(self.temporary, self.path, self._found)
         self._close()
         if old is None:
             sync_folder(os.path.dirname(self.path))
@@ -359,16 +359,16 @@ def _take_left_over(path: str, kind: Kind) -> int | None:
     return None
 
 
-def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> New:
+def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
     """A file to be written. FormatError as in ``resolve`` and ``check_place``."""
-    return New(resolve(path), kind, overwrite=overwrite, folder=False)
+    return PendingOutput(resolve(path), kind, overwrite=overwrite, folder=False)
 
 
-def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> New:
+def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
     """A folder of files to be written. FormatError as in ``resolve`` and ``check_place``, or it holds where we are."""
     name = resolve(path, folder=True)
     require_apart([Place(name, "the output", folder=True)])
-    return New(name, kind, overwrite=overwrite, folder=True)
+    return PendingOutput(name, kind, overwrite=overwrite, folder=True)
 
 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
@@ -378,7 +378,7 @@ def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwri
         new.publish()
 
 
-def remove(path: str, found: Identity | None) -> None:
+def remove_file(path: str, found: Identity | None) -> None:
     """Remove a file for good, provided that it is what was found there before; nothing where nothing is.
 
     Raises:
@@ -392,7 +392,7 @@ def remove(path: str, found: Identity | None) -> None:
     sync_folder(os.path.dirname(path))
 
 
-def put(temporary: str, path: str, found: Identity | None) -> str | None:
+def move_into_place(temporary: str, path: str, found: Identity | None) -> str | None:
     """Give a file or folder its name, provided that what has the name now is what was found there before.
 
     Returns:

@@ -21,7 +21,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexErro
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover
 from megatron_sft_idx.shard.publication import is_set_aside, lock_journal, publish_all
-from megatron_sft_idx.storage.local import read_most
+from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.publish import Kind, describe, head_of, write_file
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
@@ -248,7 +248,7 @@ class PartsFolder:
     def read(self) -> JobState:
         """What the run is of that left this folder. FormatError where that is no such run."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            content = json.loads(read_most(self.state_path, _MAX_NBYTES))
+            content = json.loads(read_beginning(self.state_path, _MAX_NBYTES))
             version, state = content.pop("version", None), JobState(**content)
             kinds = list(map(type, astuple(state)))
             files = {tuple(map(type, file)) for file in state.inputs}

@@ -26,7 +26,7 @@ from megatron_sft_idx.chat.inputs import (
 )
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import is_remote, naming, open_regular
+from megatron_sft_idx.storage import is_remote, name_in_errors, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
@@ -168,7 +168,7 @@ class _Ends:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if self._local is not None:
-            with naming(self._file.path):
+            with name_in_errors(self._file.path):
                 return os.pread(self._local.fileno(), nbytes, offset)
         nbytes = min(nbytes, self._file.num_bytes - offset)
         while True:

@@ -29,7 +29,7 @@ from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage import is_remote, open_regular
-from megatron_sft_idx.storage.progress import shown
+from megatron_sft_idx.storage.progress import show_progress
 from megatron_sft_idx.storage.publish import Place, check_lock, places_at, require_apart, require_space
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
@@ -350,7 +350,7 @@ class Destination:
         left = [*self._suffixes, *beside] if self._staged else []
         try:
             while self._staged and left:
-                with shown(1024)("uploading", shard_nbytes(self.local + left[0])) as advance:
+                with show_progress(1024)("uploading", shard_nbytes(self.local + left[0])) as advance:
                     self._staged.publish(left[0], advance)
                 del left[0]
         except (SFTIndexError, KeyboardInterrupt, SystemExit):

@@ -42,7 +42,7 @@ from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
-from megatron_sft_idx.storage.publish import put
+from megatron_sft_idx.storage.publish import move_into_place
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.report import MAX_LISTED
@@ -209,7 +209,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> No
     try:
         for data in (head.ljust(offsets[0], b"\0"), *body):
             file.write(data)
-        put(temporary, path, None)
+        move_into_place(temporary, path, None)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

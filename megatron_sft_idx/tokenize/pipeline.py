@@ -214,7 +214,7 @@ class _Preprocessing:
 
         def done(parts: list[MadePart]) -> None:
             for part in parts:
-                (progress.found if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
+                (progress.count_earlier if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
 
         with (
             self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress,

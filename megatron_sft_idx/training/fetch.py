@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.storage import Extents, announce, read_runs
+from megatron_sft_idx.storage import Extents, announce, read_extents
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import request_pool
 from megatron_sft_idx.training.sources import Arrays, Segments
 
 # ---- in maps, or read for one batch ----
@@ -70,7 +70,7 @@ def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments
         together: list[NDArray[Any]] = []
         for arrays in zip(*(of_run[run] for run in mine.tolist()), strict=True):
             together.append(np.empty(max(int(counts.sum()), 0), arrays[0].dtype))
-            read_runs(arrays, starts, counts, together[-1])
+            read_extents(arrays, starts, counts, together[-1])
         placed.append(tuple(together))
     return Placed(placed, kind_of_run[run], places[run] + segments.starts - run_starts[run])
 
@@ -196,11 +196,11 @@ class _Ahead:
         def read(begin: int, end: int, at: int) -> None:
             out[at : at + end - begin] = array.fetch(begin, end)
             if next(left) == 0:
-                array.confirm()
+                array.confirm_unchanged()
 
         counts = ranges.ends - ranges.begins
         columns = (ranges.begins, ranges.ends, np.cumsum(counts) - counts)
-        return [threads().submit(read, *one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+        return [request_pool().submit(read, *one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
     def drop(self) -> None:
         for request in self.requests or ():

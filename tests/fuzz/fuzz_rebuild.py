@@ -10,7 +10,7 @@ from pathlib import Path
 from fuzz.contract import put_files, scratch
 from fuzz.fuzz_verify import Files, variants
 
-from megatron_sft_idx.check import Known, Rebuilt, rebuild, verify_shard
+from megatron_sft_idx.check import GivenFacts, Rebuilt, rebuild, verify_shard
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout.files import SUFFIXES
 
@@ -19,7 +19,7 @@ _UNKNOWN = 128
 
 def run(data: bytes) -> None:
     folder = scratch("rebuild")
-    known = Known(eod_id=data[0] if data and data[0] < _UNKNOWN else None)
+    known = GivenFacts(eod_id=data[0] if data and data[0] < _UNKNOWN else None)
     for files in variants(data[1:]):
         before = {"x" + suffix: content for suffix, content in files.items()}
         put_files(folder, before)
@@ -38,7 +38,7 @@ def contents(folder: Path) -> Files:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
 
 
-def _rebuilt(folder: Path, known: Known, dry_run: bool) -> Rebuilt | str:
+def _rebuilt(folder: Path, known: GivenFacts, dry_run: bool) -> Rebuilt | str:
     """The report, or the refusal."""
     before = contents(folder)
     prefix = str(folder / "x")

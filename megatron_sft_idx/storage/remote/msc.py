@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.remote.store import (
     CHECKSUM,
-    Changed,
+    AccessDenied,
     Chunks,
-    Denied,
+    EtagMismatch,
     Failure,
-    Missing,
+    NoSuchObject,
     ObjectInfo,
-    Refused,
-    Temporary,
+    RequestRefused,
+    TemporaryFailure,
 )
 
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ class MultiStorage:
         """What is at a key."""
         found = translated(lambda: self._client.info(key, strict=False))
         if found.type != "file":
-            raise Missing(found.type)
+            raise NoSuchObject(found.type)
         return _info(key, found)
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
@@ -92,16 +92,16 @@ class MultiStorage:
         """
         try:
             self.head(key)
-        except Missing:
+        except NoSuchObject:
             translated(lambda: self._client.write(key, data, attributes={CHECKSUM: checksum}))
         else:
-            raise Changed("there already")
+            raise EtagMismatch("there already")
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing where there is none."""
         try:
             translated(lambda: self._client.delete(key))
-        except Missing:
+        except NoSuchObject:
             return
 
     def abort_uploads(self, key: str) -> int:
@@ -129,13 +129,13 @@ def _failure_of(error: Exception) -> Failure:
 
     name = type(error).__name__
     if isinstance(error, FileNotFoundError):
-        return Missing(name)
+        return NoSuchObject(name)
     if isinstance(error, PermissionError):
-        return Denied(name)
+        return AccessDenied(name)
     if isinstance(error, PreconditionFailedError):
-        return Changed(name)
+        return EtagMismatch(name)
     if isinstance(error, RetryableError):
-        return Temporary(name)
+        return TemporaryFailure(name)
     # Whatever else S3 answers comes as a RuntimeError over botocore's own, which says more.
     try:
         from megatron_sft_idx.storage.remote.s3 import failure_of
@@ -145,4 +145,4 @@ def _failure_of(error: Exception) -> Failure:
         known = None
     if known is not None:
         return known
-    return Temporary(name) if isinstance(error, OSError) else Refused(name)
+    return TemporaryFailure(name) if isinstance(error, OSError) else RequestRefused(name)

@@ -19,15 +19,15 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.remote.store import (
     CHECKSUM,
     CONNECTIONS,
-    Beyond,
-    Changed,
+    AccessDenied,
     Chunks,
-    Denied,
+    EtagMismatch,
     Failure,
-    Missing,
+    NoSuchObject,
     ObjectInfo,
-    Refused,
-    Temporary,
+    RangePastEnd,
+    RequestRefused,
+    TemporaryFailure,
 )
 
 _T = TypeVar("_T")
@@ -49,7 +49,8 @@ _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNO
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
 _BY_STATUS: dict[int, type[Failure]] = {
-    401: Denied, 403: Denied, 404: Missing, 408: Temporary, 412: Changed, 416: Beyond, 429: Temporary
+    401: AccessDenied, 403: AccessDenied, 404: NoSuchObject, 408: TemporaryFailure, 412: EtagMismatch,
+    416: RangePastEnd, 429: TemporaryFailure,
 }  # fmt: skip
 # Some stores say these with a status of 400.
 _PASSING = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
@@ -110,7 +111,7 @@ class S3:
                 found = obstore.get(self._ranges, key, options=options)
                 begin, end = found.range
                 if (begin, end) != (offset, offset + nbytes):
-                    raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
+                    raise TemporaryFailure(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
                 return memoryview(found.bytes())
             except (obstore.exceptions.BaseError, OSError) as error:
                 raise _obstore_failure(error) from None
@@ -123,7 +124,7 @@ class S3:
             # A server that knows no ranges sends the whole object: that is not read.
             if found["ContentLength"] > nbytes:
                 body.close()
-                raise Refused(f"{found['ContentLength']} bytes for a range of {nbytes}")
+                raise RequestRefused(f"{found['ContentLength']} bytes for a range of {nbytes}")
             raw: bytes = body.read()
             return raw
 
@@ -158,7 +159,7 @@ class S3:
         import obstore
 
         if not _usable():
-            raise Refused("obstore, which sends, cannot be used in a fork of a process that has used it")
+            raise RequestRefused("obstore, which sends, cannot be used in a fork of a process that has used it")
         store = self._obstore(
             timeout=f"{_SECONDS + _SECONDS_A_MIB * part_nbytes // _MIB}s",
             retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},
@@ -183,7 +184,7 @@ class S3:
         left = [upload["UploadId"] for upload in found if upload["Key"] == key]
         for upload in left:
             abort = functools.partial(self.client.abort_multipart_upload, Key=key, UploadId=upload, Bucket=self.bucket)
-            with contextlib.suppress(Missing):  # ended meanwhile
+            with contextlib.suppress(NoSuchObject):  # ended meanwhile
                 _translated(abort)
         return len(left)
 
@@ -252,22 +253,22 @@ def failure_of(error: BaseException | None) -> Failure | None:
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             if code.isdigit():  # of a HEAD, whose answer has no body
                 # There is nothing in it that could be wrong but who asks.
-                return Denied("HTTP 400") if status == 400 else _failure_of_status(status, "")
+                return AccessDenied("HTTP 400") if status == 400 else _failure_of_status(status, "")
             return _failure_of_status(status, code)
         if isinstance(error, (*denied, of.TokenRetrievalError)):
-            return Denied(name)
+            return AccessDenied(name)
         if isinstance(error, passing):
-            return Temporary(name)
+            return TemporaryFailure(name)
         if isinstance(error, of.BotoCoreError | ValueError):
-            return Refused(name)
+            return RequestRefused(name)
         error = error.__cause__
     return None
 
 
 def _failure_of_status(status: int, code: str) -> Failure:
     """What an answer of S3 means; ``code`` is the word in its body, empty where there is none."""
-    kind = _BY_STATUS.get(status, Temporary if status >= 500 or code in _PASSING else Refused)
-    return (Denied if code in _EXPIRED else kind)(f"HTTP {status} {code}".rstrip())
+    kind = _BY_STATUS.get(status, TemporaryFailure if status >= 500 or code in _PASSING else RequestRefused)
+    return (AccessDenied if code in _EXPIRED else kind)(f"HTTP {status} {code}".rstrip())
 
 
 def _obstore_failure(error: Exception) -> Failure:
@@ -275,12 +276,12 @@ def _obstore_failure(error: Exception) -> Failure:
     from obstore import exceptions
 
     if isinstance(error, exceptions.PreconditionError | exceptions.AlreadyExistsError):
-        return Changed("HTTP 412")
+        return EtagMismatch("HTTP 412")
     if isinstance(error, FileNotFoundError | exceptions.NotFoundError):
-        return Missing("HTTP 404")
+        return NoSuchObject("HTTP 404")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        return Denied(type(error).__name__)
+        return AccessDenied(type(error).__name__)
     found, code = _STATUS.search(str(error)), _CODE.search(str(error))
     if not found:
-        return Temporary(type(error).__name__)
+        return TemporaryFailure(type(error).__name__)
     return _failure_of_status(int(found[1]), code[1] if code else "")

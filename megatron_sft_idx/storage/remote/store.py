@@ -95,27 +95,27 @@ class Failure(Exception):  # noqa: N818 - it never reaches a caller
     """What came of a request instead of an answer; its text is a status or the name of an exception."""
 
 
-class Temporary(Failure):
+class TemporaryFailure(Failure):
     """No answer, or half of one: the same request may do next time."""
 
 
-class Missing(Failure):
+class NoSuchObject(Failure):
     """There is no such object, or no such bucket."""
 
 
-class Denied(Failure):
+class AccessDenied(Failure):
     """The credentials are not accepted, are not enough, or there are none."""
 
 
-class Changed(Failure):
+class EtagMismatch(Failure):
     """The object is another one than the etag names, or there is one where none should be."""
 
 
-class Beyond(Failure):
+class RangePastEnd(Failure):
     """The object ends before the range begins."""
 
 
-class Refused(Failure):
+class RequestRefused(Failure):
     """Any other answer, which the same request would get again."""
 
 
@@ -149,25 +149,26 @@ class RetryPolicy(NamedTuple):
         raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
 
     def run(self, attempt: Callable[[], _T]) -> _T:
-        """What ``attempt`` gives once it does not raise ``Temporary``.
+        """What ``attempt`` gives once it does not raise ``TemporaryFailure``.
 
         Raises:
-            Temporary: the last one's, with the number of attempts and the time they took; any other failure at once.
+            TemporaryFailure: the last one's, with the number of attempts and the time they took.
+            Failure: any other kind, at once.
         """
         begin, delay, attempts = time.monotonic(), self.first_delay, 0
         while True:
             attempts += 1
             # The interpreter waits for this thread before it exits: nothing is worth another attempt.
             if _ending and threading.current_thread() is not threading.main_thread():
-                raise Temporary("the process ends")
+                raise TemporaryFailure("the process ends")
             try:
                 return attempt()
-            except Temporary as failure:
+            except TemporaryFailure as failure:
                 spent = time.monotonic() - begin
                 # Half of it is by chance, so that many readers do not come back together.
                 pause = delay * random.uniform(0.5, 1)
                 if spent + pause > self.total_seconds:
-                    raise Temporary(f"{attempts} attempts in {spent:.1f} s, the last one: {failure}") from None
+                    raise TemporaryFailure(f"{attempts} attempts in {spent:.1f} s, the last one: {failure}") from None
             time.sleep(pause)
             delay = min(2 * delay, self.longest_delay)
 
@@ -179,7 +180,7 @@ _pool: tuple[int, ThreadPoolExecutor] | None = None
 _ending = False
 
 
-def threads() -> ThreadPoolExecutor:
+def request_pool() -> ThreadPoolExecutor:
     """The pool of this process; a fork makes its own, as threads stay behind in the parent.
 
     What runs in it must not wait for more that runs in it.
@@ -258,7 +259,7 @@ class RemoteStore:
         with self._telling(key, writing=writing):
             try:
                 return self.policy.run(lambda: self.transport.head(key))
-            except Missing:
+            except NoSuchObject:
                 return None
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
@@ -270,14 +271,14 @@ class RemoteStore:
     ) -> list[bytes | memoryview]:
         """As ``read``, for many (offset, nbytes) at once."""
         # What runs in the pool must not wait for more that runs in it: one is fetched here.
-        run = threads().map if len(ranges) > 1 else map
+        run = request_pool().map if len(ranges) > 1 else map
         found = list(run(lambda wanted: self.fetch(key, *wanted, etag=etag), ranges))
         if etag is not None:
-            self.confirm(key, etag)
+            self.confirm_unchanged(key, etag)
         return found
 
     def fetch(self, key: str, offset: int, nbytes: int, *, etag: str | None) -> bytes | memoryview:
-        """As ``read``, but of the object that ``etag`` names only if ``confirm`` says so afterwards."""
+        """As ``read``, but of the object that ``etag`` names only if ``confirm_unchanged`` says so afterwards."""
         if not nbytes:
             return b""
 
@@ -286,14 +287,14 @@ class RemoteStore:
             # Libraries have answered with nothing, or with what came before the connection broke, and no error.
             if len(found) != nbytes:
                 if etag is not None:
-                    self.confirm(key, etag)  # one that was replaced by a shorter one stays short
-                raise Temporary(f"{len(found)} bytes for the {nbytes} at {offset}")
+                    self.confirm_unchanged(key, etag)  # one that was replaced by a shorter one stays short
+                raise TemporaryFailure(f"{len(found)} bytes for the {nbytes} at {offset}")
             return found
 
         with self._telling(key):
             return self.policy.run(attempt)
 
-    def confirm(self, key: str, etag: str) -> None:
+    def confirm_unchanged(self, key: str, etag: str) -> None:
         """FormatError unless all that was fetched so far is of the object that ``etag`` names.
 
         One request for many ranges where the transport could not hold each to its etag, none where it could. Objects
@@ -303,16 +304,16 @@ class RemoteStore:
             return
         found = self.head(key)
         if found is None:
-            raise self._error(key, Missing("removed"))
+            raise self._error(key, NoSuchObject("removed"))
         if found.etag != etag:
-            raise self._error(key, Changed(found.etag))
+            raise self._error(key, EtagMismatch(found.etag))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, in any order."""
         with self._telling(prefix):
             try:
                 return iter(self.policy.run(lambda: list(self.transport.list(prefix))))
-            except Missing:
+            except NoSuchObject:
                 where = f"{self.scheme}://{self.bucket}"
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
 
@@ -331,7 +332,7 @@ class RemoteStore:
         with self._telling(key, writing=True):
             try:
                 self.policy.run(lambda: self.transport.create(key, data, checksum))
-            except Changed:
+            except EtagMismatch:
                 return False
         return True
 
@@ -360,29 +361,29 @@ class RemoteStore:
 
     def _error(self, key: str, failure: Failure, *, writing: bool = False) -> SFTIndexError:
         path = self.path(key)
-        if isinstance(failure, Changed) and not writing:
+        if isinstance(failure, EtagMismatch) and not writing:
             return FormatError(
                 f"{path}: the object was replaced since it was opened (of a shard, that is rule W3): start again"
             )
-        if isinstance(failure, Beyond):
+        if isinstance(failure, RangePastEnd):
             return FormatError(f"{path}: the object ends before the bytes that are wanted (rule F2); restore it")
         reading, to_write = _REMEDIES.get(type(failure), ("the store refuses the request ({})",) * 2)
         whose = "the AWS tools look" if self.scheme == "s3" else "the profile says"
         why = (to_write if writing else reading).format(failure, whose=whose)
-        return StorageError(path, why, missing=isinstance(failure, Missing))
+        return StorageError(path, why, missing=isinstance(failure, NoSuchObject))
 
 
 # What to say to whoever reads, and to whoever writes.
 _REMEDIES: dict[type[Failure], tuple[str, str]] = {
-    Missing: (
+    NoSuchObject: (
         "no such object; check the path, and that nobody removed it",
         "there is no such bucket; make it first, or check its name",
     ),
-    Denied: (
+    AccessDenied: (
         "access denied ({}); check the credentials, which come from where {whose}, and what they allow",
         "access denied ({}); check the credentials, and that they allow writing",
     ),
-    Temporary: (
+    TemporaryFailure: (
         "no complete answer ({}); is the store up, and the endpoint right?",
         "could not be written ({}); is the store up, and the endpoint right? The same command goes on where this one"
         " stopped",
@@ -426,20 +427,20 @@ def forget_stores() -> None:
 # ---- what is there ----
 
 
-def exists(path: str) -> bool:
+def object_exists(path: str) -> bool:
     """Whether there is an object at a path."""
     store, key = open_store(path)
     return bool(key) and store.head(key) is not None
 
 
-def in_folder(path: str) -> list[str]:
+def objects_in_folder(path: str) -> list[str]:
     """Paths of the objects right in a folder; empty where there is none."""
     store, key = open_store(path)
     start = key.rstrip("/") + "/" if key.strip("/") else ""
     return [store.path(found.key) for found in store.list(start) if "/" not in found.key[len(start) :]]
 
 
-def matching(pattern: str, *endings: str) -> list[str]:
+def matching_objects(pattern: str, *endings: str) -> list[str]:
     """Paths of the objects that a glob matches, or the glob with one of these endings: all are found in one listing.
 
     ``*`` and ``?`` stop at a slash.
@@ -478,11 +479,11 @@ class RemoteArray:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
         found = self.fetch(start, max(start, stop))
-        self.confirm()
+        self.confirm_unchanged()
         return found
 
     def fetch(self, start: int, stop: int) -> NDArray[Any]:
-        """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm``."""
+        """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm_unchanged``."""
         size = self.dtype.itemsize
         raw = self._store.fetch(self._key, self._offset + start * size, (stop - start) * size, etag=self._etag)
         out = np.frombuffer(raw, self.dtype)
@@ -491,9 +492,9 @@ class RemoteArray:
         out.flags.writeable = False
         return out
 
-    def confirm(self) -> None:
+    def confirm_unchanged(self) -> None:
         """FormatError unless all that was fetched so far is of the object that the etag names."""
-        self._store.confirm(self._key, self._etag)
+        self._store.confirm_unchanged(self._key, self._etag)
 
 
 _RANGE_NBYTES = 8 << 20
@@ -515,7 +516,7 @@ def read_ahead(
     def fetch_next() -> None:
         if (begin := next(offsets, None)) is not None:
             nbytes = min(range_nbytes, info.nbytes - begin)
-            fetched.append(threads().submit(store.read, info.key, begin, nbytes, etag=info.etag))
+            fetched.append(request_pool().submit(store.read, info.key, begin, nbytes, etag=info.etag))
 
     try:
         for _ in range(_RANGES_AHEAD):
