@@ -35,7 +35,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        publication.put = counted(publication.put)
+        publication.move_into_place = counted(publication.move_into_place)
         status = 1
         try:
             work()

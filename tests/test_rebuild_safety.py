@@ -110,6 +110,18 @@ def test_files_kept_from_several_rebuilds_do_not_replace_each_other(tmp_path: Pa
     assert kept == [b"0", b"1", b"2"]
 
 
+@pytest.mark.parametrize("target", ["nowhere", "x.idx", "x.idx.damaged"])
+def test_a_link_at_the_other_name_is_left_alone_and_keeps_nothing(tmp_path: Path, target: str) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    whole = (tmp_path / "x.idx").read_bytes()
+    (tmp_path / "x.idx").write_bytes(b"?")
+    (tmp_path / "x.idx.damaged").symlink_to(target)
+    assert rebuild(tmp_path / "x").kept == (f"{tmp_path}/x.idx.damaged.1",)
+    assert (tmp_path / "x.idx").read_bytes() == whole
+    assert (tmp_path / "x.idx.damaged.1").read_bytes() == b"?"
+    assert os.readlink(tmp_path / "x.idx.damaged") == target
+
+
 def no_links(source: str, target: str) -> None:
     raise OSError(95, "Operation not supported", source)
 
@@ -144,7 +156,10 @@ def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(
     assert all_files(tmp_path) == {**before, "x.idx": b"a stranger's"}
 
 
-def test_what_a_stranger_took_the_place_of_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_a_stranger_took_the_place_of_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool
+) -> None:
     write_samples(tmp_path / "x", trained_samples())
     for suffix in (".idx", ".seq.idx"):
         break_index(tmp_path / f"x{suffix}", "damaged")
@@ -153,16 +168,21 @@ def test_what_a_stranger_took_the_place_of_is_kept_and_named(tmp_path: Path, mon
     def then_replaced(source: str, target: str) -> None:
         link(source, target)
         if source.endswith(".seq.idx"):
-            (tmp_path / "new").write_bytes(b"a stranger's")
+            (tmp_path / "new").symlink_to("notes") if is_link else (tmp_path / "new").write_bytes(b"a stranger's")
             os.replace(tmp_path / "new", source)
 
+    (tmp_path / "notes").write_bytes(b"a stranger's")
     monkeypatch.setattr(os, "link", then_replaced)
     with pytest.raises(
         FormatError, match=r"x\.seq\.idx is .*/x\.seq\.idx\.damaged now; move back what is missing"
     ) as caught:
         rebuild(tmp_path / "x")
     assert "x.idx.damaged" not in str(caught.value)
-    kept = {"x.seq.idx": b"a stranger's", "x.seq.idx.damaged": before["x.seq.idx"]}
+    kept = {
+        "notes": b"a stranger's",
+        "x.seq.idx": b"a stranger's",
+        "x.seq.idx.damaged": before["x.seq.idx"],
+    }
     assert all_files(tmp_path) == {**before, **kept}
 
 

@@ -221,14 +221,14 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 ) -> None:
     if replaces:
         write_samples(tmp_path / "x", demo_samples(3))
-    put = publication.put
+    put = publication.move_into_place
 
     def failing(source: str, target: str, found: Any) -> None:
         if target.endswith("x.seq.bin"):
             raise error
         put(source, target, found)
 
-    monkeypatch.setattr(publication, "put", failing)
+    monkeypatch.setattr(publication, "move_into_place", failing)
     with pytest.raises(type(error)):
         write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
     assert not opens(tmp_path / "x")

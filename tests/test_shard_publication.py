@@ -231,7 +231,7 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
         monkeypatch.setattr(module, name, noted)
 
     writer = ShardWriter(tmp_path / "x", overwrite=True)
-    noting(publication, "put")
+    noting(publication, "move_into_place")
     for name in ("fsync", "unlink"):
         noting(os, name)
     for pack in demo_samples(3):
@@ -241,8 +241,8 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
     assert steps == [
         *(f"fsync x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
         *("fsync folder", "fsync x.journal", *["unlink x.seq.idx", "fsync folder"] * replaces),
-        *(f"put x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
-        *("fsync folder", "put x.seq.idx.tmp", "fsync folder"),
+        *(f"move_into_place x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
+        *("fsync folder", "move_into_place x.seq.idx.tmp", "fsync folder"),
         "unlink x.journal",
     ]
 

@@ -56,7 +56,7 @@ def test_what_preprocess_writes_is_clean(tmp_path: Path, packing: str) -> None:
 
 def test_packs_larger_than_any_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 8)
-    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._PIECE_SEQUENCES", 2)
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_SEQUENCES", 2)
     monkeypatch.setattr("megatron_sft_idx.check.verify.RUN_PACKS", 3)
     write_samples(tmp_path / "x", demo_samples(20))
     assert verify_shard(tmp_path / "x", full=True).ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import threading
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from packs import demo_samples, five_files, write_samples
 from reseal import Files, field, put, reseal, set_fields
 
 from megatron_sft_idx.check import Report, verify_shard
-from megatron_sft_idx.check.pack_walk import CheckedFile
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter
 from megatron_sft_idx.errors import ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 
@@ -212,3 +213,36 @@ def test_an_error_in_one_thread_ends_the_other(
     with pytest.raises(OSError, match="Input/output error"):
         verify_shard(prefix, full=True)
     assert calls.count(prefix + suffix) == 1
+
+
+def test_an_error_of_the_tokens_is_told_before_the_masks_are_read(
+    tmp_path: Path, whole: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, read_into, failed, calls = put(tmp_path, whole), CheckedFile.read_into, threading.Event(), []
+
+    def failing(file: CheckedFile, out: NDArray[Any], offset: int) -> int:
+        if file.path == prefix + ".bin":
+            raise OSError(errno.EIO, "Input/output error", file.path)
+        if file.path == prefix + ".loss.bin":
+            failed.wait(5)
+            calls.append(offset)
+        return read_into(file, out, offset)
+
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)
+    monkeypatch.setattr(CheckedFile, "read_into", failing)
+    monkeypatch.setattr(Meter, "stop", lambda meter: [setattr(meter, "_stopped", True), failed.set()])
+    with pytest.raises(OSError, match="Input/output error"):
+        verify_shard(prefix, full=True)
+    assert len(calls) <= 1
+
+
+def test_a_column_that_cannot_be_opened_is_told_before_the_shard_is_read(tmp_path: Path, whole: Files) -> None:
+    prefix = put(tmp_path, whole)
+    Path(f"{prefix}.a.col").write_bytes(b"")
+    Path(f"{prefix}.b.col").symlink_to("x.b.col")
+    seen: list[int] = []
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"x\.b\.col"):
+        verify_shard(prefix, full=True, advance=seen.append)
+    assert seen == []
+    assert len(os.listdir("/proc/self/fd")) <= open_before

@@ -1,8 +1,8 @@
-"""Is a shard whole, and make it whole: every rule of FORMAT.md held against files, and files brought back.
+"""Checks of a shard's files against every rule of FORMAT.md, and files brought back from what is left of others.
 
-``rules`` says what is broken, ``pack_walk`` reads files once and walks their packs; ``verify`` and ``rebuild`` are
-built on both. ``restore`` brings files back by pack lengths, which ``lengths`` reads from what is left of indexes and
-``infer`` finds in the data. What lives here changes no file but through ``rebuild``, and that none which is good.
+``rules`` has the checks and their findings, ``pack_walk`` reads files and walks their packs, ``verify`` makes a report
+of both. ``rebuild`` finds what is wrong and has ``restore`` write it anew, by pack lengths from ``lengths`` and by what
+``header_proof`` proves. Nothing here may change a file but ``rebuild``, and that may not touch a good one.
 """
 
 from megatron_sft_idx.check.rebuild import FileState, Rebuilt, rebuild

@@ -1,14 +1,14 @@
-"""Lengths of packs as files tell them: an index, even a damaged one, or, where none is left, the data alone.
+"""The lengths of all packs, read from an index, even a damaged one, or inferred from the data.
 
-Nothing in these files is trusted. Each source is checked from end to end when it is made, and streams afterwards.
+No file is trusted: each source is checked from end to end when it is opened; only then does it give lengths.
 
-From the data: only the last sequence of each pack has a length that nobody wrote down. ``.seq.bin`` tells how many
-packs there are and where the sequences start inside each. A pack may begin at token ``p`` only where a sequence may end
-before ``p`` and before every inner start of the pack; the packs follow one another, and each is longer than its last
-start. So pack k begins in a set of places of its own, and beginnings keep their distance: ``b[k + 1] > b[k] + last
-start``. Of two solutions of such a system the smaller beginning everywhere is a solution too, and so is the larger.
-Hence there is an earliest solution and a latest one, each found greedily in one pass over the tokens, and the split is
-the only possible one exactly if the two are equal. Nothing is guessed, and memory does not grow with the shard.
+Inference from the data (``infer_lengths``): ``.seq.bin`` tells how many packs there are and where each sequence starts
+in its pack, so only the length of each pack's last sequence is missing. A pack may begin at token ``p`` only if a
+sequence may end before ``p`` and before each later start of the pack. Packs follow one another, and a pack is longer
+than its last start. So pack k begins at one of a set of places, and ``begin[k + 1] > begin[k] + last_start[k]``. If two
+lists of begins satisfy this, then so do their smaller begins, pack by pack, and their larger begins. Hence there is an
+earliest solution and a latest one; each is found by a greedy pass over the tokens. The lengths are certain if and only
+if the two are equal. Nothing is guessed, and memory does not grow with the shard.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron_sft_idx.storage.progress import Advance, Watch
 _CHUNK = 1 << 16  # sequences
 _SPAN = 1 << 18  # tokens whose flags are held at once
 _T = TypeVar("_T")
-# Starts of whole packs, uint32, and int64 offsets of each one's.
-_Packs: TypeAlias = tuple[NDArray[np.uint32], NDArray[np.int64]]
-# Flags of positions from one to another: set at p where a sequence may end right before token p, and at 0.
+# Of some whole packs: the starts of their sequences, uint32, and int64 [packs + 1] offsets of each pack's first start.
+_PackStarts: TypeAlias = tuple[NDArray[np.uint32], NDArray[np.int64]]
+# From (begin, end) to bool [end - begin]: whether a sequence may end right before token begin + i; true at token 0.
 _MayEnd: TypeAlias = Callable[[int, int], NDArray[np.bool_]]
 
 
-class Repeated(Generic[_T]):
-    """Chunks that speak of all packs in order, again and again; ``origin`` says whence they come, for people."""
+class RepeatableChunks(Generic[_T]):
+    """Chunks about all packs, in order, to be iterated over many times; ``origin`` names their source in messages."""
 
     def __init__(self, origin: str, num_packs: int, chunks: Callable[[], Iterator[_T]]) -> None:
         self.origin, self.num_packs, self._chunks = origin, num_packs, chunks
@@ -49,14 +49,15 @@ class Repeated(Generic[_T]):
         return self._chunks()
 
 
-# In tokens, int64.
-Lengths: TypeAlias = Repeated[NDArray[np.int64]]
+# Lengths in tokens, int64.
+PackLengths: TypeAlias = RepeatableChunks[NDArray[np.int64]]
 
 
-def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
-    """The lengths in a ``.idx`` made by this package, or by Megatron itself for the same packs; and the token dtype.
+def idx_lengths(path: str, tokens_nbytes: int) -> tuple[PackLengths, np.dtype[Any]]:
+    """The lengths in a ``.idx``, whether this package or Megatron wrote it, and the dtype of the tokens.
 
-    CorruptShardError: it is no index of a ``.bin`` of ``tokens_nbytes`` bytes (rules I1, P1, F2).
+    Raises:
+        CorruptShardError: it is not the index of a ``.bin`` of ``tokens_nbytes`` bytes (rules I1, P1, F2).
     """
     nbytes = os.stat(path).st_size
 
@@ -73,7 +74,7 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
         raise corrupt(17, f"dtype code {code}, expected 4 (int32) or 8 (uint16)")
     if raw[:17] != pack_idx_header(code, 0)[:17]:
         raise corrupt(0, f"begins with {raw[:17]!r}, which is not Megatron's index of version 1")
-    # Python's numbers do not overflow, so a count near 2^63 is only one that does not fit the file.
+    # Python's numbers do not overflow, so a damaged count near 2^63 is an error here like any other.
     if nbytes != (expected := IDX_HEADER_NBYTES + 12 * num_packs + 8 * documents):
         raise corrupt(18, f"{num_packs} packs and {documents} documents take {expected} bytes")
     _, base, _ = idx_places(num_packs)
@@ -99,13 +100,14 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
         first, end = first + len(lengths), int(begins[-1])
     if end != tokens_nbytes:
         raise corrupt(IDX_HEADER_NBYTES, f"packs of {end} bytes in all, .bin has {tokens_nbytes}", "F2")
-    return Repeated(".idx", num_packs, chunks), TOKEN_DTYPES[code]
+    return RepeatableChunks(".idx", num_packs, chunks), TOKEN_DTYPES[code]
 
 
-def offset_lengths(path: str, offset: int, num_packs: int) -> Lengths:
-    """The lengths between ``num_packs`` + 1 offsets from byte ``offset`` of a ``.seq.idx`` on, which may be damaged.
+def offset_lengths(path: str, offset: int, num_packs: int) -> PackLengths:
+    """The differences of the ``num_packs`` + 1 offsets from byte ``offset`` of a ``.seq.idx`` on.
 
-    CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
+    Raises:
+        CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
     """
     nbytes = os.stat(path).st_size
     if offset + 8 * (num_packs + 1) > nbytes:
@@ -124,15 +126,15 @@ def offset_lengths(path: str, offset: int, num_packs: int) -> Lengths:
 
     for _ in chunks():
         pass
-    return Repeated(".seq.idx", num_packs, chunks)
+    return RepeatableChunks(".seq.idx", num_packs, chunks)
 
 
-class Starts:
-    """``.seq.bin``: every pack's first sequence starts at 0 and no other one does, so its zeros are the packs.
+class StartsFile:
+    """A ``.seq.bin``, whose zeros are the begins of packs: the first sequence of a pack starts at 0, no other one does.
 
     Raises:
-        CorruptShardError: a size that is not of uint32, a first start that is not 0, or one that is not above the one
-            before it in its pack (rules F2, P2, P3).
+        CorruptShardError: the size is no multiple of 4, the first start is not 0, or the starts of a pack do not ascend
+            (rules F2, P2, P3).
     """
 
     def __init__(self, path: str) -> None:
@@ -152,31 +154,32 @@ class Starts:
             self.num_packs += int((starts[1:] == 0).sum())
             before = starts[-1:]
 
-    def packs(self) -> Iterator[_Packs]:
-        """All packs: starts of some, which are known to ascend in each, and int64 offsets of each one's."""
-        held = np.empty(0, np.uint32)
+    def packs(self) -> Iterator[_PackStarts]:
+        """All packs, some at a time."""
+        unfinished = np.empty(0, np.uint32)
         for first in range(0, self.num_sequences, _CHUNK):
-            held = np.concatenate([held, self.array[first : first + _CHUNK]], dtype=np.uint32)
-            offsets = np.flatnonzero(held == 0)
-            yield held, offsets
-            held = held[offsets[-1] :]
-        yield held, np.array([0, len(held)] if len(held) else [0])
+            starts = np.concatenate([unfinished, self.array[first : first + _CHUNK]], dtype=np.uint32)
+            offsets = np.flatnonzero(starts == 0)
+            yield starts, offsets
+            unfinished = starts[offsets[-1] :]
+        yield unfinished, np.array([0, len(unfinished)] if len(unfinished) else [0])
 
-    def backwards(self) -> Iterator[_Packs]:
-        """The same packs from the end: the last one first, and starts counted back from each one's last."""
-        held = np.empty(0, np.uint32)
+    def backwards(self) -> Iterator[_PackStarts]:
+        """All packs mirrored: the last pack first, and each start counted back from the last start of its pack."""
+        unfinished = np.empty(0, np.uint32)
         for stop in range(self.num_sequences, 0, -_CHUNK):
-            held = np.concatenate([self.array[max(0, stop - _CHUNK) : stop], held], dtype=np.uint32)
-            edges = np.flatnonzero(held == 0)
+            starts = np.concatenate([self.array[max(0, stop - _CHUNK) : stop], unfinished], dtype=np.uint32)
+            edges = np.flatnonzero(starts == 0)
+            unfinished = starts
             if len(edges):
-                whole, offsets = held[edges[0] :], np.append(edges, len(held)) - edges[0]
-                reaches = np.repeat(whole[offsets[1:] - 1], np.diff(offsets))
-                yield (reaches - whole)[::-1].copy(), (len(whole) - offsets)[::-1].copy()
-                held = held[: edges[0]]
+                whole, offsets = starts[edges[0] :], np.append(edges, len(starts)) - edges[0]
+                last_starts = np.repeat(whole[offsets[1:] - 1], np.diff(offsets))
+                yield (last_starts - whole)[::-1].copy(), (len(whole) - offsets)[::-1].copy()
+                unfinished = starts[: edges[0]]
 
 
-def started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
-    """Packs by lengths from one file and starts of another. CorruptShardError where they differ in number."""
+def join_starts(lengths: PackLengths, starts: StartsFile) -> RepeatableChunks[PackChunk]:
+    """Packs by their lengths and their numbers of sequences. CorruptShardError if the two differ in number of packs."""
     if lengths.num_packs != starts.num_packs:
         raise CorruptShardError(
             starts.path,
@@ -187,33 +190,33 @@ def started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
         )
 
     def chunks() -> Iterator[PackChunk]:
-        counts, held = (np.diff(offsets) for _, offsets in starts.packs()), np.empty(0, np.int64)
-        for some in lengths:
-            while len(held) < len(some):
-                held = np.concatenate([held, next(counts)])
-            yield PackChunk(some, held[: len(some)])
-            held = held[len(some) :]
+        counts, num_sequences = (np.diff(offsets) for _, offsets in starts.packs()), np.empty(0, np.int64)
+        for chunk in lengths:
+            while len(num_sequences) < len(chunk):
+                num_sequences = np.concatenate([num_sequences, next(counts)])
+            yield PackChunk(chunk, num_sequences[: len(chunk)])
+            num_sequences = num_sequences[len(chunk) :]
 
-    return Repeated(lengths.origin, lengths.num_packs, chunks)
+    return RepeatableChunks(lengths.origin, lengths.num_packs, chunks)
 
 
 # ---- from the data alone ----
 
 
 def infer_lengths(
-    paths: ShardPaths, starts: Starts, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
-) -> Lengths:
-    """Lengths of all packs from the data alone, where it leaves no choice: a sequence ends on a mask of 0 (rule P6).
+    paths: ShardPaths, starts: StartsFile, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
+) -> PackLengths:
+    """Lengths from the data, if only one way to split the tokens is possible: a sequence ends on a mask of 0 (rule P6).
 
     Args:
-        paths: of the shard, whose tokens and masks are there.
+        paths: of the shard, whose tokens and masks must be there.
         starts: of all packs.
         dtypes: of tokens and masks.
-        eod_id: the id that every sequence ends with, and that may stand elsewhere too; None where it is not known.
-        watch: is told how far the search is.
+        eod_id: the id that every sequence ends with, and that may stand elsewhere too; None if it is not known.
+        watch: shows the progress of both passes.
 
     Raises:
-        FormatError: there is more than one way to split the tokens, or none.
+        FormatError: there is no way to split the tokens, or more than one.
     """
     prefix, num_packs, num_tokens = paths.prefix, starts.num_packs, os.stat(paths.tokens).st_size // dtypes[0].itemsize
     tokens, loss = (
@@ -240,25 +243,25 @@ def infer_lengths(
     pack = after = 0
     with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, append=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
-            for found, reaches in _places(may_end, starts.packs(), num_tokens):
-                if not pack and found[0]:
-                    break  # the first pack has no other place than the file's beginning
-                spill.write(as_bytes(found))
-                pack, before, after = pack + len(found), after, int(found[-1] + reaches[-1]) + 1
+            for earliest, last_starts in _earliest_begins(may_end, starts.packs(), num_tokens):
+                if not pack and earliest[0]:
+                    break  # the first pack begins where the file does, or nowhere
+                spill.write(as_bytes(earliest))
+                pack, before, after = pack + len(earliest), after, int(earliest[-1] + last_starts[-1]) + 1
                 advance(after - before)
         if pack < num_packs:
             raise FormatError(f"{prefix}: pack {pack} can begin nowhere from token {after} on; {remedy}")
         if after > num_tokens or (after and not may_end(num_tokens, num_tokens + 1)[0]):
             raise FormatError(f"{prefix}: the last pack cannot end at token {num_tokens}, where .bin does; {remedy}")
-        # The name goes with the block, the open file stays.
+        # The temporary file is removed with the block; its open descriptor goes on reading it.
         begins = PreadArray(named.name, np.dtype(np.int64), num_packs, 0)
     with watch("placing packs from the end", num_tokens) as advance:
-        unlike, other = _unlike(begins, starts, num_tokens, may_end, advance)
-    if other:
-        pack, earliest, latest = other
+        num_uncertain, example = _uncertain(begins, starts, num_tokens, may_end, advance)
+    if example:
+        pack, first, last = example
         raise FormatError(
-            f"{prefix}: pack {pack - 1} may end at token {earliest}, at token {latest} and perhaps between them, and"
-            f" {unlike} of {num_packs - 1} ends between packs are not certain; {remedy}"
+            f"{prefix}: pack {pack - 1} may end at token {first}, at token {last} and perhaps between them, and"
+            f" {num_uncertain} of {num_packs - 1} ends between packs are not certain; {remedy}"
         )
 
     def chunks() -> Iterator[NDArray[np.int64]]:
@@ -269,57 +272,58 @@ def infer_lengths(
                 raise FormatError(f"{prefix}: a pack of {longest} tokens, at most {MAX_CAPACITY} fit (rule H6)")
             yield lengths
 
-    return Repeated("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
+    return RepeatableChunks("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
 
 
-def _unlike(
-    begins: PreadArray, starts: Starts, num_tokens: int, may_end: _MayEnd, advance: Advance
+def _uncertain(
+    begins: PreadArray, starts: StartsFile, num_tokens: int, may_end: _MayEnd, advance: Advance
 ) -> tuple[int, tuple[int, int, int] | None]:
-    """How many packs can also begin later than at their earliest places, and of the first one both places.
+    """How many packs can begin later than their earliest begins; of the first such pack number, earliest and latest.
 
-    Seen from the end, packs stand by their last starts as they stand by their begins from the beginning, so that the
-    latest places are the first ones of this search. Nothing else is left for the first pack.
+    In the mirrored file the latest begins are the earliest ones, so the same search finds them. The first pack is left
+    out: it can begin nowhere else.
     """
 
-    def from_the_end(start: int, stop: int) -> NDArray[np.bool_]:
+    def may_end_mirrored(start: int, stop: int) -> NDArray[np.bool_]:
         return np.ascontiguousarray(may_end(num_tokens + 1 - stop, num_tokens + 1 - start)[::-1])
 
-    stop, end, unlike = starts.num_packs, num_tokens, 0
-    first: tuple[int, int, int] | None = None
-    for lasts, reaches in _places(from_the_end, starts.backwards(), num_tokens, 1):
-        latest = (num_tokens - lasts - reaches)[: stop - 1]
+    stop, end, num_uncertain = starts.num_packs, num_tokens, 0
+    example: tuple[int, int, int] | None = None
+    for mirrored, last_starts in _earliest_begins(may_end_mirrored, starts.backwards(), num_tokens, 1):
+        latest = (num_tokens - mirrored - last_starts)[: stop - 1]
         if not len(latest):
             break
         earliest = begins[stop - len(latest) : stop][::-1]
-        if len(bad := np.flatnonzero(latest != earliest)):
-            unlike += len(bad)
-            first = stop - 1 - int(bad[-1]), int(earliest[bad[-1]]), int(latest[bad[-1]])
+        if len(unlike := np.flatnonzero(latest != earliest)):
+            num_uncertain += len(unlike)
+            example = stop - 1 - int(unlike[-1]), int(earliest[unlike[-1]]), int(latest[unlike[-1]])
         stop -= len(latest)
         advance(end - int(latest[-1]))
         end = int(latest[-1])
     assert stop <= 1, "the earliest split is one too"
-    return unlike, first
+    return num_uncertain, example
 
 
-def _places(
-    load: _MayEnd, packs: Iterable[_Packs], num_tokens: int, least: int = 0
+def _earliest_begins(
+    may_end: _MayEnd, packs: Iterable[_PackStarts], num_tokens: int, least: int = 0
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Packs behind one another, each at the first place that is left: where each begins, and its last start.
+    """Earliest begins of consecutive packs, the first at token ``least`` or later, and with them their last starts.
 
-    Ends before a pack that has no place.
+    It ends before the first pack that can begin nowhere.
     """
-    base, flags = 0, np.empty(0, np.bool_)
+    base, flags = 0, np.empty(0, np.bool_)  # of the tokens from ``base`` on
     for starts, offsets in packs:
-        reaches, done = starts[offsets[1:] - 1].astype(np.int64), 0
-        while done < len(reaches):
-            begins = base + _native.first_fits(flags, starts, offsets[done:], least - base)
+        last_starts, placed = starts[offsets[1:] - 1].astype(np.int64), 0
+        while placed < len(last_starts):
+            begins = base + _native.first_fits(flags, starts, offsets[placed:], least - base)
             if len(begins):
-                reached = reaches[done : done + len(begins)]
-                done, least = done + len(begins), int(begins[-1] + reached[-1]) + 1
-                yield begins, reached
-            if done < len(reaches):
-                reach = int(reaches[done])
-                least = max(least, base + len(flags) - reach)
-                if least + reach >= num_tokens:
+                of_these = last_starts[placed : placed + len(begins)]
+                placed, least = placed + len(begins), int(begins[-1] + of_these[-1]) + 1
+                yield begins, of_these
+            if placed < len(last_starts):
+                # The next pack does not fit into the flags: go on with flags from its first possible begin on.
+                last_start = int(last_starts[placed])
+                least = max(least, base + len(flags) - last_start)
+                if least + last_start >= num_tokens:
                     return
-                base, flags = least, load(least, min(least + max(_SPAN, reach + 1), num_tokens))
+                base, flags = least, may_end(least, min(least + max(_SPAN, last_start + 1), num_tokens))

@@ -1,7 +1,7 @@
-"""A shard's files read once, in order and in bounded memory, and the walk over all packs that they hold.
+"""Reading a shard's files once, in order and in bounded memory, and walking over all packs that they hold.
 
-Files are read into buffers of our own, from a disk or an object store. A map would kill the process where a file
-shrinks, and its pages would look like memory that grows with the shard.
+Files are read into buffers, from a disk or an object store, and never mapped: a map would kill the process if its file
+shrinks, and the pages of a map look like memory that grows with the shard.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_sft_idx.storage.remote.store import request_pool
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
-# Small enough to stay in the processor's cache between the checksum and the check.
+# What is hashed and checked at once: small enough to stay in the processor's cache in between.
 _CHUNK_NBYTES = 1 << 20
-_PIECE_SEQUENCES = 1 << 15
-# Of an object: the walk reads one file at two places; each has a window, and the one after it.
-_WINDOW_NBYTES, _WINDOWS = 4 << 20, 4
-# Reads up to this size that no window covers are corners, not a walk.
+_CHUNK_SEQUENCES = 1 << 15
+# An object is fetched in buffers. ``.seq.idx`` is read at two places at once, and each needs its own and the next one.
+_FETCH_NBYTES, _MAX_FETCHED = 4 << 20, 4
+# A read up to this size outside the fetched buffers is a request of its own: such reads look at the ends of a file.
 _SMALL_NBYTES = 64 << 10
 
 
@@ -39,77 +39,86 @@ _SMALL_NBYTES = 64 << 10
 
 
 class Meter:
-    """Tells ``advance`` of bytes as they are read, in whichever thread; none reads on once it is stopped."""
+    """Calls ``advance`` with the bytes that threads read, one call at a time, and can stop all of them."""
 
     def __init__(self, advance: Advance = lambda nbytes: None) -> None:
         self._advance, self._stopped, self._lock = advance, False, Lock()
 
     def add(self, nbytes: int) -> None:
-        """``nbytes`` more are read. CancelledError where there is to be no more reading."""
+        """Count ``nbytes`` more. CancelledError after ``stop``: the thread must read no more."""
         with self._lock:
             if self._stopped:
                 raise CancelledError
             self._advance(nbytes)
 
     def stop(self) -> None:
-        """Let every thread end where it is."""
+        """Let the next ``add`` of every thread raise."""
         self._stopped = True
 
 
-class _Object:
-    """One object, the same for as long as it is read, in windows: the next one is on its way while one is checked."""
+class _FetchedObject:
+    """An object in a store, read from buffers: the next buffer is being fetched while one is checked.
+
+    FormatError from a read if the object was replaced since this was made.
+    """
 
     def __init__(self, path: str) -> None:
         self._store, self._key = open_store(path)
-        found = self._store.head(self._key)
-        if found is None:
+        info = self._store.head(self._key)
+        if info is None:
             raise FileNotFoundError(0, "no such object", path)
-        self.nbytes, self._etag = found.nbytes, found.etag
-        self._windows: dict[int, Future[bytes | memoryview]] = {}
+        self.nbytes, self._etag = info.nbytes, info.etag
+        # By number, in the order of their last use.
+        self._buffers: dict[int, Future[bytes | memoryview]] = {}
 
     def read_some(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the object's end."""
-        number, begin = divmod(offset, _WINDOW_NBYTES)
+        """Fill the beginning of ``out``, which is not empty; return the number of bytes, 0 at the object's end."""
+        number, begin = divmod(offset, _FETCH_NBYTES)
         count = max(min(len(out), self.nbytes - offset), 0)
-        if count > _SMALL_NBYTES or number in self._windows:
-            piece = memoryview(self._window(number))[begin : begin + count]
+        if count > _SMALL_NBYTES or number in self._buffers:
+            data = memoryview(self._buffer(number))[begin : begin + count]
         else:
-            piece = memoryview(self._read(offset, count) if count else b"")
-        out[: len(piece)] = piece
-        return len(piece)
+            data = memoryview(self._read(offset, count) if count else b"")
+        out[: len(data)] = data
+        return len(data)
 
-    def _window(self, number: int) -> bytes | memoryview:
-        for ahead in (number, number + 1):
-            # Taken out and put in again, so that those used last are kept.
-            window = self._windows.pop(ahead, None)
-            begin = ahead * _WINDOW_NBYTES
-            if window is None and begin < self.nbytes:
-                window = request_pool().submit(self._read, begin, min(_WINDOW_NBYTES, self.nbytes - begin))
-            if window is not None:
-                self._windows[ahead] = window
-        while len(self._windows) > _WINDOWS:
-            del self._windows[next(iter(self._windows))]
-        return self._windows[number].result()
+    def _buffer(self, number: int) -> bytes | memoryview:
+        for wanted in (number, number + 1):
+            buffer = self._buffers.pop(wanted, None)
+            begin = wanted * _FETCH_NBYTES
+            if buffer is None and begin < self.nbytes:
+                buffer = request_pool().submit(self._read, begin, min(_FETCH_NBYTES, self.nbytes - begin))
+            if buffer is not None:
+                self._buffers[wanted] = buffer
+        while len(self._buffers) > _MAX_FETCHED:
+            del self._buffers[next(iter(self._buffers))]
+        return self._buffers[number].result()
 
     def _read(self, offset: int, nbytes: int) -> bytes | memoryview:
         return self._store.read(self._key, offset, nbytes, etag=self._etag)
 
     def close(self) -> None:
-        for window in self._windows.values():
-            window.cancel()
+        for buffer in self._buffers.values():
+            buffer.cancel()
 
 
 class CheckedFile:
-    """One file of a shard or URL of an object, open for reading: ``nbytes`` is its size when it was opened.
+    """A file of a shard, or an object of one, that is open for reading.
 
-    ``shrunk`` says where it ended, if that was before ``nbytes`` and before what was asked of it. FileNotFoundError
-    where nothing is there, or no regular file.
+    Attributes:
+        path: path or URL.
+        nbytes: its size when it was opened.
+        shrunk: where it ended when it was read, in bytes, if that was before ``nbytes``; None as long as it was not.
+        close: closes it.
+
+    Raises:
+        FileNotFoundError: nothing is at the path, or no regular file.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.shrunk: int | None = None
-        self._object = _Object(path) if is_remote(path) else None
+        self._object = _FetchedObject(path) if is_remote(path) else None
         if self._object:
             self.nbytes, self.close = self._object.nbytes, self._object.close
             return
@@ -130,58 +139,57 @@ class CheckedFile:
             raise OSError(error.errno, f"{error.strerror} at byte {offset}", self.path) from error
 
     def read_into(self, out: NDArray[Any], offset: int) -> int:
-        """Fill an array from a position in bytes on; how many whole items there were."""
-        view, done = as_bytes(out), 0
-        while done < len(view):
-            got = self._read_some(view[done:], offset + done)
-            if not got:
-                if offset + done < self.nbytes:
-                    self.shrunk = offset + done
+        """Fill an array from byte ``offset`` of the file on; return the number of whole items that the file has."""
+        view, num_read = as_bytes(out), 0
+        while num_read < len(view):
+            count = self._read_some(view[num_read:], offset + num_read)
+            if not count:
+                if offset + num_read < self.nbytes:
+                    self.shrunk = offset + num_read
                 break
-            done += got
-        return done // out.itemsize
+            num_read += count
+        return num_read // out.itemsize
 
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
-        """Items from a position in bytes on, as many as there are of ``count``."""
-        # What a file says of itself is never what gets allocated.
-        # Counts of zero beside others that are not put the last item before the file.
+        """Up to ``count`` items from byte ``offset`` on, fewer if the file ends before."""
+        # A damaged header may ask for more items than the file has, or for some before its beginning.
         count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
         out = np.empty(count, dtype)
         return out[: self.read_into(out, offset)]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Bytes from a position on, as many as there are."""
+        """Up to ``nbytes`` bytes from byte ``offset`` on, fewer if the file ends before."""
         return self.array(np.uint8, offset, nbytes).tobytes()
 
 
 class Stream:
-    """A file read once in order: hashed and handed out while it is in the processor's cache.
+    """A file read once, in order, from byte ``begin`` on; each chunk is hashed before it is handed out.
 
-    ``meter`` is told of every byte from ``begin`` on; ``position`` is one past the last byte handed out.
+    ``position`` is one past the last byte that was handed out. ``meter`` counts all bytes.
     """
 
     def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
-        self.file, self._meter, self.position = file, meter, begin
+        self.file, self.begin, self.position, self._meter = file, begin, begin, meter
         self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
         self._hash = StreamHash()
 
-    def pieces(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
-        """The next items, all that are left or this many, as far as the file has them.
+    def chunks(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
+        """The next ``count`` items, or all that follow, fewer if the file ends before.
 
-        A piece is good until the next one is asked for.
+        All chunks are in one buffer: each is overwritten when the next one is asked for.
         """
         dtype = np.dtype(dtype)
         buffer = self._buffer[: len(self._buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-        left = (self.file.nbytes - self.position) // dtype.itemsize
-        left = left if count is None else min(left, count)
-        while left > 0 and len(piece := self._fill(buffer[:left])):
-            yield piece
-            left -= len(piece)
+        remaining = (self.file.nbytes - self.position) // dtype.itemsize
+        remaining = remaining if count is None else min(remaining, count)
+        while remaining > 0 and len(chunk := self._fill(buffer[:remaining])):
+            yield chunk
+            remaining -= len(chunk)
 
     def take(self, dtype: Any, count: int) -> NDArray[Any]:
-        """The next items in an array of their own, as many as there are of ``count``."""
-        left = max((self.file.nbytes - self.position) // np.dtype(dtype).itemsize, 0)
-        return self._fill(np.empty(max(min(count, left), 0), dtype))
+        """The next ``count`` items in an array of their own, fewer if the file ends before."""
+        remaining = max((self.file.nbytes - self.position) // np.dtype(dtype).itemsize, 0)
+        return self._fill(np.empty(max(min(count, remaining), 0), dtype))
 
     def _fill(self, out: NDArray[Any]) -> NDArray[Any]:
         out = out[: self.file.read_into(out, self.position)]
@@ -191,8 +199,8 @@ class Stream:
         return out
 
     def finish(self) -> bytes:
-        """xxh3_128 of all bytes, as it is stored, those included that nobody asked for."""
-        for _ in self.pieces(np.uint8):
+        """Read what follows, and return the xxh3_128 of all bytes from ``begin`` to the end, as headers store it."""
+        for _ in self.chunks(np.uint8):
             pass
         return self._hash.checksum()
 
@@ -201,9 +209,13 @@ class Stream:
 
 
 class OffsetRun(NamedTuple):
-    """Consecutive packs by their int64 offsets: ``packs`` + 1 of each kind, or one more where packs follow.
+    """A run of packs by their offsets.
 
-    The one more tells which of two neighbours is wrong.
+    Attributes:
+        token_offsets: int64 [packs + 1], or one more where packs follow: their second offset tells which of two
+            neighbours is wrong.
+        sequence_offsets: int64, of the same length.
+        packs: the number of packs.
     """
 
     token_offsets: NDArray[np.int64]
@@ -214,21 +226,25 @@ class OffsetRun(NamedTuple):
 def walk_packs(
     walk: _native.PackWalk, runs: Iterable[OffsetRun], starts: Stream | None, masks: Stream | None, mask_dtype: Any
 ) -> None:
-    """Hold all packs, given in order, against rules O1, O2 and P1 to P7, in step; the kernel keeps what it finds.
+    """Hold all packs to rules O1, O2 and P1 to P7; ``walk`` keeps the breaches.
 
-    ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings; without starts, which may be
-    missing as masks may, the insides of packs are left alone.
+    Args:
+        walk: a new kernel.
+        runs: all packs, in order.
+        starts: ``.seq.bin`` from its beginning. Without it only the lengths of packs are checked.
+        masks: ``.loss.bin`` from its beginning; None to leave the masks out.
+        mask_dtype: of the masks.
     """
     itemsize = np.dtype(mask_dtype).itemsize
     for run in runs:
         walk.packs(*run)
-        while starts and (wanted := walk.wanted_sequences - walk.next_sequence) > 0:
-            piece = starts.take("<u4", min(wanted, _PIECE_SEQUENCES))
-            if not len(piece):
-                break  # the file ends here, which its size or its reader says
-            walk.starts(piece)
-            if masks:  # of all tokens that the starts make known
-                for mask in masks.pieces(mask_dtype, walk.known - masks.position // itemsize):
+        while starts and (num_starts := walk.wanted_sequences - walk.next_sequence) > 0:
+            chunk = starts.take("<u4", min(num_starts, _CHUNK_SEQUENCES))
+            if not len(chunk):
+                break  # the file ends early, which is a finding about its size
+            walk.starts(chunk)
+            if masks:  # of the tokens whose sequences these starts end
+                for mask in masks.chunks(mask_dtype, walk.known - masks.position // itemsize):
                     walk.mask(mask)
-    for mask in masks.pieces(mask_dtype) if masks else ():
+    for mask in masks.chunks(mask_dtype) if masks else ():
         walk.mask(mask)

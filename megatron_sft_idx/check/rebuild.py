@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
-from megatron_sft_idx.check.restore import GivenFacts, Repair, derive, restore
+from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, restore_under_header
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -133,12 +133,12 @@ def rebuild(
             return _untouched(paths, header, checked, "", dry_run)
         with contextlib.closing(Repair(paths, faults, known or GivenFacts(), watch, lock)) as repair:
             if header is not None:
-                done = restore(repair, header)
+                done = restore_under_header(repair, header)
             elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
                 lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
                 raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
             else:
-                done = derive(repair, raw, error)
+                done = derive_indexes(repair, raw, error)
             kept = repair.publish()
         note = ""
         if not dry_run and faults.keys() <= done.keys():

@@ -1,8 +1,9 @@
-"""The rules of FORMAT.md that files at rest can be held to, and what is said where one is broken.
+"""The rules of FORMAT.md as checks of files at rest, and the findings that say which file breaks which rule.
 
-``check_header`` (H1 to H8), ``check_sizes`` (F2), ``check_arrays`` (O1, O2, H5, I1) and ``check_corners`` look at ends
-only and take milliseconds for any size. ``add_breaches`` says what the kernel found inside packs (O1, O2, P1 to P7),
-``check_ids`` (P8, P9) looks at every token, ``check_columns`` (C1 to C10) at what lies beside the five files.
+``check_header`` (H1 to H8), ``check_sizes`` (F2), ``check_array_ends`` (O1, O2, H5, I1) and ``check_pack_ends`` (I1,
+P2, P4, P6) read only headers and ends of arrays, which takes milliseconds for any size. ``add_breaches`` words what the
+kernel found in packs (O1, O2, P1 to P7), ``check_ids`` (P8, P9) reads every token, ``check_column`` (C1 to C10) one
+column. No check trusts what it reads, and none changes a file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +57,10 @@ _DATA = "restore it from a copy, or write the shard again: nothing else holds wh
 _ATTACHED = "restore it from a copy, or remove it and attach it anew"
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
 
-_PIECE_ROWS = 1 << 16
+# Rows of a column that are checked at once.
+_CHUNK_ROWS = 1 << 16
 
-# Which pack holds a token; None where the offsets do not tell.
+# From a token's number to that of the pack that holds it; None where the token offsets are damaged.
 PackOf = Callable[[int], int | None]
 
 
@@ -70,13 +72,13 @@ class Finding:
     """One broken rule.
 
     Attributes:
-        path: the file.
-        offset: where in it, in bytes.
-        pack: which pack it belongs to; None where it is of the whole file, or where the offsets do not tell.
-        rule: its number in FORMAT.md.
-        found: what is there.
-        expected: what should be.
-        remedy: what to do.
+        path: the file that breaks it.
+        offset: where in the file, in bytes.
+        pack: number of the pack there; None if the rule is not about one pack, or the token offsets are damaged.
+        rule: its name in FORMAT.md.
+        found: what the file has.
+        expected: what the rule demands.
+        remedy: what to do about it.
     """
 
     path: str
@@ -89,7 +91,7 @@ class Finding:
 
     @property
     def what(self) -> str:
-        """What is wrong, without its place in the file and the remedy."""
+        """Found, expected and the rule, without the file, the offset and the remedy."""
         pack = "" if self.pack is None else f"pack {self.pack}: "
         return f"{pack}found {self.found}, expected {self.expected} (rule {self.rule})"
 
@@ -98,11 +100,16 @@ class Finding:
 
 
 class Findings:
-    """Collects findings, the first ``most`` of each rule, and ``counts`` of all.
+    """Collects findings.
 
     Args:
-        prefix: of the shard, which remedies name.
+        prefix: the shard's, which remedies name.
         most: findings kept of each rule.
+
+    Attributes:
+        kept: the first ``most`` findings of each rule.
+        counts: how many findings there are of each rule, kept or not.
+        notes: what breaks no rule but should be said.
     """
 
     def __init__(self, prefix: str, most: int) -> None:
@@ -123,7 +130,7 @@ class Findings:
         pack: int | None = None,
         remedy: str | None = None,
     ) -> None:
-        """One more finding; the remedy, where none is given, is that of the kind of file."""
+        """Add a finding; without a ``remedy`` it gets the usual one for the file."""
         self.counts[rule] += 1
         if self.counts[rule] <= self.most:
             remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
@@ -131,11 +138,11 @@ class Findings:
 
     @staticmethod
     def remedy(path: str) -> str:
-        """What brings a file back."""
+        """The usual remedy for a damaged file: an index can be derived from other files, data cannot."""
         return _INDEX if path.endswith(".idx") else _DATA
 
     def omitted(self) -> dict[str, int]:
-        """Findings that were counted but not kept, by rule."""
+        """How many findings were counted and not kept, by rule."""
         kept = Counter(finding.rule for finding in self.kept)
         return {rule: count - kept[rule] for rule, count in sorted(self.counts.items()) if count > kept[rule]}
 
@@ -143,23 +150,23 @@ class Findings:
 # ---- the header ----
 
 
-class Claims:
-    """What a header says of its shard, none of which is known to be right: no count is above what the format allows.
+class HeaderClaims:
+    """What a header claims about its shard; any of it may be wrong.
 
-    So sums and products of a few of them fit 63 bits.
+    Counts are limited to what the format allows, so that sums and products of a few of them fit 63 bits.
 
     Args:
-        values: the header's fixed fields by name, as they are.
-        sound: no rule of the header is broken, so what it says of the files is what its writer said.
-        vocab_size: the tokenizer's, from the JSON block; None where that does not say.
-        listed: checksums of the columns that the shard was written with, in hex, by name.
+        values: the header's fixed fields by name, as they are stored.
+        sound: whether the header breaks no rule. What it claims is then what its writer wrote.
+        vocab_size: the tokenizer's, from the JSON block; None if that has none.
+        listed: checksums, in hex, of the columns that the shard was written with, by name.
 
     Attributes:
-        token_dtype: of ``.bin``; None for a code that means nothing.
+        token_dtype: of ``.bin``; None if the code in the header means none.
         mask_dtype: of ``.loss.bin``, likewise.
-        sequence_offsets: where they begin in ``.seq.idx``, in bytes.
-        token_offsets: likewise.
-        nbytes: sizes of the files by the counts, by suffix; without those whose dtype code means nothing.
+        sequence_offsets: byte of ``.seq.idx`` where the sequence offsets begin.
+        token_offsets: byte of ``.seq.idx`` where the token offsets begin.
+        nbytes: sizes of the files that follow from the counts, by suffix; those with an unknown dtype are left out.
     """
 
     def __init__(
@@ -182,7 +189,7 @@ class Claims:
         self.nbytes = data_nbytes({**values, **counts}) | {".seq.idx": self.token_offsets + array_nbytes}
 
     def kernel(self, most: int) -> _native.PackWalk:
-        """The kernel that walks the packs of such a shard, and keeps so many breaches of each rule."""
+        """A new kernel to walk the packs of this shard, which keeps ``most`` breaches of each rule."""
         return _native.PackWalk(
             sequences=self.num_sequences,
             tokens=self.num_tokens,
@@ -192,16 +199,16 @@ class Claims:
         )
 
 
-def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
-    """Hold the header against rules H1 to H8; None where it cannot be read at all."""
+def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
+    """Hold the header of ``.seq.idx`` to rules H1 to H8, and return its claims; None if it cannot be read at all."""
 
     def add(broken: Broken, remedy: str | None = None) -> None:
         findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
 
     raw = file.read(0, HEADER_FIXED_NBYTES)
     outline, damaged = SEQ_IDX.outline(raw), False
-    if outline and outline.rule == "H1" and _whole_with_magic(file):
-        # Eight bytes are damaged; the rest is what its checksum says, and worth checking.
+    if outline and outline.rule == "H1" and _is_whole_but_magic(file):
+        # Only the eight bytes of the magic are damaged, so all other fields can be checked.
         damaged = True
         add(outline)
         raw = MAGIC + raw[len(MAGIC) :]
@@ -230,11 +237,11 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
-    return Claims(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
+    return HeaderClaims(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
 
 
-def _whole_with_magic(file: CheckedFile) -> bool:
-    """Whether the header would match its checksum with the right magic."""
+def _is_whole_but_magic(file: CheckedFile) -> bool:
+    """Whether the header matches its checksum once the right magic is put in."""
     raw = MAGIC + file.read(len(MAGIC), HEADER_FIXED_NBYTES - len(MAGIC))
     if SEQ_IDX.outline(raw):
         return False
@@ -247,8 +254,8 @@ def _whole_with_magic(file: CheckedFile) -> bool:
 # ---- sizes, and the ends of arrays ----
 
 
-def check_sizes(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
-    """Rule F2: each file has the size that follows from the counts."""
+def check_sizes(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings: Findings) -> None:
+    """Hold each file to the size that follows from the header's counts (F2)."""
     for suffix, file in files.items():
         expected = claims.nbytes.get(suffix)
         if expected is not None and file.nbytes != expected:
@@ -256,7 +263,7 @@ def check_sizes(files: Mapping[str, CheckedFile], claims: Claims, findings: Find
             findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected} by the header")
 
 
-def _hold(
+def _check_item(
     file: CheckedFile,
     dtype: Any,
     offset: int,
@@ -266,33 +273,36 @@ def _hold(
     findings: Findings,
     pack: Any = None,
 ) -> None:
-    """One item, where the file has it, against what it must be; ``what`` says it, with {} for the value."""
+    """Hold one item of a file to what is expected; a file that ends before the item is no finding here.
+
+    ``what`` is the finding's sentence, with {} in the place of the item's value.
+    """
     for found in file.array(dtype, offset, 1):
         if found != expected:
             findings.add(rule, file.path, offset, what.format(found), expected, pack=pack)
 
 
-def check_arrays(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
-    """The ends of both arrays of ``.seq.idx`` (O1, O2), the zeros between them (H5), the head of ``.idx`` (I1)."""
+def check_array_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings: Findings) -> None:
+    """Check both ends of the arrays of ``.seq.idx`` (O1, O2), zeros between them (H5), the head of ``.idx`` (I1)."""
     file, last = files[".seq.idx"], 8 * claims.num_packs
     for rule, what, base, total in (
         ("O1", "sequence_offsets", claims.sequence_offsets, claims.num_sequences),
         ("O2", "token_offsets", claims.token_offsets, claims.num_tokens),
     ):
-        _hold(file, "<i8", base, 0, rule, f"{{}} as first of {what}", findings)
-        _hold(file, "<i8", base + last, total, rule, f"{{}} as last of {what}", findings)
+        _check_item(file, "<i8", base, 0, rule, f"{{}} as first of {what}", findings)
+        _check_item(file, "<i8", base + last, total, rule, f"{{}} as last of {what}", findings)
     gap = claims.sequence_offsets + last + 8
     if any(file.read(gap, claims.token_offsets - gap)):
         findings.add("H5", file.path, gap, "bytes between the two arrays", "zeros")
     if idx := files.get(".idx"):
-        head, wanted = idx.read(0, IDX_HEADER_NBYTES), pack_idx_header(claims.values["token_dtype"], claims.num_packs)
-        if head != wanted:
-            offset = next((i for i, (a, b) in enumerate(zip(head, wanted, strict=False)) if a != b), len(head))
-            findings.add("I1", idx.path, offset, f"head {head.hex()}", wanted.hex())
+        head, expected = idx.read(0, IDX_HEADER_NBYTES), pack_idx_header(claims.values["token_dtype"], claims.num_packs)
+        if head != expected:
+            offset = next((i for i, (a, b) in enumerate(zip(head, expected, strict=False)) if a != b), len(head))
+            findings.add("I1", idx.path, offset, f"head {head.hex()}", expected.hex())
 
 
-def check_headless(files: Mapping[str, CheckedFile], findings: Findings) -> None:
-    """Rule I1 as far as ``.idx`` tells by itself, where no header can be read."""
+def check_idx_alone(files: Mapping[str, CheckedFile], findings: Findings) -> None:
+    """Hold ``.idx`` to rule I1 by its own head and size, where the shard's header cannot be read."""
     if files:
         findings.notes.append("there is no header that can be read, so the other files could not be held to it")
     if (idx := files.get(".idx")) is None:
@@ -310,14 +320,14 @@ def check_headless(files: Mapping[str, CheckedFile], findings: Findings) -> None
         findings.add("I1", idx.path, min(idx.nbytes, idx_nbytes(num_packs)), found, expected)
 
 
-def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
-    """The first and last values of ``.idx`` (I1), ``.seq.bin`` (P2, P4) and ``.loss.bin`` (P6)."""
+def check_pack_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings: Findings) -> None:
+    """Check the first and last values of ``.idx`` (I1), ``.seq.bin`` (P2, P4) and ``.loss.bin`` (P6)."""
     if not claims.num_packs:
         return
     last = claims.num_packs - 1
 
     def ends(pack: int) -> list[int]:
-        """Of one pack, its begin and end in tokens; less where the file has not both."""
+        """First token of a pack and one past its last; fewer items if the file ends before them."""
         return [*map(int, files[".seq.idx"].array("<i8", claims.token_offsets + 8 * pack, 2))]
 
     idx, dtype = files.get(".idx"), claims.token_dtype
@@ -325,12 +335,12 @@ def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Fi
     for pack in sorted({0, last}):
         if not idx or dtype is None or len(span := ends(pack)) < 2:
             continue
-        _hold(idx, "<i4", lengths + 4 * pack, span[1] - span[0], "I1", "length {}", findings, pack)
-        _hold(idx, "<i8", positions + 8 * pack, span[0] * dtype.itemsize, "I1", "position {}", findings, pack)
+        _check_item(idx, "<i4", lengths + 4 * pack, span[1] - span[0], "I1", "length {}", findings, pack)
+        _check_item(idx, "<i8", positions + 8 * pack, span[0] * dtype.itemsize, "I1", "position {}", findings, pack)
         for document in (pack, pack + 1):
-            _hold(idx, "<i8", documents + 8 * document, document, "I1", "document {}", findings, pack)
+            _check_item(idx, "<i8", documents + 8 * document, document, "I1", "document {}", findings, pack)
     if starts := files.get(".seq.bin"):
-        _hold(starts, "<u4", 0, 0, "P2", "a first sequence that starts at {}", findings, 0)
+        _check_item(starts, "<u4", 0, 0, "P2", "a first sequence that starts at {}", findings, 0)
         offset, span = 4 * (claims.num_sequences - 1), ends(last)
         length = span[1] - span[0] if len(span) == 2 else 0
         for found in starts.array("<u4", offset, 1):
@@ -339,16 +349,16 @@ def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Fi
                 findings.add("P4", starts.path, offset, f"a sequence that starts at {found}", expected, pack=last)
     if (loss := files.get(".loss.bin")) and claims.mask_dtype is not None:
         offset = claims.mask_dtype.itemsize * (claims.num_tokens - 1)
-        _hold(loss, claims.mask_dtype, offset, 0, "P6", "mask {} at a sequence's end", findings, last)
+        _check_item(loss, claims.mask_dtype, offset, 0, "P6", "mask {} at a sequence's end", findings, last)
 
 
 # ---- inside packs ----
 
 
 def add_breaches(
-    walk: _native.PackWalk, paths: ShardPaths, claims: Claims, findings: Findings, pack_of: PackOf
+    walk: _native.PackWalk, paths: ShardPaths, claims: HeaderClaims, findings: Findings, pack_of: PackOf
 ) -> None:
-    """What the kernel found, as findings; see csrc/verify.h for its numbers."""
+    """Add the kernel's breaches as findings; csrc/verify.h says what their numbers mean."""
     kept: Counter[str] = Counter()
     multiple, dtype = claims.sequence_multiple, claims.mask_dtype
     for rule, pack, at, found, expected in walk.breaches:
@@ -357,34 +367,32 @@ def add_breaches(
         if rule in ("O1", "O2"):
             path, offset = paths.seq_idx, (claims.sequence_offsets if rule == "O1" else claims.token_offsets) + 8 * at
             what = f"offset {found}"
-            wanted = f"at most {expected}" if found > expected else f"more than the {expected} before it"
+            demanded = f"at most {expected}" if found > expected else f"more than the {expected} before it"
         elif rule in ("P1", "P5"):
-            path, offset, wanted = paths.seq_idx, claims.token_offsets + 8 * at, f"at most the capacity {expected}"
+            path, offset, demanded = paths.seq_idx, claims.token_offsets + 8 * at, f"at most the capacity {expected}"
             unit = "tokens" if rule == "P1" else f"positions with each sequence rounded up to {multiple}"
             what = f"{found} {unit}"
         elif rule in ("P2", "P3", "P4"):
             path, offset, what = paths.starts, 4 * at, f"a sequence that starts at {found}"
-            wanted = {"P2": "0", "P3": f"{expected} or more", "P4": f"{expected} or less"}[rule]
+            demanded = {"P2": "0", "P3": f"{expected} or more", "P4": f"{expected} or less"}[rule]
         else:
             assert dtype is not None
             path, offset, owner = paths.loss, at * dtype.itemsize, pack_of(at)
-            what, wanted = (
-                f"mask {dtype.type(found)}",
-                "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1",
-            )
+            what = f"mask {dtype.type(found)}"
+            demanded = "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1"
             if rule == "P6":
-                what, wanted = f"{what} at a sequence's end", "0"
-        findings.add(rule, path, offset, what, wanted, pack=owner)
+                what, demanded = f"{what} at a sequence's end", "0"
+        findings.add(rule, path, offset, what, demanded, pack=owner)
     for rule, count in walk.counts.items():
         findings.counts[rule] += count - kept[rule]
 
 
 def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findings, pack_of: PackOf) -> None:
-    """Rules P8 and P9: every id of ``.bin`` is one that its dtype holds, and below ``limit``."""
+    """Read all ids of ``.bin`` and hold them to rules P8 (none is negative) and P9 (each is below ``limit``)."""
     bounds, first = np.iinfo(dtype), 0
     limit = min(limit, int(bounds.max) + 1)
-    for ids in stream.pieces(dtype):
-        # Of 16 bits any may do. A negative id has the highest bit of an unsigned one: one maximum sees both.
+    for ids in stream.chunks(dtype):
+        # A uint16 below no smaller limit cannot be wrong. A negative int32 is large as uint32: one maximum finds both.
         if (bounds.min or limit <= bounds.max) and int(ids.view(f"<u{dtype.itemsize}").max()) >= limit:
             for rule, bad in (("P8", np.flatnonzero(ids < 0)), ("P9", np.flatnonzero(ids >= limit))):
                 for position in bad[: findings.most].tolist():
@@ -397,40 +405,46 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
 # ---- columns ----
 
 
-def check_columns(paths: ShardPaths, claims: Claims | None, findings: Findings, meter: Meter | None) -> None:
-    """Look at every column that is there or listed; with a ``meter`` at all values, of which it is told."""
+def open_columns(
+    paths: ShardPaths, claims: HeaderClaims | None, findings: Findings, stack: ExitStack
+) -> dict[str, CheckedFile]:
+    """Open every file that has the name of a column of the shard, whatever it holds; ``stack`` closes them.
+
+    A listed column that is missing breaks rule C8, and what is no regular file breaks rule C1.
+    """
     listed = {} if claims is None else claims.listed
-    # Files whose names are those of columns of the shard, whatever they hold.
     folder, base = os.path.split(paths.prefix)
     if is_remote(paths.prefix):
         store, base = open_store(paths.prefix)
-        names: Iterable[str] = (info.key for info in store.list(base + "."))
+        entries: Iterable[str] = (info.key for info in store.list(base + "."))
     else:
-        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
-    found = map(column_of, names)
-    there = {column[1]: paths.column(column[1]) for column in found if column and column[0] == base}
-    for name in sorted(listed.keys() - there.keys()):
+        entries = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
+    present = {column[1] for column in map(column_of, entries) if column and column[0] == base}
+    for name in sorted(listed.keys() - present):
         path = paths.column(name)
         findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
-    for name, path in sorted(there.items()):
-        remedy = _DATA if name in listed else _ATTACHED
+    files: dict[str, CheckedFile] = {}
+    for name in sorted(present):
+        path = paths.column(name)
         try:
-            file = CheckedFile(path)
+            files[name] = stack.enter_context(closing(CheckedFile(path)))
         except (FileNotFoundError, NotADirectoryError):
+            remedy = _DATA if name in listed else _ATTACHED
             findings.add("C1", path, 0, "something that is no regular file", "a column", remedy=remedy)
-            continue
-        with closing(file):
-            _check_column(file, name, claims, findings, meter, remedy)
+    return files
 
 
-def _check_column(
-    file: CheckedFile, name: str, claims: Claims | None, findings: Findings, meter: Meter | None, remedy: str
+def check_column(
+    file: CheckedFile, name: str, claims: HeaderClaims | None, findings: Findings, meter: Meter | None
 ) -> None:
+    """Hold one column to its rules (C1 to C10): its header and size, and with a ``meter`` all of its values."""
+    remedy = _DATA if claims is not None and name in claims.listed else _ATTACHED
+
     def add(rule: str, offset: int, found: object, expected: object) -> None:
         findings.add(rule, file.path, offset, found, expected, remedy=remedy)
 
     raw = file.read(0, FIXED_NBYTES)
-    # A column that lost its first bytes, or all but them, still begins or is signed as one.
+    # A file is taken for a damaged column, not for a stranger's, if it begins like one, is listed, or names the shard.
     begins = raw[: len(COLUMN_MAGIC)] == COLUMN_MAGIC[: len(raw)]
     if not begins and (claims is None or (name not in claims.listed and raw[16:32] != claims.values["shard_id"])):
         findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
@@ -453,36 +467,41 @@ def _check_column(
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
         if listed is not None and listed != checksum:
             add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
+    has_rows = name in ("source", "pair")
     if name == "source" and not is_source(column.spec):
-        name = ""
+        has_rows = False
         expected = "uint32 x 2 a sequence, and files with names in its JSON"
         add("C9", FIXED_NBYTES, "a source that names no files", expected)
     elif name == "pair" and column.spec.kind != PAIR.kind:
-        name = ""
+        has_rows = False
         add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
     if meter is not None:
-        _check_values(Stream(file, meter, len(raw)), column, name, findings, add)
+        stream = Stream(file, meter, len(raw))
+        if has_rows:
+            _check_rows(stream, column, name, findings, add)
+        _check_values(stream, column, add)
 
 
-def _check_values(
-    stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
-) -> None:
-    """C7; C9: each row of ``source`` is of a file that is named; C10: sequences are chosen and rejected in turn."""
-    begin, files = stream.position, len(column.spec.metadata["files"]) if name == "source" else 0
-    while name in ("source", "pair"):
-        at = stream.position
-        # Both rows of a pair are read together.
-        rows = stream.take("<u8", _PIECE_ROWS).view("<u4").reshape(-1, 2)
-        if not len(rows):
-            break
-        if name == "pair":
-            rule, bad, expected = "C10", torn_pairs(rows), "[n, 0] and [n, 1], chosen and rejected"
-        else:
-            rule, bad, expected = "C9", np.flatnonzero(rows[:, 0] >= files), f"less than {files}"
-        for i in bad[: findings.most].tolist():
-            found = f"rows {rows[i : i + 2].tolist()}" if name == "pair" else f"file {rows[i, 0]}"
-            add(rule, at + 8 * i, found, expected)
-        findings.counts[rule] += len(bad[findings.most :])
+def _check_values(stream: Stream, column: ColumnHeader, add: Callable[[str, int, object, object], None]) -> None:
+    """Read the values to their end and hold them to their checksum (C7)."""
     checksum = stream.finish()
     if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and checksum != column.checksum:
-        add("C7", begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())
+        add("C7", stream.begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())
+
+
+def _check_rows(
+    stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
+) -> None:
+    """Hold rows of ``source`` to the files that its JSON names (C9), and rows of ``pair`` to be whole pairs (C10)."""
+    num_files = len(column.spec.metadata["files"]) if name == "source" else 0
+    # The length of a chunk is even, so that both rows of a pair are in one.
+    while len(rows := stream.take("<u8", _CHUNK_ROWS).view("<u4").reshape(-1, 2)):
+        begin = stream.position - rows.nbytes
+        if name == "pair":
+            rule, wrong, expected = "C10", torn_pairs(rows), "[n, 0] and [n, 1], chosen and rejected"
+        else:
+            rule, wrong, expected = "C9", np.flatnonzero(rows[:, 0] >= num_files), f"less than {num_files}"
+        for i in wrong[: findings.most].tolist():
+            found = f"rows {rows[i : i + 2].tolist()}" if name == "pair" else f"file {rows[i, 0]}"
+            add(rule, begin + 8 * i, found, expected)
+        findings.counts[rule] += len(wrong[findings.most :])

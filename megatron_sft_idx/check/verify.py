@@ -1,16 +1,17 @@
-"""``verify_shard``: one shard against every rule of FORMAT.md that files at rest can be held to.
+"""``verify_shard`` holds the files of one shard to every rule of FORMAT.md, and reports each rule that is broken.
 
-A quick look reads the header and the ends of all arrays. A full one reads every byte and checks it while it is in the
-processor's cache: tokens in one thread, all else in another. Only the offsets of tokens are read twice: the packs need
-them in step with those of sequences, and their checksum one after the other.
+A quick verification reads headers, file sizes and both ends of all arrays. A full one reads every byte, and checks the
+bytes while they are in the processor's cache: tokens in a thread of their own, all other files in the caller's. Only
+the token offsets in ``.seq.idx`` are read twice: for packs in step with the sequence offsets, for the checksum after
+them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,17 +21,18 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
-    Claims,
     Finding,
     Findings,
+    HeaderClaims,
     add_breaches,
-    check_arrays,
-    check_columns,
-    check_corners,
+    check_array_ends,
+    check_column,
     check_header,
-    check_headless,
     check_ids,
+    check_idx_alone,
+    check_pack_ends,
     check_sizes,
+    open_columns,
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
@@ -39,22 +41,23 @@ from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage.progress import Advance
 
-_MOST = 10
-_NAMES = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
-_PLACES = {field.name: field.offset for field in FIELDS}
+_DEFAULT_MOST = 10
+# What the fields of the header call each file.
+_FIELD_STARTS = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
+_FIELD_OFFSETS = {field.name: field.offset for field in FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one shard's verification found.
+    """The result of verifying one shard.
 
     Attributes:
         prefix: the path that the five files share.
-        full: every byte was read, not only headers, sizes and ends.
+        full: whether every byte was read, not only headers, sizes and the ends of arrays.
         findings: broken rules, a bounded number of each.
-        omitted: how many more there are, by rule.
-        notes: what is no fault of the shard: remains of a build beside it, checks that could not be made.
-        counts: packs, sequences and tokens as the header has them; empty where it cannot be read.
+        omitted: how many more findings there are, by rule.
+        notes: what breaks no rule: remains of a build beside the shard, checks that could not be made.
+        counts: packs, sequences and tokens by the header; empty if the header cannot be read.
     """
 
     prefix: str
@@ -66,20 +69,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no rule is broken as far as was looked."""
+        """Whether no check that was made found a broken rule."""
         return not self.findings
 
     @property
     def num_findings(self) -> int:
-        """All of them, those omitted included."""
+        """The number of findings, omitted ones included."""
         return len(self.findings) + sum(self.omitted.values())
 
     def as_json(self) -> dict[str, Any]:
-        """As an object of plain values."""
+        """The report as an object of plain values."""
         return {**asdict(self), "ok": self.ok, "num_findings": self.num_findings}
 
     def lines(self) -> Iterable[str]:
-        """As text for people: one line a finding, then a verdict."""
+        """The report as text for people: one line a finding, then the notes and a verdict."""
         yield from map(str, self.findings)
         for rule, count in self.omitted.items():
             yield f"{self.prefix}: {count:,} more like these (rule {rule})"
@@ -99,76 +102,71 @@ def verify_shard(
     *,
     full: bool = False,
     vocab_size: int | None = None,
-    most: int = _MOST,
+    most: int = _DEFAULT_MOST,
     advance: Advance = lambda nbytes: None,
 ) -> Report:
-    """Hold the files at a prefix against the rules of FORMAT.md, and say all that is wrong.
+    """Hold the files at a prefix to the rules of FORMAT.md, and report all that are broken.
 
-    Goes on as far as what is left allows: opens what ``Shard`` refuses. Memory stays at a few MiB for any size.
+    Damage does not end the verification: what the remaining files allow is checked, even where ``Shard`` refuses to
+    open them. Memory stays at a few MiB for any size.
 
     Args:
         prefix: the path that the five files share.
         full: read every byte: checksums, every pack, ``.idx`` byte for byte. Otherwise headers, sizes and ends, which
             takes milliseconds for any size.
-        vocab_size: with ``full``, every id must be below it; None takes it from the JSON block where that says it.
+        vocab_size: with ``full``, every id must be below it. None for the size in the JSON block, if that has one.
         most: findings kept of each rule; the others are counted.
-        advance: called with ``full`` by two threads in turn, with the bytes read since the last call: a MiB at most.
+        advance: called with ``full`` by two threads, one at a time, with the bytes read since the last call: at most a
+            MiB.
 
     Raises:
-        FormatError: an argument that cannot be.
+        FormatError: an argument has a value that no shard allows.
         ShardNotFoundError: nothing of a shard, or of a build of one, is at the prefix.
-        OSError: a file cannot be read.
+        OSError: a file cannot be read. No file is read to its end after that.
     """
     paths = ShardPaths.of(prefix)
     if vocab_size is not None and vocab_size < 1:
         raise FormatError(f"vocab_size {vocab_size}: expected 1 or more, or None where unknown")
     findings, claims = Findings(paths.prefix, most), None
-    left = _remains(paths)
+    remains = _remains(paths)
     with ExitStack() as stack:
-        files = _open_files(paths, findings)
-        for file in files.values():
-            stack.callback(file.close)
-        if not files and not left:
+        files = _open_files(paths, findings, stack)
+        if not files and not remains:
             raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
-        if left:
+        if remains:
             findings.notes.append(
-                f"{', '.join(left)}: left by a build that was killed, or of one that is under way; preprocess --resume"
-                f" goes on with it, megatron-sft-idx rebuild {paths.prefix} recovers its packs, --overwrite drops it"
+                f"{', '.join(remains)}: left by a build that was killed, or of one that is under way; preprocess"
+                f" --resume goes on with it, megatron-sft-idx rebuild {paths.prefix} recovers its packs, --overwrite"
+                " drops it"
             )
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
-        if claims is not None:
-            check_sizes(files, claims, findings)
-            # Offsets are where the header says only if it can be trusted; a wrong place would be a finding a pack.
-            placed = claims.sound or files[".seq.idx"].nbytes == claims.nbytes[".seq.idx"]
-            if placed:
-                check_arrays(files, claims, findings)
-            if full:
-                meter = Meter(advance)
-                _check_all(paths, files, claims, findings, placed, vocab_size or claims.vocab_size, meter)
-            elif placed:
-                check_corners(files, claims, findings)
+        # Opened before any file is read to its end, which may take hours.
+        columns = open_columns(paths, claims, findings, stack) if files else {}
+        meter = Meter(advance) if full else None
+        if claims is None:
+            check_idx_alone(files, findings)
         else:
-            check_headless(files, findings)
-        if files:
-            check_columns(paths, claims, findings, Meter(advance) if full else None)
+            _check_files(paths, files, claims, findings, vocab_size or claims.vocab_size, meter)
+        for name, file in columns.items():
+            check_column(file, name, claims, findings, meter)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
-    kept = sorted(
+    in_order = sorted(
         findings.kept, key=lambda finding: (order.get(finding.path, len(order)), finding.path, finding.offset)
     )
     counts = {}
     if claims is not None:
         counts = {"packs": claims.num_packs, "sequences": claims.num_sequences, "tokens": claims.num_tokens}
-    return Report(paths.prefix, full, tuple(kept), findings.omitted(), tuple(findings.notes), counts)
+    return Report(paths.prefix, full, tuple(in_order), findings.omitted(), tuple(findings.notes), counts)
 
 
-def _open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:
-    """The files that are there, by suffix; the others break rule F1."""
+def _open_files(paths: ShardPaths, findings: Findings, stack: ExitStack) -> dict[str, CheckedFile]:
+    """The files of the five that are there, by suffix, which ``stack`` closes; each other one breaks rule F1."""
     files: dict[str, CheckedFile] = {}
     recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_journal(paths.journal) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
-            files[suffix] = CheckedFile(path)
+            files[suffix] = stack.enter_context(closing(CheckedFile(path)))
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path):
                 found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"
@@ -179,75 +177,115 @@ def _open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]
 
 
 def _remains(paths: ShardPaths) -> list[str]:
-    """Names of what a build leaves when it is killed."""
+    """Names of the files at the prefix that a killed build leaves: its journal, and those under temporary names."""
     folder, name = os.path.split(paths.prefix)
-    ours = tuple(f"{name}{suffix}.tmp" for suffix in SUFFIXES)
+    temporary = tuple(f"{name}{suffix}.tmp" for suffix in SUFFIXES)
     try:
         entries = os.listdir(folder or ".")
     except (FileNotFoundError, NotADirectoryError):
         return []
     journal = [f"{name}.journal"] if is_journal(paths.journal) else []
-    return sorted(journal + [entry for entry in entries if entry.startswith(ours)])
+    return sorted(journal + [entry for entry in entries if entry.startswith(temporary)])
+
+
+def _check_files(
+    paths: ShardPaths,
+    files: Mapping[str, CheckedFile],
+    claims: HeaderClaims,
+    findings: Findings,
+    vocab_size: int | None,
+    meter: Meter | None,
+) -> None:
+    """Hold the five files to a header that can be read: their ends, or with a ``meter`` every byte."""
+    check_sizes(files, claims, findings)
+    # The header says where the arrays begin. If it is wrong about that, every pack would be a finding.
+    arrays_found = claims.sound or files[".seq.idx"].nbytes == claims.nbytes[".seq.idx"]
+    if arrays_found:
+        check_array_ends(files, claims, findings)
+    if meter is None:
+        if arrays_found:
+            check_pack_ends(files, claims, findings)
+        return
+    array_begins = {".seq.idx": claims.sequence_offsets}
+    streams = {suffix: Stream(file, meter, array_begins.get(suffix, 0)) for suffix, file in files.items()}
+    if vocab_size is None:
+        findings.notes.append("ids are only held to their dtype: the header names no vocabulary, --vocab-size N does")
+    if not arrays_found:
+        findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
+    _check_contents(paths, streams, claims, findings, vocab_size, meter, with_packs=arrays_found)
+    for suffix, stream in streams.items():
+        _check_checksum(stream, suffix, claims, findings)
 
 
 # ---- every byte ----
 
 
-def _check_all(
+def _check_contents(
     paths: ShardPaths,
-    files: Mapping[str, CheckedFile],
-    claims: Claims,
+    streams: Mapping[str, Stream],
+    claims: HeaderClaims,
     findings: Findings,
-    placed: bool,
     vocab_size: int | None,
     meter: Meter,
+    *,
+    with_packs: bool,
 ) -> None:
-    """Checksums (F3), the arrays (O1, O2, I1), every pack (P1 to P9) and the counts (H9) of what is there."""
-    begins = {".seq.idx": claims.sequence_offsets}
-    streams = {suffix: Stream(file, meter, begins.get(suffix, 0)) for suffix, file in files.items()}
-    if vocab_size is None:
-        findings.notes.append("ids are only held to their dtype: the header names no vocabulary, --vocab-size N does")
+    """Check all ids (P8, P9) in a thread; meanwhile the arrays (O1, O2, I1), all packs (P1 to P7) and counts (H9).
+
+    An error in one of the two threads stops the other at its next read.
+    """
+    seq_idx, tokens, dtype = streams[".seq.idx"].file, streams.get(".bin"), claims.token_dtype
 
     def pack_of(token: int) -> int | None:
-        return _pack_of(files[".seq.idx"], claims, token)
+        return _pack_of(seq_idx, claims, token)
 
-    tokens, dtype = streams.get(".bin"), claims.token_dtype
-    with ThreadPoolExecutor(1) as pool:
+    def check_all_ids() -> None:
         try:
-            ids = tokens and dtype and pool.submit(check_ids, tokens, dtype, vocab_size or 1 << 32, findings, pack_of)
-            if placed:
+            if tokens and dtype:
+                check_ids(tokens, dtype, vocab_size or 1 << 32, findings, pack_of)
+        except BaseException:
+            meter.stop()  # or the error would be noticed only when all other files are read
+            raise
+
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(check_all_ids)
+        try:
+            if with_packs:
                 walk = claims.kernel(findings.most)
                 masks = streams.get(".loss.bin") if claims.mask_dtype is not None else None
                 runs = _stored_runs(streams, claims, findings)
                 walk_packs(walk, runs, streams.get(".seq.bin"), masks, claims.mask_dtype)
                 add_breaches(walk, paths, claims, findings, pack_of)
-                _check_counts(walk, masks, files[".seq.idx"].path, claims, findings)
-            else:
-                findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
-            if ids:
-                ids.result()
+                _check_counts(walk, masks, seq_idx.path, claims, findings)
+        except CancelledError:
+            ids.result()  # raises the thread's error
+            raise
         except BaseException:
             meter.stop()  # or the pool would wait for the thread to read all tokens
             raise
-    for suffix, stream in streams.items():
-        # Where the file has the size that its checksum was taken of.
-        found, file, values = stream.finish(), stream.file, claims.values
-        if suffix == ".seq.idx":
-            what, nbytes, expected = " of the arrays", claims.nbytes[suffix], values["arrays_checksum"]
-        else:
-            name = _NAMES[suffix]
-            what, nbytes, expected = "", values[f"{name}_nbytes"], values[f"{name}_checksum"]
-        if file.nbytes == nbytes and file.shrunk is None and found != expected:
-            begin = begins.get(suffix, 0)
-            findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())
-        if file.shrunk is not None:
-            findings.add(
-                "F2", file.path, file.shrunk, "the end of the file, which was cut while it was read", file.nbytes
-            )
+        ids.result()
 
 
-def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findings) -> Iterator[OffsetRun]:
-    """The packs by the arrays of ``.seq.idx``, as far as it has them; ``.idx`` is held to them on the way."""
+def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings: Findings) -> None:
+    """Read a file to its end and hold it to its checksum (F3), and to the size that it had when it was opened (F2)."""
+    begin, file, values = stream.begin, stream.file, claims.values
+    found = stream.finish()
+    if suffix == ".seq.idx":
+        what, nbytes, expected = " of the arrays", claims.nbytes[suffix], values["arrays_checksum"]
+    else:
+        name = _FIELD_STARTS[suffix]
+        what, nbytes, expected = "", values[f"{name}_nbytes"], values[f"{name}_checksum"]
+    if file.shrunk is not None:
+        findings.add("F2", file.path, file.shrunk, "the end of the file, which was cut while it was read", file.nbytes)
+    elif file.nbytes == nbytes and found != expected:  # a file of another size is a finding already
+        findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())
+
+
+def _stored_runs(streams: Mapping[str, Stream], claims: HeaderClaims, findings: Findings) -> Iterator[OffsetRun]:
+    """Runs of packs by the two arrays of ``.seq.idx``, as far as the file has them.
+
+    On the way ``.idx`` is held to the arrays (I1): its lengths with each run, its positions and documents at the end.
+    """
     num_packs, seq_idx = claims.num_packs, streams[".seq.idx"]
     idx = streams.get(".idx") if claims.token_dtype is not None else None
 
@@ -258,16 +296,17 @@ def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findin
         idx.take(np.uint8, IDX_HEADER_NBYTES)
     sequences = np.empty(0, np.int64)
     for first in range(0, num_packs, RUN_PACKS):
-        # One offset more than the run needs, where there is one: see Run.
-        wanted = min(RUN_PACKS + 2, num_packs + 1 - first)
-        sequences = np.concatenate([sequences, seq_idx.take("<i8", wanted - len(sequences))])
-        tokens = token_offsets(first, wanted)
-        given = min(len(tokens), len(sequences))
-        count = min(RUN_PACKS, num_packs - first, given - 1)
+        # Where packs follow, an ``OffsetRun`` has one offset more than its packs need. The next run begins with the
+        # last two sequence offsets of this one.
+        num_offsets = min(RUN_PACKS + 2, num_packs + 1 - first)
+        sequences = np.concatenate([sequences, seq_idx.take("<i8", num_offsets - len(sequences))])
+        tokens = token_offsets(first, num_offsets)
+        num_read = min(len(tokens), len(sequences))
+        count = min(RUN_PACKS, num_packs - first, num_read - 1)
         if count < 1:
             break
         _compare(idx, "length", "<i4", first, np.diff(tokens[: count + 1]), findings)
-        yield OffsetRun(tokens[:given], sequences[:given], count)
+        yield OffsetRun(tokens[:num_read], sequences[:num_read], count)
         sequences = sequences[count:]
     if not idx or idx.position != idx_places(num_packs)[1]:
         return
@@ -283,41 +322,43 @@ def _stored_runs(streams: Mapping[str, Stream], claims: Claims, findings: Findin
 def _compare(
     idx: Stream | None, what: str, dtype: str, first: int, expected: NDArray[np.int64], findings: Findings
 ) -> None:
-    """Rule I1 for the next items of ``.idx``, of packs ``first`` on."""
-    for found in idx.pieces(dtype, len(expected)) if idx else ():
+    """Hold the next items of ``.idx`` to what is expected (I1); the first of them belongs to pack ``first``."""
+    for items in idx.chunks(dtype, len(expected)) if idx else ():
         assert idx is not None
-        bad = np.flatnonzero(found != expected[: len(found)])
-        base = idx.position - found.nbytes
-        for i in bad[: findings.most].tolist():
-            offset = base + found.itemsize * i
-            findings.add("I1", idx.file.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
-        findings.counts["I1"] += len(bad[findings.most :])
-        first, expected = first + len(found), expected[len(found) :]
+        wrong = np.flatnonzero(items != expected[: len(items)])
+        base = idx.position - items.nbytes
+        for i in wrong[: findings.most].tolist():
+            offset = base + items.itemsize * i
+            findings.add("I1", idx.file.path, offset, f"{what} {items[i]}", expected[i], pack=first + i)
+        findings.counts["I1"] += len(wrong[findings.most :])
+        first, expected = first + len(items), expected[len(items) :]
 
 
-def _pack_of(seq_idx: CheckedFile, claims: Claims, token: int) -> int | None:
-    """Which pack holds a token, by the offsets; None where they do not tell."""
+def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | None:
+    """Number of the pack that holds a token, by the token offsets; None if they are damaged there."""
     low, high = 0, claims.num_packs
     while high - low > 1:
         middle = (low + high) // 2
-        found = seq_idx.array("<i8", claims.token_offsets + 8 * middle, 1)
-        if not len(found):
+        offset = seq_idx.array("<i8", claims.token_offsets + 8 * middle, 1)
+        if not len(offset):
             return None
-        low, high = (middle, high) if found[0] <= token else (low, middle)
+        low, high = (middle, high) if offset[0] <= token else (low, middle)
     pair = seq_idx.array("<i8", claims.token_offsets + 8 * low, 2)
     return low if len(pair) == 2 and pair[0] <= token < pair[1] else None
 
 
-def _check_counts(walk: _native.PackWalk, masks: Stream | None, path: str, claims: Claims, findings: Findings) -> None:
-    """Rule H9, for the counts of what was seen whole."""
-    whole, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
-    seen = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
+def _check_counts(
+    walk: _native.PackWalk, masks: Stream | None, path: str, claims: HeaderClaims, findings: Findings
+) -> None:
+    """Hold the header's counts to those of the walk (H9), each if everything that it counts could be read."""
+    all_packs, dtype = walk.num_packs == claims.num_packs, claims.mask_dtype
+    all_masks = masks and dtype and masks.position == claims.num_tokens * dtype.itemsize
     for name, comparable in (
-        ("num_trained_tokens", seen),
-        ("num_masked_packs", seen and whole),
-        ("longest_pack", whole),
-        ("most_sequences", whole),
+        ("num_trained_tokens", all_masks),
+        ("num_masked_packs", all_masks and all_packs),
+        ("longest_pack", all_packs),
+        ("most_sequences", all_packs),
     ):
-        said, counted = claims.values[name], getattr(walk, name)
-        if comparable and said != counted:
-            findings.add("H9", path, _PLACES[name], f"{name} {said}", f"{counted} by the data")
+        claimed, counted = claims.values[name], getattr(walk, name)
+        if comparable and claimed != counted:
+            findings.add("H9", path, _FIELD_OFFSETS[name], f"{name} {claimed}", f"{counted} by the data")
