@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from typing import NamedTuple
 import pytest
 
 from megatron_sft_idx.errors import SequenceError, SFTIndexError
+from megatron_sft_idx.tokenize import local
 from megatron_sft_idx.tokenize.local import NOT_YET, Local
+
+start_worker = local._start
 
 
 class Deadly(NamedTuple):
@@ -82,6 +86,50 @@ def test_an_item_that_keeps_killing_its_worker_is_named(tmp_path):
         squares(tmp_path, range(20), number=7, deaths=99)
 
 
+def die_while_starting(pipe) -> None:
+    """The first so many workers die, as DEATHS says in their environment, and leave a mark each."""
+    folder, deaths = os.environ["DEATHS"].rsplit(":", 1)
+    if len(marks := list(Path(folder).glob("start*"))) < int(deaths):
+        (Path(folder) / f"start{len(marks)}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_worker(pipe)
+
+
+@pytest.mark.parametrize("deaths", [2, 99])
+def test_workers_that_die_while_they_start_died_over_no_item(tmp_path, monkeypatch, deaths):
+    monkeypatch.setattr(local, "_start", die_while_starting)
+    monkeypatch.setenv("DEATHS", f"{tmp_path}:{deaths}")
+    (marks := tmp_path / "marks").mkdir()
+    if deaths < 3:  # and two die over the first item
+        assert squares(marks, range(3), workers=1, number=0, deaths=2) == [0, 1, 4]
+        return
+    with pytest.raises(SFTIndexError, match="number 0: worker processes died 3 times in a row before they began"):
+        squares(marks, range(3), workers=1)
+
+
+def test_workers_killed_while_they_wait_died_over_no_item(tmp_path):
+    """An idle worker is killed before each item, and one dies over the first."""
+
+    def items():
+        for number in range(3):
+            for child in children_of(os.getpid()):
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+                    wait_until(lambda child=child: not is_running(child))
+            yield number
+            yield NOT_YET
+
+    with squaring(tmp_path, items(), workers=1, number=0, deaths=2) as results:
+        assert [result for result in results if result is not NOT_YET] == [0, 1, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_any_object_is_an_item(workers):
+    with Local(workers) as pool:
+        found = list(pool.map_in_order(operator.eq, None, [None, 1, None], name_of=str))
+    assert found == [True, False, True]
+
+
 def test_errors_come_at_their_turn_and_whole(tmp_path):
     with squaring(tmp_path, [1, 2, 1000, 3]) as numbers:
         assert [next(numbers), next(numbers)] == [1, 4]
@@ -122,6 +170,13 @@ def is_running(process: int) -> bool:
         return False
 
 
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + 300
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_true()
+
+
 def test_workers_end_with_a_killed_parent(tmp_path):
     """The parent gets no chance to clean up; its workers must not wait for it for ever."""
     script = tmp_path / "parent.py"
@@ -140,7 +195,4 @@ def test_workers_end_with_a_killed_parent(tmp_path):
         workers = children_of(parent.pid)
         assert len(workers) >= 2
         parent.kill()
-    deadline = time.monotonic() + 300
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    wait_until(lambda: not any(map(is_running, workers)))

@@ -361,7 +361,7 @@ def make_packs(
                 reader.table,
                 missing,
                 name_of=lambda output: output.prefix,
-                done=lambda header: progress.update(header.num_sequences, header.num_sequences),
+                on_result=lambda header: progress.update(header.num_sequences, header.num_sequences),
             )
 
         return publish_shards(prefix, outputs, write, keep=keep)

@@ -1,8 +1,11 @@
-"""Tasks on this machine: a pool of processes that may die, in which lost work is done again and nothing hangs.
+"""A pool of worker processes on this machine, which does one task an item and survives the death of workers.
 
-Each worker is an executor of its own with one process, so that when it dies it is known over which item it did.
-Results come in the order of the items. Items that come slowly, from a stream or a growing folder, must not hold back
-results that are ready: an iterator that would have to wait for its next item gives ``NOT_YET`` instead.
+A worker that crashed or was killed is replaced, and its tasks are done again, so a task may run more than once. Each
+worker is an executor with one process, and that process tells the pool before it begins a task: so the pool knows
+over which item a worker died, or that it died over none.
+
+Results come in the order of the items. Items may come slowly, from a stream or a growing folder, and results that are
+ready must not wait for them: where the iterator of the items would have to wait, it gives ``NOT_YET`` instead.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ from megatron_sft_idx.errors import SFTIndexError
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 
-_MAX_ATTEMPTS = 3
-# Items at a worker, so that none waits for the parent; and items a worker that are held, results too.
-_AT_ONCE, _HELD = 2, 3
-# How long to wait for a result before items are asked for again that were not there yet.
+_MAX_DEATHS = 3
+# Tasks at one worker, so that it need not wait for the next one; and tasks for each worker of which the pool holds
+# the item or the result.
+_TASKS_AT_WORKER, _HELD_PER_WORKER = 2, 3
+# How long to wait for a result before the items are asked again for one that was not there yet.
 _ASK_AGAIN_SECONDS = 0.1
 # spawn: forking a process with threads (tokenizers, progress) can deadlock the child.
 _PROCESSES = multiprocessing.get_context("spawn")
@@ -49,7 +53,7 @@ NOT_YET = NotYet.NOT_YET
 
 
 class WorkersDiedError(SFTIndexError):
-    """Whoever worked on an item died, more than once; what else is done is of use."""
+    """Worker processes died, more than once, over one item or before they began any; finished parts can be used."""
 
 
 def available_cpus() -> int:
@@ -59,57 +63,74 @@ def available_cpus() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """An item on its way, then its outcome."""
+    """One call of the function.
+
+    Attributes:
+        item: its argument; None once there is an outcome, since items may be large.
+        deaths: workers that died over it.
+        outcome: holds its result or error; None until it is finished.
+    """
 
     item: Any
     deaths: int = 0
-    future: Future[Any] | None = None
-    done: bool = False
+    outcome: Future[Any] | None = None
 
 
 @contextlib.contextmanager
-def _by_itself() -> Iterator[None]:
-    """A process that is started meanwhile runs no code but ours.
+def _isolated_start() -> Iterator[None]:
+    """Processes that are started within this context import neither stray modules nor the program's main module.
 
-    It takes no module from the current folder before it has this one's path; Python 3.10 does not know the variable:
-    there a stray ``signal.py`` still breaks the workers. And it does not run the program's main module again, which
-    may be a script that begins this very work; tasks are functions of this package.
+    Modules of the current folder are not found before this package is (from Python 3.11 on; 3.10 does not know the
+    variable, and a stray ``signal.py`` breaks its workers). The main module may be a script that begins this very
+    work, so a worker must not run it; functions that workers call are those of importable modules.
     """
-    before, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
+    safe_path, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        os.environ["PYTHONSAFEPATH"] = before  # empty is as good as unset
+        os.environ["PYTHONSAFEPATH"] = safe_path  # an empty value is the same as none
 
 
 class _Worker:
-    """One process, and the jobs that it has, the first of them at work.
+    """One process, and the tasks it was given with their futures, in the order in which it does them.
 
-    The process ends when this end of a pipe does, which it also does when this process is killed.
+    Pool and process share a pipe. The process writes to it before each task, and ends when the pool's end is closed,
+    which also happens when the pool's process is killed.
+
+    Args:
+        idle_deaths: how many workers in a row, of which this one takes the place, died while they did no task.
     """
 
-    def __init__(self) -> None:
-        self._alive, other_end = _PROCESSES.Pipe()
-        with _by_itself():  # an executor starts multiprocessing's tracker of resources too
-            self.executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
-            self.executor.submit(int)  # imports take a while, and may do so now
+    def __init__(self, idle_deaths: int = 0) -> None:
+        self.idle_deaths = idle_deaths
+        self.tasks: deque[tuple[_Task, Future[Any]]] = deque()
+        self._pipe, other_end = _PROCESSES.Pipe()
+        with _isolated_start():  # the executor may start multiprocessing's resource tracker too
+            self.executor = ProcessPoolExecutor(1, _PROCESSES, _start, (other_end,))
+            self.executor.submit(int)  # starts the process, whose imports take a while
         other_end.close()
-        self.jobs: deque[_Task] = deque()
 
-    def submit(self, job: _Task, task: Callable[..., Any], shared: bytes) -> None:
+    def submit(self, task: _Task, function: Callable[..., Any], shared: bytes) -> None:
         try:
-            job.future = self.executor.submit(_work, task, shared, job.item)
+            future = self.executor.submit(_work, function, shared, task.item)
         except BrokenProcessPool as error:
-            job.future = Future()
-            job.future.set_exception(error)
-        self.jobs.append(job)
+            future = Future()
+            future.set_exception(error)
+        self.tasks.append((task, future))
+
+    def has_begun_task(self) -> bool:
+        """Whether the process began the first of its tasks. The pool must ask once for each task that leaves it."""
+        try:
+            return self._pipe.poll() and bool(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return False
 
     def end(self) -> None:
-        """Kill it: work that nobody will ask for is not worth waiting for."""
-        self._alive.close()
+        """Kill the process, whatever it is doing."""
+        self._pipe.close()
         if sys.version_info < (3, 11):
             # There an executor waits for ever to hand a large item to a process that is dead.
             self.executor._call_queue._reader.close()  # type: ignore[unreachable]
@@ -139,124 +160,139 @@ class Local:
 
     def map_in_order(
         self,
-        task: Callable[[Shared, Item], Any],
+        function: Callable[[Shared, Item], Any],
         shared: Shared,
         items: Iterable[Item | NotYet],
         *,
         name_of: Callable[[Item], str],
-        done: Callable[[Any], None] = lambda result: None,
+        on_result: Callable[[Any], None] = lambda result: None,
     ) -> Generator[Any, None, None]:
-        """``task(shared, item)`` for every item, in order; only a few items more than there are workers are held.
+        """``function(shared, item)`` for every item, in order; at most three items a worker are held at a time.
 
-        One call is taken to its end before the next one begins.
+        The caller must take all results of one call before the next call.
 
         Args:
-            task: a function of a module; may be called more than once for an item.
+            function: importable from a module; may be called more than once for an item.
             shared: its first argument; picklable, the same object for all items of a process.
-            items: picklable. Where they give ``NOT_YET``, so do the results, once all items before it are done:
-                whoever takes them decides how long to wait before asking again.
+            items: picklable. Where they give ``NOT_YET``, so do the results, once all items before it are finished:
+                the caller decides how long to wait before it asks for the next result.
             name_of: names an item in the error about it.
-            done: called with each result as soon as it is there, in no order.
+            on_result: called with each result as soon as it is there, in no order.
 
         Raises:
-            WorkersDiedError: three workers died over one item; names it.
-            Exception: whatever the task raises, when its item's turn comes.
+            WorkersDiedError: three workers died over one item, which it names; or three in a row before they began any.
+            Exception: whatever the function raises, when its item's turn comes.
         """
         if not self.workers:
             for item in items:
-                result = NOT_YET if isinstance(item, NotYet) else task(shared, item)
+                result = NOT_YET if isinstance(item, NotYet) else function(shared, item)
                 if result is not NOT_YET:
-                    done(result)
+                    on_result(result)
                 yield result
             return
-        pickled, left = pickle.dumps(shared), iter(items)
-        # In the order of their items, the finished ones too; and those that were lost.
+        pickled_shared, unread_items = pickle.dumps(shared), iter(items)
+        # Tasks whose results were not taken yet, in the order of their items; and those of dead workers.
         held: deque[_Task] = deque()
-        again: deque[_Task] = deque()
+        lost: deque[_Task] = deque()
 
-        def next_job() -> _Task | NotYet | None:
-            if again:
-                return again.popleft()
-            if len(held) == _HELD * len(self._pool) or (item := next(left, None)) is None:
-                return None
-            if isinstance(item, NotYet):
-                return item
-            held.append(_Task(item))
-            return held[-1]
+        def next_task() -> _Task | NotYet | None:
+            """A lost task, or that of the next item; None where no item is left, or enough are held."""
+            if lost:
+                return lost.popleft()
+            if len(held) < _HELD_PER_WORKER * len(self._pool):
+                for item in unread_items:
+                    if isinstance(item, NotYet):
+                        return item
+                    held.append(_Task(item))
+                    return held[-1]
+            return None
 
         while True:
-            job: _Task | NotYet | None = None
-            # The worker that has the fewest gets another one, unless all have enough.
-            while len((worker := min(self._pool, key=lambda one: len(one.jobs))).jobs) < _AT_ONCE:
-                if not isinstance(job := next_job(), _Task):
+            task: _Task | NotYet | None = None
+            # The worker with the fewest tasks gets another one, unless all have enough.
+            while len((worker := min(self._pool, key=lambda each: len(each.tasks))).tasks) < _TASKS_AT_WORKER:
+                if not isinstance(task := next_task(), _Task):
                     break
-                worker.submit(job, task, pickled)
+                worker.submit(task, function, pickled_shared)
             if not held:
-                if job is None:
+                if task is None:
                     return
                 yield NOT_YET
-            elif held[0].done:
-                future = held.popleft().future
-                assert future is not None
-                yield future.result()
+            elif (outcome := held[0].outcome) is not None:
+                held.popleft()
+                yield outcome.result()
             else:
-                again += self._receive(_ASK_AGAIN_SECONDS if isinstance(job, NotYet) else None, name_of, done)
+                lost += self._collect(_ASK_AGAIN_SECONDS if isinstance(task, NotYet) else None, name_of, on_result)
 
-    def _receive(
-        self, seconds: float | None, name_of: Callable[[Any], str], done: Callable[[Any], None]
+    def _collect(
+        self, timeout: float | None, name_of: Callable[[Any], str], on_result: Callable[[Any], None]
     ) -> list[_Task]:
-        """Wait until a worker answers or dies, or so long; take what has come, and give back the jobs of dead ones."""
+        """Wait until a task is finished or a worker dies, at most ``timeout`` seconds, and note all outcomes.
+
+        Dead workers are replaced; the tasks they had are returned.
+        """
         lost: list[_Task] = []
-        wait([job.future for worker in self._pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
+        wait([future for worker in self._pool for _, future in worker.tasks], timeout, FIRST_COMPLETED)
         for number, worker in enumerate(self._pool):
-            while worker.jobs and (future := worker.jobs[0].future) is not None and future.done():
-                job = worker.jobs.popleft()
-                error = future.exception()
+            while worker.tasks and worker.tasks[0][1].done():
+                task, future = worker.tasks[0]
+                has_begun, error = worker.has_begun_task(), future.exception()
                 if isinstance(error, BrokenProcessPool):
                     worker.end()
-                    job.deaths += 1
-                    if job.deaths >= _MAX_ATTEMPTS:
+                    idle_deaths = 0 if has_begun else worker.idle_deaths + 1
+                    task.deaths += has_begun
+                    if max(task.deaths, idle_deaths) >= _MAX_DEATHS:
+                        when = "while working on this" if has_begun else "in a row before they began on this"
                         raise WorkersDiedError(
-                            f"{name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
-                            " crashed or were killed (out of memory?): try fewer --workers, look at these rows"
+                            f"{name_of(task.item)}: worker processes died {_MAX_DEATHS} times {when}; they crashed or"
+                            " were killed (out of memory?): try fewer --workers"
+                            + (", look at these rows" if has_begun else "")
                         )
-                    lost += [job, *worker.jobs]
-                    self._pool[number] = _Worker()
+                    lost += [task for task, _ in worker.tasks]
+                    self._pool[number] = _Worker(idle_deaths)
                     break
-                job.done, job.item = True, None  # which may be large
+                worker.tasks.popleft()
+                worker.idle_deaths = 0
+                task.outcome, task.item = future, None
                 if error is None:
-                    done(future.result())
+                    on_result(future.result())
         return lost
 
 
 # ---- in a worker ----
 
+# The pipe to the pool; and the first argument of the function, as it came and as it is.
+_pipe: Connection[Any, Any] | None = None
 _shared: tuple[bytes, Any] = (b"", None)
 
 
-def _begin(parent: Connection[Any, Any]) -> None:
+def _start(pipe: Connection[Any, Any]) -> None:
+    global _pipe  # noqa: PLW0603
+    _pipe = pipe
     # Ctrl-C reaches the whole process group; the parent is the one to end the work, and to say so.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One process is one thread of work; the libraries below would start one a processor.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(parent,), name="end with the parent", daemon=True).start()
+    threading.Thread(target=_end_with_pool, args=(pipe,), name="end with the pool", daemon=True).start()
 
 
-def _end_with(parent: Connection[Any, Any]) -> None:
+def _end_with_pool(pipe: Connection[Any, Any]) -> None:
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()
+        pipe.recv()
     os._exit(1)
 
 
-def _work(task: Callable[[Any, Any], Any], shared: bytes, item: Any) -> Any:
+def _work(function: Callable[[Any, Any], Any], shared: bytes, item: Any) -> Any:
     global _shared  # noqa: PLW0603
     try:
+        assert _pipe is not None
+        _pipe.send_bytes(b"begun")
         if _shared[0] != shared:
             _shared = shared, pickle.loads(shared)
-        return task(_shared[1], item)
+        return function(_shared[1], item)
     except (SFTIndexError, OSError):
         raise
     except Exception:
-        # A bug: what the parent raises must show where.
+        # A bug: what the pool raises must show where.
         raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None

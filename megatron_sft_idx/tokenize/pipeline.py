@@ -212,13 +212,15 @@ class _Preprocessing:
                 cut.append(replace(stretch, dealt=()))
                 yield replace(stretch, found=there.get((stretch.number, stretch.part), ()))
 
-        def done(parts: list[MadePart]) -> None:
+        def count(parts: list[MadePart]) -> None:
             for part in parts:
                 (progress.count_earlier if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
 
         with (
             self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress,
-            contextlib.closing(engine.map_in_order(make_parts, shared, stretches(), name_of=str, done=done)) as results,
+            contextlib.closing(
+                engine.map_in_order(make_parts, shared, stretches(), name_of=str, on_result=count)
+            ) as results,
         ):
             for parts in results:
                 stretch = cut.popleft()

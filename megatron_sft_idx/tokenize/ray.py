@@ -1,12 +1,13 @@
-"""Tasks on a Ray cluster: one that is there, or one that is started on this machine and stopped again.
+"""Tasks on a Ray cluster: one that the user runs, or one that this command starts on this machine and stops again.
 
-Nothing but stretches, lengths, counts and the plan goes through the driver; parts and shards are on a file system that
-all nodes share. Every task may be done twice.
+Only stretches, lengths, counts and the plan pass through the driver, the process of the command. Parts and shards are
+on a file system that all nodes share. A task may run more than once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import secrets
 import signal
@@ -23,31 +24,32 @@ from megatron_sft_idx.tokenize.local import WorkersDiedError, available_cpus
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 
-# A task is tried again when its process or node dies (spot machines do), and on errors of the file system, which
-# shared ones have now and then; never on an error of this package, which tasks give back.
+# Ray runs a task again when its process or node dies (spot machines do), and after an OSError, which shared file
+# systems have now and then; never after an error of this package, which tasks return.
 _MAX_RETRIES = 5
-# Tasks handed out for each processor: enough that none waits for the driver, few enough to be forgotten.
+# Tasks submitted for each processor, so that it need not wait for the driver; each costs the driver memory.
 _TASKS_A_CPU = 2
-# An address that only this machine reaches. In the place of 127.0.0.1 Ray would put one that others reach.
+# An address that only this machine reaches; Ray replaces 127.0.0.1 by one that other machines reach.
 _LOOPBACK = "127.0.0.2"
 _OBJECT_STORE_NBYTES = 512 << 20
+# The token of all clusters that this process starts; empty before the first.
 _own_token: list[str] = []
 
 
-def _giving_back_errors(task: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """What cannot be used today cannot be used when tried again; errors of the file system are raised, and are."""
+def _returning_errors(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The function, but errors of this package are returned: Ray would retry what cannot succeed."""
 
-    @functools.wraps(task)
-    def done(shared: Any, item: Any) -> Any:
+    @functools.wraps(function)
+    def call(shared: Any, item: Any) -> Any:
         # One task is one thread of work; the libraries below would start one a processor.
         os.environ["RAYON_NUM_THREADS"] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
-            return task(shared, item)
+            return function(shared, item)
         except SFTIndexError as error:
             return error
 
-    return done
+    return call
 
 
 class Cluster:
@@ -55,27 +57,26 @@ class Cluster:
 
     Args:
         ray: the module.
-        most: tasks that are handed out at a time.
+        workers: how many tasks are submitted at a time.
     """
 
-    def __init__(self, ray: Any, most: int) -> None:
-        self._ray, self._most = ray, most
-        self.workers = most
+    def __init__(self, ray: Any, workers: int) -> None:
+        self._ray, self.workers = ray, workers
 
     def map_in_order(
         self,
-        task: Callable[[Shared, Item], Any],
+        function: Callable[[Shared, Item], Any],
         shared: Shared,
         items: Iterable[Item],
         *,
         name_of: Callable[[Item], str],
-        done: Callable[[Any], None] = lambda result: None,
+        on_result: Callable[[Any], None] = lambda result: None,
     ) -> Generator[Any, None, None]:
-        """``task(shared, item)`` for every item, in order; arguments as of ``Local.map_in_order``.
+        """``function(shared, item)`` for every item, in order; arguments as of ``Local.map_in_order``.
 
-        Few tasks more than there are processors are handed out at a time, and few more results are held, which makes
-        the driver's memory independent of how many there are. Closing it stops the tasks that are at work; it is to be
-        closed before the connection is.
+        At most ``workers`` tasks are submitted at a time, and at most four times as many tasks and results held, so
+        that the driver's memory does not grow with the items. Closing the generator stops the tasks that run; the
+        caller must close it before the connection.
 
         Raises:
             SFTIndexError: of a task, when its turn comes.
@@ -83,44 +84,44 @@ class Cluster:
             OSError: of a task, after retries.
         """
         options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, "retry_exceptions": [OSError]}
-        remote = self._ray.remote(**options)(_giving_back_errors(task))
-        everywhere = self._ray.put(shared)
-        most = self._most
-        # By the order of the items; of these themselves only the names are kept, for they may be large.
-        waiting: deque[Any] = deque()
+        remote = self._ray.remote(**options)(_returning_errors(function))
+        shared_reference, unread_items = self._ray.put(shared), iter(items)
+        # Of all tasks whose results were not taken yet: references in the order of the items, and names of the items,
+        # which may themselves be large. Each task is running, or has an outcome.
+        held: deque[Any] = deque()
         names: dict[Any, str] = {}
         running: set[Any] = set()
-        finished: dict[Any, Any] = {}
-        left = iter(items)
+        outcomes: dict[Any, Any] = {}
         try:
             while True:
-                while len(running) < most and len(waiting) < 4 * most and (item := next(left, None)) is not None:
-                    reference = remote.remote(everywhere, item)
-                    waiting.append(reference)
+                free = min(self.workers - len(running), 4 * self.workers - len(held))
+                for item in itertools.islice(unread_items, max(free, 0)):
+                    reference = remote.remote(shared_reference, item)
+                    held.append(reference)
                     names[reference] = name_of(item)
                     running.add(reference)
-                if not waiting:
+                if not held:
                     return
-                if (reference := waiting[0]) in finished:
-                    waiting.popleft()
+                if (reference := held[0]) in outcomes:
+                    held.popleft()
                     del names[reference]
-                    result = finished.pop(reference)
-                    if isinstance(result, Exception):
-                        raise result
-                    yield result
+                    outcome = outcomes.pop(reference)
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    yield outcome
                     continue
                 ready, _ = self._ray.wait(list(running), num_returns=1)
-                for one in ready:
-                    running.remove(one)
-                    finished[one] = self._result(one, names[one])
-                    if not isinstance(finished[one], Exception):
-                        done(finished[one])
+                for reference in ready:
+                    running.remove(reference)
+                    outcome = outcomes[reference] = self._outcome(reference, names[reference])
+                    if not isinstance(outcome, Exception):
+                        on_result(outcome)
         finally:
             for reference in running:
                 self._ray.cancel(reference, force=True)
 
-    def _result(self, reference: Any, name: str) -> Any:
-        """What a task returned, or the error to raise in its turn."""
+    def _outcome(self, reference: Any, name: str) -> Any:
+        """The result of a task, or the error to raise when its turn comes; ``name`` is that of its item."""
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -137,14 +138,14 @@ class Cluster:
 
 @contextmanager
 def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], None]) -> Iterator[Cluster]:
-    """Connect to a cluster, or start one for as long as this lasts.
+    """Connect to a cluster, or start one for as long as the context lasts.
 
-    Ray's servers listen on every interface of the machine, and whoever reaches them runs code. So a cluster that is
-    started here asks for a token that is made for it, and makes itself known by a loopback address only.
+    Ray's servers listen on every interface of the machine, and whoever reaches them can run code. So a cluster that is
+    started here demands a token that is drawn for it, and announces a loopback address only.
 
     Args:
         address: as ``ray.init`` takes it; None starts a cluster on this machine.
-        workers: tasks at once; None for as many as the cluster has processors.
+        workers: how many tasks run at once; None for as many as the cluster has processors.
         log: takes lines for people.
 
     Raises:
@@ -161,8 +162,8 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
             "_node_ip_address": _LOOPBACK,
             "num_cpus": workers or available_cpus(),
         }
-    with _environment({} if address is not None else _token()):
-        # Ray reads the environment when it is imported.
+    # Ray reads the environment when it is imported.
+    with _environment({} if address is not None else _token_variables()):
         try:
             import ray
         except ImportError:
@@ -172,7 +173,7 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
                 "--engine ray: this process is connected to a Ray cluster already; call ray.shutdown() first"
             )
         try:
-            with _keeping_sigterm():
+            with _sigterm_handler_kept():
                 ray.init(**options)
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -183,12 +184,12 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
             log(f"Ray: {len(ray.nodes())} nodes, {cpus} processors")
             yield Cluster(ray, workers if workers and address is not None else max(_TASKS_A_CPU * cpus, 2))
         finally:
-            # Stops what init started, by its process ids, and nothing else.
+            # Stops the processes that init started, by their ids, and no others.
             ray.shutdown()
 
 
-def _token() -> dict[str, str]:
-    """Variables that make a cluster ask for a token, the same for all this process starts; the user's own go first."""
+def _token_variables() -> dict[str, str]:
+    """Environment variables by which a new cluster demands a token; none where the user's environment has its own."""
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return {}
     if not _own_token:
@@ -202,25 +203,26 @@ def _token() -> dict[str, str]:
 
 
 @contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Ray's own handler would end the process without a word."""
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Restore the handler of SIGTERM in the end: ``ray.init`` sets one that ends the process without a message."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
+    """Set these environment variables for as long as the context lasts."""
+    earlier = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
         for name in variables:
             os.environ.pop(name)
-        os.environ.update((name, before[name]) for name in variables if name in before)
+        os.environ.update(earlier)
