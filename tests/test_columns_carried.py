@@ -28,7 +28,7 @@ from megatron_sft_idx.packs import copying, transfer
 from megatron_sft_idx.packs import split as split_module
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.packs.transfer import Source
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
 from megatron_sft_idx.shard import publication as publication_module
@@ -75,9 +75,11 @@ def pairs_of(prefix: Path | str) -> list[tuple[int, int]]:
 # ---- split, and merged again ----
 
 
-@pytest.mark.parametrize("parts", [Parts(shards=3), Parts(packs=9), Parts(shards=50), Parts(nbytes=4000)])
+@pytest.mark.parametrize(
+    "parts", [SplitSize(shards=3), SplitSize(packs=9), SplitSize(shards=50), SplitSize(nbytes=4000)]
+)
 def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
-    tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parts: SplitSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "_PIECE_NBYTES", 20)
     # Whole pairs in every pack, so that wherever a shard is split there are (C10).
@@ -110,7 +112,7 @@ def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
 def test_a_split_goes_on_with_parts_of_the_same_columns_only(tmp_path: Path) -> None:
     write_columned(tmp_path / "x", PACKS, FEW)
     attach(tmp_path / "x", "late", "pack")
-    parts = Parts(shards=2)
+    parts = SplitSize(shards=2)
     split(tmp_path / "x", tmp_path / "y", parts)
     assert split(tmp_path / "x", tmp_path / "y", parts, resume=True).num_kept == 2
     os.rename(tmp_path / "y-00000-of-00002.late.col", tmp_path / "aside")
@@ -156,7 +158,7 @@ def test_files_without_fingerprints_are_not_taken_for_one_another(tmp_path: Path
     for name, table in (("r", spec), ("s", other), ("t", spec)):
         write_columned(tmp_path / name, PACKS[:3], {"source": table})
     merge([tmp_path / name for name in "rst"], tmp_path / "x", durable=False)
-    assert [file["name"] for file in Shard(tmp_path / "x").columns["source"].spec.metadata["files"]] == list("abaab")
+    assert [file["name"] for file in Shard(tmp_path / "x").columns["source"].spec.metadata["files"]] == list("aba")
     assert lines_of(tmp_path / "x") == [line for name in "rst" for line in lines_of(tmp_path / name)]
     merge([tmp_path / "r", tmp_path / "t"], tmp_path / "y", durable=False)
     assert [file["name"] for file in Shard(tmp_path / "y").columns["source"].spec.metadata["files"]] == list("ab")
@@ -179,14 +181,23 @@ def test_pairs_of_different_shards_stay_apart(tmp_path: Path) -> None:
     third = shift + max(second)[0] + 1
     expected = [*first, *((n + shift, i) for n, i in second), *((n + third, i) for n, i in first)]
     assert pairs_of(tmp_path / "x") == expected
-    # Parts of one split have their numbers from one shard, and go on with them; turned round they do not.
-    parts = split(tmp_path / "x", tmp_path / "y", Parts(shards=4)).prefixes
+    # Outputs of one split have their numbers from one shard, and go on with them; turned round they do not.
+    parts = split(tmp_path / "x", tmp_path / "y", SplitSize(shards=4)).prefixes
     merge(parts, tmp_path / "z", durable=False)
     assert pairs_of(tmp_path / "z") == expected
     assert all(verify_shard(prefix, full=True).ok for prefix in [tmp_path / "x", *parts, tmp_path / "z"])
     merge(parts[::-1], tmp_path / "r", durable=False)
     counts = [len({n for n, _ in pairs_of(prefix)}) for prefix in parts]
     assert len({n for n, _ in pairs_of(tmp_path / "r")}) == sum(counts)
+
+
+@pytest.mark.parametrize("part", ["1", 1.0, None, [1], True])
+def test_a_split_that_somebody_else_wrote_is_not_believed(tmp_path: Path, part: Any) -> None:
+    for name, number in (("s", part), ("t", 0)):
+        entry = {"shard_id": "x", "part": number, "parts": 2}
+        write_columned(tmp_path / name, PAIRED[:2], {"pair": PAIR}, metadata={"split": entry})
+    merge([tmp_path / "s", tmp_path / "t"], tmp_path / "x", durable=False)
+    assert len({number for number, _ in pairs_of(tmp_path / "x")}) == 2 * len({n for n, _ in pairs_of(tmp_path / "s")})
 
 
 def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
@@ -243,7 +254,7 @@ def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
     attach(tmp_path / "s", "late", "pack")
     works = [
         lambda: merge([tmp_path / "s", tmp_path / "s"], tmp_path / "out/x", durable=False),
-        lambda: split(tmp_path / "s", tmp_path / "out/x", Parts(shards=2), durable=False),
+        lambda: split(tmp_path / "s", tmp_path / "out/x", SplitSize(shards=2), durable=False),
     ]
     for name, rule in (("topk", "C7"), ("late", "C7"), ("source", "C3|C4")):
         path = tmp_path / f"s.{name}.col"
@@ -274,7 +285,7 @@ def test_files_of_others_are_no_columns_and_stay(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     before = files_of(tmp_path, "s")
     merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
-    split(tmp_path / "s", tmp_path / "x", Parts(shards=2), durable=False)
+    split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2), durable=False)
     assert sorted(Shard(tmp_path / "x").columns) == sorted(Shard(tmp_path / "x-00000-of-00002").columns) == sorted(FEW)
     assert files_of(tmp_path, "s") == before
     assert {(tmp_path / name).read_text() for name in ("x.notes.col", "x-00000-of-00002.notes.col")} == {"mine"}
@@ -363,14 +374,14 @@ def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path) -> No
     while True:
         folder = tmp_path / str(step)
         folder.mkdir()
-        killed = killed_at(step, lambda folder=folder: split(tmp_path / "s", folder / "x", Parts(shards=2)))  # type: ignore[misc]
+        killed = killed_at(step, lambda folder=folder: split(tmp_path / "s", folder / "x", SplitSize(shards=2)))  # type: ignore[misc]
         for path in folder.glob("*.seq.idx"):
             prefix = str(path).removesuffix(".seq.idx")
             assert verify_shard(prefix, full=True).ok
             assert sorted(Shard(prefix).columns) == ["grade", "late", "source", "topk"]
         if not killed:
             break
-        split(tmp_path / "s", folder / "x", Parts(shards=2), resume=True)
+        split(tmp_path / "s", folder / "x", SplitSize(shards=2), resume=True)
         merge([folder / f"x-0000{i}-of-00002" for i in range(2)], folder / "y", durable=False)
         for name in [*FEW, "late"]:
             assert (folder / f"y.{name}.col").read_bytes() == (tmp_path / f"s.{name}.col").read_bytes()
@@ -576,7 +587,7 @@ def test_a_disk_that_fills_up_inside_a_column_leaves_no_shard_and_room_again(
         elif verb == "merge":
             merge([tmp_path / "s"], prefix)
         else:
-            split(tmp_path / "s", prefix, Parts(shards=2))
+            split(tmp_path / "s", prefix, SplitSize(shards=2))
 
     with mounted("size=8m") as disk:
         with filled(disk, need // 2), pytest.raises(OSError, match="No space left"):

@@ -17,7 +17,7 @@ from merges import merged, rewrite_header, write_parts
 from packs import assert_holds, demo_samples, five_files, folder_of, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.packs import merge as origin
+from megatron_sft_idx.packs import provenance as origin
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 
 # ---- what is written ----
@@ -223,6 +223,6 @@ def test_as_many_sources_as_are_listed_fit_a_header(tmp_path: Path) -> None:
 def test_an_origin_that_somebody_else_wrote_is_not_believed(tmp_path: Path, bad: Any) -> None:
     write_samples(tmp_path / "a", demo_samples(3), metadata={"origin": bad})
     header = read_header(tmp_path / "a")
-    assert origin.runs_of(header) == [origin.own_run(header)]
+    assert origin.origin_runs(header) == [origin.own_run(header)]
     wrong = dataclasses.asdict(origin.own_run(header)) | {"num_tokens": 1}
-    assert origin.runs_of(dataclasses.replace(header, metadata={"origin": [wrong]})) == [origin.own_run(header)]
+    assert origin.origin_runs(dataclasses.replace(header, metadata={"origin": [wrong]})) == [origin.own_run(header)]

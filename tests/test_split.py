@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -21,7 +23,8 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.packs import copying
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.packs.split import Parts, part_prefix, split
+from megatron_sft_idx.packs.provenance import Origin, OriginRun
+from megatron_sft_idx.packs.split import SplitSize, output_prefix, split
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header, remove_shard
 from megatron_sft_idx.shard.publication import is_set_aside
 
@@ -35,7 +38,7 @@ ABOUT = {
 
 def cut(source: Path | str, prefix: Path | str, **options: Any) -> list[str]:
     """Split without waiting for the disk; prefixes of the parts."""
-    parts = Parts(**{name: options.pop(name) for name in ("packs", "nbytes", "shards") if name in options})
+    parts = SplitSize(**{name: options.pop(name) for name in ("packs", "nbytes", "shards") if name in options})
     return split(source, prefix, parts, durable=False, **options).prefixes
 
 
@@ -143,7 +146,7 @@ def test_an_empty_shard_is_split_into_empty_ones(tmp_path: Path) -> None:
         1,
         3,
     ]
-    assert len(Shard(part_prefix(str(tmp_path / "shards"), 2, 3))) == 0
+    assert len(Shard(output_prefix(str(tmp_path / "shards"), 2, 3))) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -186,11 +189,11 @@ def test_the_heap_does_not_grow_with_packs_or_tokens(
 @pytest.mark.parametrize("options", [{}, {"packs": 0}, {"packs": 1, "shards": 1}, {"nbytes": -1}])
 def test_parts_are_given_in_one_way(options: dict[str, int]) -> None:
     with pytest.raises(FormatError, match="give one of packs, nbytes and shards, 1 or more"):
-        Parts(**options)
+        SplitSize(**options)
 
 
 def test_too_many_parts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.packs.split._MAX_PARTS", 5)
+    monkeypatch.setattr("megatron_sft_idx.packs.split._MAX_OUTPUTS", 5)
     write_samples(tmp_path / "x", demo_samples(6), capacity=64)
     before = folder_of(tmp_path)
     for way in ({"packs": 1}, {"nbytes": 1}, {"shards": 6}):
@@ -216,7 +219,7 @@ def test_a_corrupt_source_is_found_before_anything_is_published(tmp_path: Path, 
 
 def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path) -> None:
     packs = demo_samples(6)
-    name = part_prefix("x", 1, 3)
+    name = output_prefix("x", 1, 3)
     write_samples(tmp_path / name, packs, capacity=64)
     with pytest.raises(FormatError, match="is both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
@@ -284,15 +287,15 @@ def test_a_killed_split_leaves_whole_parts_and_goes_on_behind_them(tmp_path: Pat
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         # Whole parts wait under temporary names until all are whole.
-        assert not any(opens(part_prefix(str(target / "p"), i, 6)) for i in range(6))
-        begun = [p for i in range(6) if os.path.exists((p := part_prefix(str(target / "p"), i, 6)) + ".journal")]
+        assert not any(opens(output_prefix(str(target / "p"), i, 6)) for i in range(6))
+        begun = [p for i in range(6) if os.path.exists((p := output_prefix(str(target / "p"), i, 6)) + ".journal")]
         done = [p for p in begun if is_set_aside(ShardPaths(p))]
         killed.add(len(done))
         inodes = [os.stat(p + ".bin.tmp").st_ino for p in done]
         if begun:
             with pytest.raises(FormatError, match=r"exist already|interrupted"):
                 cut(source, target / "p", shards=6)
-        report = split(source, target / "p", Parts(shards=6), resume=True, durable=False)
+        report = split(source, target / "p", SplitSize(shards=6), resume=True, durable=False)
         assert report.num_kept == len(done)
         assert [os.stat(p + ".bin").st_ino for p in done] == inodes
         assert [five_files(p) for p in report.prefixes] == expected
@@ -312,3 +315,39 @@ def test_resuming_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: P
         cut(tmp_path / "x", tmp_path / "p", packs=3, resume=True)
     cut(tmp_path / "x", tmp_path / "p", packs=3, overwrite=True)
     assert_holds(Shard(prefixes[1]), demo_samples(7)[3:6])
+
+
+def test_resuming_needs_room_for_the_outputs_that_are_missing_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(tmp_path / "x", demo_samples(60), capacity=64)
+    prefixes = cut(tmp_path / "x", tmp_path / "p", shards=3)
+    remove_shard(ShardPaths(prefixes[1]))
+    needed = Shard(tmp_path / "x").header.num_tokens * 5 // 3
+    room = os.statvfs(tmp_path)
+    for free, fits in ((needed // 2, False), (needed * 2, True)):
+        monkeypatch.setattr(os, "statvfs", lambda _, n=free: os.statvfs_result([1, 1, n, n, n, *room[5:]]))
+        with contextlib.nullcontext() if fits else pytest.raises(OSError, match="bytes are needed"):
+            cut(tmp_path / "x", tmp_path / "p", shards=3, resume=True)
+
+
+def test_an_output_has_the_origin_of_its_packs(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    counts = rng.integers(0, 9, 60).tolist()
+    packs = [(f"{run}", 100 * run + at) for run, count in enumerate(counts) for at in range(count)]
+    spans_asked = []
+
+    def spans(first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        spans_asked.append(first)
+        return (first * 7, stop * 7), (first * 2, stop * 2)
+
+    runs = [OriginRun(f"{i}", None, 100 * i, n, 2 * n, 7 * n) for i, n in enumerate(counts)]
+    whole = {"num_packs": len(packs), "num_sequences": 2 * len(packs), "num_tokens": 7 * len(packs)}
+    metadata = {"origin": list(map(dataclasses.asdict, runs))}
+    header = dataclasses.replace(write_samples(tmp_path / "x", []), metadata=metadata, **whole)
+    origin = Origin(header, spans)
+    edges = sorted([0, len(packs), *rng.integers(0, len(packs) + 1, 40).tolist()])
+    found = [run for first, stop in pairwise(edges) for run in origin.of_packs(first, stop)]
+    assert [(run.shard_id, run.first_pack + i) for run in found for i in range(run.num_packs)] == packs
+    assert all((run.num_sequences, run.num_tokens) == (2 * run.num_packs, 7 * run.num_packs) for run in found)
+    assert len(spans_asked) <= len(runs) + len(edges), "every output looks at its own runs alone"

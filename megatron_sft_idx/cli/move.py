@@ -11,7 +11,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
 from megatron_sft_idx.shard.columns import columns_beside
 from megatron_sft_idx.shard.shard_set import find_prefixes
@@ -175,7 +175,7 @@ def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
     report = split(
         arguments.source,
         arguments.output_prefix,
-        Parts(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
+        SplitSize(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
         overwrite=arguments.overwrite,
         resume=arguments.resume,
         watch=show_progress(arguments.log_interval),

@@ -249,7 +249,7 @@ def name_held(path: str, busy: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parts_held(prefix: str) -> Iterator[None]:
+def outputs_held(prefix: str) -> Iterator[None]:
     """Keep others away from all shards whose prefixes begin with one and a number."""
     make_folders(prefix)
     busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"

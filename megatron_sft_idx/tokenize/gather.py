@@ -22,12 +22,12 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import fewer_tokens
-from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
+from megatron_sft_idx.packs.split import output_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
 from megatron_sft_idx.shard.publication import (
     is_set_aside,
     lock_journal,
-    parts_held,
+    outputs_held,
     places_of,
     publish_all,
     read_journal,
@@ -133,7 +133,7 @@ def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[st
 
     ``valid`` adds the one of the conversations that are kept apart, ``PREFIX.valid``.
     """
-    trained = [prefix] if shards == 1 else [part_prefix(prefix, number, shards) for number in range(shards)]
+    trained = [prefix] if shards == 1 else [output_prefix(prefix, number, shards) for number in range(shards)]
     return [*trained, f"{prefix}.valid"] if valid else trained
 
 
@@ -277,7 +277,7 @@ def publish_shards(
     Raises:
         FormatError: a shard is there that is another one, and may not be replaced.
     """
-    with parts_held(prefix) if len(outputs) > 1 else contextlib.nullcontext():
+    with outputs_held(prefix) if len(outputs) > 1 else contextlib.nullcontext():
         headers: dict[int, Header] = {}
         for number, output in enumerate(outputs):
             if keep and (found := output.found()) is not None:

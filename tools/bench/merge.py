@@ -27,7 +27,7 @@ from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 SHARDS = 8
@@ -79,7 +79,7 @@ def with_cat(sources: list[str], output: str) -> None:
 
 def with_split(sources: list[str], output: str) -> None:
     """Of one merged shard, which ``sources`` holds."""
-    split(sources[0], output, Parts(shards=SHARDS), durable=False)
+    split(sources[0], output, SplitSize(shards=SHARDS), durable=False)
 
 
 Way = Callable[[list[str], str], None]

@@ -1,0 +1,126 @@
+"""Where the packs of a shard come from, as the JSON block of its header says: ``origin`` and ``split``.
+
+A merged shard lists the shards that it was made from, a shard that was split off lists its packs of them and says which
+output of which split it is. Anybody may have written a JSON block, so what does not fit the header is not believed.
+Nothing here reads or writes a file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from megatron_sft_idx.layout import Header
+
+ORIGIN, SPLIT = "origin", "split"
+# An entry takes some 250 bytes, and the JSON block of a header holds 16 MiB.
+MAX_RUNS = 50_000
+PER_SHARD = frozenset({"columns", "notes", "packing", "sources", ORIGIN, SPLIT})
+"""Keys of the JSON block that count or name what is in one shard: they hold neither of a merged nor of a split one."""
+
+_COUNTS = ("num_packs", "num_sequences", "num_tokens")
+Spans = Callable[[int, int], tuple[tuple[int, int], tuple[int, int]]]
+"""Of packs ``[first, stop)``: first and last of their tokens, and first and last of their sequences."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OriginRun:
+    """Consecutive packs of one shard; as a dict, an entry of ``origin`` in the JSON block.
+
+    Attributes:
+        shard_id: id of that shard, hex.
+        source: fingerprint of the rows that it was made from; None where it records none.
+        first_pack: number of the first of these packs in that shard.
+        num_packs: how many packs.
+        num_sequences: how many sequences these packs hold.
+        num_tokens: how many tokens these packs hold.
+    """
+
+    shard_id: str
+    source: str | None
+    first_pack: int
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+
+
+def own_run(header: Header) -> OriginRun:
+    """All packs of a shard, as packs of that shard itself."""
+    counts = header.num_packs, header.num_sequences, header.num_tokens
+    return OriginRun(header.shard_id.hex(), header.source, 0, *counts)
+
+
+def origin_runs(header: Header) -> list[OriginRun]:
+    """The runs that make up a shard: its ``origin`` where that fits the header's counts, else the shard itself."""
+    try:
+        runs = [OriginRun(**entry) for entry in header.metadata[ORIGIN]]
+        counts = [[getattr(run, name) for name in _COUNTS] for run in runs]
+        are_counts = all(type(value) is int and value >= 0 for row in counts for value in row)
+        fits = are_counts and list(map(sum, zip(*counts, strict=True))) == [getattr(header, name) for name in _COUNTS]
+        fits = fits and all(type(run.first_pack) is int for run in runs)
+    except (KeyError, TypeError):
+        fits = False
+    return runs if fits else [own_run(header)]
+
+
+def extend_runs(runs: list[OriginRun], more: Iterable[OriginRun]) -> None:
+    """Append runs to a list. A run that continues the last one is joined to it; a run of no packs is left out."""
+    for run in more:
+        last = runs[-1] if runs else None
+        start = run.shard_id, run.source, run.first_pack
+        if last and (last.shard_id, last.source, last.first_pack + last.num_packs) == start:
+            sums = {name: getattr(last, name) + getattr(run, name) for name in _COUNTS}
+            runs[-1] = dataclasses.replace(last, **sums)
+        elif run.num_packs:
+            runs.append(run)
+
+
+class Origin:
+    """The origin of a shard that is split, of which each output is given its share.
+
+    Args:
+        header: of the shard.
+        spans: of the shard's packs.
+    """
+
+    def __init__(self, header: Header, spans: Spans) -> None:
+        self._runs, self._spans = origin_runs(header), spans
+        self._ends = list(accumulate(run.num_packs for run in self._runs))
+
+    def of_packs(self, first: int, stop: int) -> list[OriginRun]:
+        """The runs of the packs ``[first, stop)``, in order."""
+        runs, begin = [], first
+        at = bisect.bisect_right(self._ends, first)
+        while begin < stop:
+            run, end = self._runs[at], min(stop, self._ends[at])
+            (token, last_token), (sequence, last_sequence) = self._spans(begin, end)
+            counts = end - begin, last_sequence - sequence, last_token - token
+            first_pack = run.first_pack + run.num_packs - (self._ends[at] - begin)
+            if end > begin:
+                runs.append(OriginRun(run.shard_id, run.source, first_pack, *counts))
+            begin, at = end, at + 1
+        return runs
+
+
+class SplitOutput(NamedTuple):
+    """Which output of a split a shard is: the id of the shard that was split, hex; its number from 0; of how many."""
+
+    shard_id: str
+    number: int
+    outputs: int
+
+    @classmethod
+    def of(cls, header: Header) -> SplitOutput | None:
+        """What the JSON block of a shard says; None where it was not split off, or does not say it properly."""
+        entry: Any = header.metadata.get(SPLIT)
+        if not isinstance(entry, dict):
+            return None
+        output = cls(entry.get("shard_id", ""), entry.get("part", -1), entry.get("parts", -1))
+        return output if [type(value) for value in output] == [str, int, int] else None
+
+    def follows(self, other: SplitOutput | None) -> bool:
+        """Whether this is the output right after another one of the same split."""
+        return other is not None and self == other._replace(number=other.number + 1)
