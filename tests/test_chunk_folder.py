@@ -18,7 +18,7 @@ from packs import demo_samples
 from test_formats_jsonl_chunks import produced, write_chunk
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_with_whole_line, line_bounds
 from megatron_sft_idx.live import Limits
 from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
@@ -56,9 +56,9 @@ def test_ends_whole_says_what_finding_the_lines_says(content: bytes) -> None:
         try:
             line_bounds(file.name)
         except FormatError:
-            assert not ends_whole(file.name)
+            assert not ends_with_whole_line(file.name)
         else:
-            assert ends_whole(file.name)
+            assert ends_with_whole_line(file.name)
 
 
 def test_a_chunk_with_a_successor_is_whole_at_once(tmp_path: Path) -> None:

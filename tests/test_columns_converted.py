@@ -15,7 +15,8 @@ from packs import assert_holds, demo_samples, write_samples
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import registry
-from megatron_sft_idx.formats.convert import ConvertOptions, Padding, convert
+from megatron_sft_idx.formats.bridge import Padding
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE, open_reader
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs import run as run_module
@@ -23,7 +24,7 @@ from megatron_sft_idx.shard import Shard, write_column
 
 PACKS = demo_samples(40)
 _WRITERS = {name: registry._module(name).Writer for name in WRITABLE}
-CARRYING = [name for name, made in _WRITERS.items() if made.carries]
+CARRYING = [name for name, made in _WRITERS.items() if made.stores_columns]
 OTHERS = [name for name in WRITABLE if name not in CARRYING]
 # Values that text and rounding lose.
 FLOATS = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 0.1, 3.4028235e38])
@@ -114,7 +115,7 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
 @pytest.mark.parametrize("name", READABLE)
 def test_every_format_reads_the_columns_that_it_writes(name: str) -> None:
     """A format that is added later carries columns both ways, or neither."""
-    reads = "columns" in registry.reader_options(name)
+    reads = "columns" in registry.options_of_reader(name)
     assert reads == (name in CARRYING)
 
 

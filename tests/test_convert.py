@@ -23,7 +23,8 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import parquet, registry
 from megatron_sft_idx.formats.base import PackedWriter
-from megatron_sft_idx.formats.convert import ConvertOptions, Padding, convert
+from megatron_sft_idx.formats.bridge import Padding
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
 
@@ -545,7 +546,7 @@ def test_a_file_that_cannot_be_published_takes_its_summary_back(
 
 _KILLED = """
 import os, signal, sys
-from megatron_sft_idx.formats import convert
+from megatron_sft_idx.formats import bridge
 from megatron_sft_idx.storage import publish
 from megatron_sft_idx.cli.main import main
 
@@ -560,7 +561,7 @@ def dying(step):
         return step(*arguments, **options)
     return call
 
-publish.move_into_place, convert.remove_file = dying(publish.move_into_place), dying(convert.remove_file)
+publish.move_into_place, bridge.remove_file = dying(publish.move_into_place), dying(bridge.remove_file)
 publish.sync_folder = dying(publish.sync_folder)
 sys.exit(main(sys.argv[2:]))
 """

@@ -28,7 +28,7 @@ from megatron_sft_idx.formats.base import (
     require_same_length,
     unplaced_note,
 )
-from megatron_sft_idx.formats.convert import Padding
+from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.registry import WRITABLE, create
 from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.packs.run import Column, PackRun, windows

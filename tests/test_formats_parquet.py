@@ -48,7 +48,7 @@ def test_same_packs_same_bytes_however_they_come(tmp_path: Path) -> None:
 
 
 def test_long_packs_make_smaller_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.parquet._MOST_GROUP_TOKENS", 10)
+    monkeypatch.setattr("megatron_sft_idx.formats.parquet._MAX_GROUP_TOKENS", 10)
     lengths = [4, 4, 4, 30, 2, 9]
     packs = [sample_of([n], lambda p: p % 2, lambda p: p) for n in lengths]
     for pieces in (1, 3):
@@ -158,13 +158,13 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path, monke
     packs = [sample_of([100], lambda p: p % 2, lambda p: p) for _ in range(8)]
     write_groups(tmp_path / "x", table_of(packs), [2] * 4)
     decoded: list[int] = []
-    decode = Reader._decode
+    decode = Reader._decode_group
 
     def noting(self: Reader, group: int) -> Any:
         decoded.append(group)
         return decode(self, group)
 
-    monkeypatch.setattr(Reader, "_decode", noting)
+    monkeypatch.setattr(Reader, "_decode_group", noting)
     monkeypatch.setattr(parquet, "_CACHE_NBYTES", 0)
     one = Reader(tmp_path / "x")
     for i in (0, 1, 2, 0, 7, 6):

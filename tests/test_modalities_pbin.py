@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.pbin import Reader, framings, recognise
+from megatron_sft_idx.formats.pbin import Reader, possible_framings, recognise
 from megatron_sft_idx.packs.run import RUN_TOKENS
 from tests.pbins import documents_of, flat, header_of, merged, pbin_of
 
@@ -86,7 +86,7 @@ def test_a_header_that_two_generations_could_have_written(made: Made) -> None:
     second_byte_of_frame_length = 8 + 4 * 29 + 4
     data[second_byte_of_frame_length] = 0x80
     path = made(bytes(data))
-    assert len(framings(path)) == 2
+    assert len(possible_framings(path)) == 2
     assert documents_of(path) == documents
 
 

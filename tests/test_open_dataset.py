@@ -19,7 +19,7 @@ from packs import Sample, assert_holds, assert_is, demo_samples, write_samples
 from megatron_sft_idx import PackedDataset, open_dataset
 from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
-from megatron_sft_idx.formats.registry import WRITABLE, JoinedReader, find, recognise
+from megatron_sft_idx.formats.registry import WRITABLE, JoinedReader, recognise, resolve_source
 from megatron_sft_idx.shard import Shard
 
 PACKS = demo_samples(23)
@@ -153,9 +153,9 @@ def test_content_decides_not_the_name(tmp_path: Path) -> None:
 def test_a_shard_by_any_of_its_names(tmp_path: Path) -> None:
     write_shards(tmp_path, {"run[1]": 3, "run1": 2})
     for name in ("run[1]", "run[1].seq.idx", "run[1].bin", "run[1].idx"):
-        assert find(tmp_path / name) == ("sft-idx", [str(tmp_path / "run[1]")])
-    assert find(f"{tmp_path}/run?") == ("sft-idx", [str(tmp_path / "run1")])
-    assert find(f"{tmp_path}/run*") == ("sft-idx", [str(tmp_path / "run1"), str(tmp_path / "run[1]")])
+        assert resolve_source(tmp_path / name) == ("sft-idx", [str(tmp_path / "run[1]")])
+    assert resolve_source(f"{tmp_path}/run?") == ("sft-idx", [str(tmp_path / "run1")])
+    assert resolve_source(f"{tmp_path}/run*") == ("sft-idx", [str(tmp_path / "run1"), str(tmp_path / "run[1]")])
     assert len(open_dataset([tmp_path / "run1", tmp_path / "run[1]", tmp_path / "run1"])) == 7
 
 
@@ -329,7 +329,7 @@ def test_threads_share_one(tmp_path: Path) -> None:
 def test_a_fork_in_a_threads_read_does_not_wait_for_it(tmp_path: Path) -> None:
     write_npys(tmp_path, {"x": 3})
     ds = open_dataset(tmp_path)
-    with ds._parts._here():  # as a thread would hold it while it reads
+    with ds._files._process_lock():  # as a thread would hold it while it reads
         child = multiprocessing.get_context("fork").Process(target=ds.__getitem__, args=(0,))
         child.start()
         child.join(300)
@@ -338,7 +338,7 @@ def test_a_fork_in_a_threads_read_does_not_wait_for_it(tmp_path: Path) -> None:
 
 def test_no_more_are_open_than_allowed(tmp_path: Path) -> None:
     write_npys(tmp_path, SIZES)
-    parts = JoinedReader(*find(tmp_path), max_open=2)
+    parts = JoinedReader(*resolve_source(tmp_path), max_open=2)
     ds = PackedDataset(parts)
     for i in range(-23, 23):
         _ = ds[i]

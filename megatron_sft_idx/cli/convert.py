@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
 from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
-from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, Padding, convert, summary_path
+from megatron_sft_idx.formats.bridge import Padding, summary_path
+from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress
@@ -154,12 +155,12 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
             parser.error(f"--{name.replace('_', '-')} is for --to {' or '.join(formats)}")
     with contextlib.ExitStack() as stack:
 
-        def begun(what: str, tokens: int) -> Any:
+        def on_pass(what: str, tokens: int) -> Any:
             stack.close()  # the pass before is done
             bar = Progress(what, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
             return stack.enter_context(bar).update
 
-        report = convert(arguments.source, arguments.destination, arguments.to, options, begun=begun)
+        report = convert(arguments.source, arguments.destination, arguments.to, options, on_pass=on_pass)
     print("\n".join(_lines(report, arguments.destination, arguments.to)))
     if padding is not None:
         print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")

@@ -48,8 +48,8 @@ ALIGNMENT_NOTES = {
     " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
 }
 # The key, in what a file says of itself, of padding that is stored in its packs.
-PADDED = "bridge_padding"
-_MOST_JSON_NBYTES = 64 << 20
+BRIDGE_PADDING_KEY = "bridge_padding"
+_MAX_JSON_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PackedSpec:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
 
     def stated(self) -> dict[str, Any]:
-        """What files of other formats say of their packs in a place of ours, JSON-able: see ``stated_of``."""
+        """What files of other formats say of their packs in a place of ours, JSON-able: see ``spec_fields``."""
         keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
         said = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
         columns = {name: spec.encode() for name, spec in self.columns.items()}
@@ -142,7 +142,7 @@ class PackedReader(ABC):
     def _open(self, *args: Any, **options: Any) -> None:
         """Open the path, and check what can be checked without reading it all."""
 
-    def _settle_alignment(self, stated: object = None) -> None:
+    def _take_alignment(self, stated: object = None) -> None:
         """Take the alignment that a file says itself, where it does, and note what is done to the masks.
 
         Raises:
@@ -199,7 +199,7 @@ class PackedReader(ABC):
         how = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
         return checked_run(self.path, first_pack, *arrays, columns=columns, **how)  # type: ignore[arg-type]
 
-    def _described(self, num_sequences: int, num_tokens: int, longest_pack: int, **more: Any) -> PackedSpec:
+    def _make_spec(self, num_sequences: int, num_tokens: int, longest_pack: int, **more: Any) -> PackedSpec:
         """The spec of packs of which so much was counted; its capacity is the longest of them where none is said."""
         counts = len(self), num_sequences, num_tokens, longest_pack
         return PackedSpec(*counts, *self._dtypes, **{"capacity": longest_pack, "columns": self.columns, **more})
@@ -208,7 +208,7 @@ class PackedReader(ABC):
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
-    A format has ``_begin``, which calls ``_make`` once its options are known to be good, ``_append`` and ``_finish``.
+    A format has ``_begin``, which calls ``_make_output`` once it has checked its options, ``_append`` and ``_finish``.
 
     Args:
         path: what is written.
@@ -222,9 +222,9 @@ class PackedWriter(ABC):
         reader: reads what is written.
         kind: what may be replaced.
         folder: whether the format is a folder of files.
-        binary: whether the format's masks are 0 and 1 and nothing else.
-        carries: whether the format has a place for columns.
-        rereading: options of the reader that ``reread`` makes.
+        binary_masks: whether the format's masks are 0 and 1 and nothing else.
+        stores_columns: whether the format has a place for columns.
+        reread_options: options of the reader that ``reread`` makes.
         lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
             one) and ``"columns"`` that it is true of.
 
@@ -237,9 +237,9 @@ class PackedWriter(ABC):
     reader: ClassVar[type[PackedReader]]
     kind: ClassVar[Kind]
     folder: ClassVar[bool] = False
-    binary: ClassVar[bool] = False
-    carries: bool = False
-    rereading: ClassVar[Mapping[str, Any]] = {}
+    binary_masks: ClassVar[bool] = False
+    stores_columns: bool = False
+    reread_options: ClassVar[Mapping[str, Any]] = {}
     _output: PendingOutput
 
     def __init__(
@@ -252,13 +252,13 @@ class PackedWriter(ABC):
         **options: Any,
     ) -> None:
         self._path, self._spec, self._overwrite, self._allow_loss = os.fspath(path), spec, overwrite, allow_loss
-        self._counts, self._changed_weights = Counts(), 0
+        self._counts, self._changed_weights = PackCounts(), 0
         self._complete = self._published = False
         self.lost: dict[str, str] = {}
         try:
             self._begin(**options)
-            if spec is not None and spec.columns and not self.carries:
-                self._leave_out(spec.columns)
+            if spec is not None and spec.columns and not self.stores_columns:
+                self._drop_columns(spec.columns)
         except BaseException:
             self.abandon()
             raise
@@ -267,14 +267,14 @@ class PackedWriter(ABC):
     def _begin(self, *args: Any, **options: Any) -> None:
         """Check the options, make the output, and write what comes before the first pack."""
 
-    def _make(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
+    def _make_output(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
         """The file or folder, hidden until it is published. OSError: there is no space for so much of it."""
         require_space(self._path, nbytes, files)
         make = new_folder if self.folder else new_file
         self._output = make(self._path, self.kind, overwrite=self._overwrite)
         return self._output
 
-    def _leave_out(self, columns: Iterable[str]) -> None:
+    def _drop_columns(self, columns: Iterable[str]) -> None:
         """Note that columns are not written. FormatError where loss is not allowed."""
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
@@ -292,13 +292,13 @@ class PackedWriter(ABC):
                 not allowed.
             SequenceError: a pack does not fit what was announced.
         """
-        if run.columns and not self.carries:
-            self._leave_out(run.columns)
+        if run.columns and not self.stores_columns:
+            self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
         announced = {} if self._spec is None else self._spec.columns
-        if self.carries and {name: spec for name, (spec, _) in run.columns.items()} != announced:
+        if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != announced:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
-        if self.binary and run.loss_mask.dtype != np.uint8:
+        if self.binary_masks and run.loss_mask.dtype != np.uint8:
             run = dataclasses.replace(run, loss_mask=self._binary_mask(run))
         self._append(run)
         self._counts.add(run)
@@ -309,15 +309,16 @@ class PackedWriter(ABC):
         if (weights := (mask != 0) & (mask != 1)).any():
             if not self._allow_loss:
                 at = int(np.argmax(weights))
+                pack = self._pack_of_token(run, at)
                 raise FormatError(
-                    f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format holds 0"
+                    f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0"
                     " and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
                 )
             self._changed_weights += int(np.count_nonzero(weights))
             self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
         return (mask > 0).astype(np.uint8)
 
-    def _pack_at(self, run: PackRun, token: int) -> int:
+    def _pack_of_token(self, run: PackRun, token: int) -> int:
         """Number, among all packs, of the one that holds a token of the run being written."""
         return self._counts.num_packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
 
@@ -349,8 +350,8 @@ class PackedWriter(ABC):
 
     def reread(self) -> PackedReader:
         """A reader of all that was written, which is complete and not in its place yet."""
-        columns: dict[str, Any] = {"columns": None} if self.carries else {}
-        return self.reader(self._output.temporary, **self.rereading, **columns)
+        columns: dict[str, Any] = {"columns": None} if self.stores_columns else {}
+        return self.reader(self._output.temporary, **self.reread_options, **columns)
 
     def publish(self) -> None:
         """Put what is complete in its place, on disk."""
@@ -392,7 +393,7 @@ class PackedWriter(ABC):
 
 
 @dataclass(eq=False)
-class Counts:
+class PackCounts:
     """What runs hold in all."""
 
     num_packs: int = 0
@@ -480,7 +481,7 @@ def checked_run(
     return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
 
 
-def one_pack(
+def checked_pack(
     path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **how: Any
 ) -> PackRun:
     """``checked_run`` of pack ``number``, handed in by itself. SequenceError where it breaks a rule."""
@@ -542,7 +543,7 @@ def checked_alignment(path: str, alignment: str) -> MaskAlignment:
     return alignment
 
 
-def all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
+def all_trained_mask(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
     ends = lengths.cumsum()
     mask = np.ones(int(ends[-1]) if len(ends) else 0, np.uint8)
@@ -559,7 +560,7 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
     return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
 
 
-def first_outside(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
+def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
     """The first range that leaves a file or overlaps the one before, None where all are in order; never overflows.
 
     Args:
@@ -580,15 +581,15 @@ def file_identity(*paths: str) -> str:
     return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in map(os.stat, paths))
 
 
-def read_json(path: str) -> tuple[dict[str, Any], bytes]:
+def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
     """The JSON object in a file, and its bytes. FormatError where it holds none; else OSError."""
-    raw = read_beginning(path, _MOST_JSON_NBYTES + 1)
+    raw = read_beginning(path, _MAX_JSON_NBYTES + 1)
     try:
         stated = orjson.loads(raw)
     except ValueError as error:
         raise FormatError(f"{path}: not JSON: {error}") from None
-    if not isinstance(stated, dict) or len(raw) > _MOST_JSON_NBYTES:
-        raise FormatError(f"{path}: no object, or one of more than {_MOST_JSON_NBYTES} bytes")
+    if not isinstance(stated, dict) or len(raw) > _MAX_JSON_NBYTES:
+        raise FormatError(f"{path}: no object, or one of more than {_MAX_JSON_NBYTES} bytes")
     return stated, raw
 
 
@@ -626,13 +627,13 @@ def pickle_opcodes(value: Any) -> bytes:
     return file.getvalue()[2:-1]
 
 
-def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:
+def int_within(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:
     """A whole number within bounds that a file says of itself; None where it says none."""
     value = stated.get(key)
     return value if type(value) is int and least <= value <= most else None
 
 
-def stated_columns(stated: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
+def column_specs_of(stated: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
     """The columns that a file says it has (``PackedSpec.stated``), as far as they are asked for.
 
     Args:
@@ -653,7 +654,7 @@ def stated_columns(stated: Mapping[str, Any], path: str, chosen: Sequence[str] |
     return columns if chosen is None else {name: columns[name] for name in chosen}
 
 
-def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
+def spec_fields(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
     """What a file may say of its packs beside their counts, as keywords of ``PackedSpec``.
 
     Args:
@@ -663,8 +664,8 @@ def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[st
     """
     metadata = stated.get("metadata")
     return {
-        "capacity": max(stated_int(stated, "capacity") or capacity, longest),
-        "sequence_multiple": stated_int(stated, "sequence_multiple") or 1,
-        "pad_id": stated_int(stated, "pad_id", 0),
+        "capacity": max(int_within(stated, "capacity") or capacity, longest),
+        "sequence_multiple": int_within(stated, "sequence_multiple") or 1,
+        "pad_id": int_within(stated, "pad_id", 0),
         "metadata": metadata if isinstance(metadata, dict) else {},
     }

@@ -37,14 +37,14 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
-    Counts,
+    PackCounts,
     PackedReader,
     PackedSpec,
     PackedWriter,
     checked_run,
+    column_specs_of,
     file_identity,
-    read_json,
-    stated_columns,
+    read_json_object,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
@@ -55,14 +55,14 @@ from megatron_sft_idx.storage.publish import Kind
 COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _BLOCK_NBYTES = 1 << 20
-_LISTED = 10
+_MAX_LISTED = 10
 _BLANK = b" \t\r\n"  # JSON's white space
 # Lines up to this are looked at, as they may be blank: the names of a pack's fields alone are longer.
-_MOST_BLANK_NBYTES = 64
+_MAX_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
 # Beside the chunks, where they have columns: what these are.
-SPECS = "columns.json"
+COLUMNS_FILE = "columns.json"
 _NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _NO_NUMBERS = tuple(_NO_NUMBER.values())
 # What labels hold where nothing is trained: PyTorch's index to ignore.
@@ -102,8 +102,8 @@ def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
     if not numbers:
         raise FormatError(f"{folder}: no chunks in it, expected files named {chunk_name(0)} and on")
     if gaps := [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]:
-        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_LISTED])
-        listed += ", ..." if len(gaps) > _LISTED else ""
+        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_MAX_LISTED])
+        listed += ", ..." if len(gaps) > _MAX_LISTED else ""
         raise FormatError(f"{folder}: chunks {listed} are missing between others; copy them, or make them again")
     freed = f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems"
     return [os.path.join(folder, chunk_name(number)) for number in numbers], [freed] if numbers[0] else []
@@ -128,12 +128,12 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         starts = np.append(0, stops)
         starts, complete = starts[:-1], int(starts[-1])
         filled = np.ones(len(starts), np.bool_)
-        for line in np.flatnonzero(stops - starts <= _MOST_BLANK_NBYTES):
+        for line in np.flatnonzero(stops - starts <= _MAX_BLANK_NBYTES):
             raw = os.pread(file.fileno(), int(stops[line] - starts[line]), int(starts[line]))
             filled[line] = bool(raw.strip(_BLANK))
         file.seek(complete)
         last = file.read()
-        if not _is_whole(last):
+        if not _is_whole_line(last):
             raise FormatError(
                 f"{path}:{len(stops) + 1}: the last line ends in the middle; the chunk is still being written, or was"
                 " torn when its producer died: wait for it, or write it again"
@@ -153,17 +153,17 @@ def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
     return raw
 
 
-def ends_whole(path: str) -> bool:
+def ends_with_whole_line(path: str) -> bool:
     """Whether a chunk ends with a whole line, or is empty; reads its last line alone."""
     with open_regular(path) as file:
         end, last = file.seek(0, os.SEEK_END), b""
         while end and b"\n" not in last:
             begin = max(end - _BLOCK_NBYTES, 0)
             last, end = os.pread(file.fileno(), end - begin, begin) + last, begin
-    return _is_whole(last.rpartition(b"\n")[2])
+    return _is_whole_line(last.rpartition(b"\n")[2])
 
 
-def _is_whole(last: bytes) -> bool:
+def _is_whole_line(last: bytes) -> bool:
     """Whether what follows the last newline is whole: no beginning of an object is an object."""
     if not last.strip(_BLANK):
         return True
@@ -225,7 +225,7 @@ class ChunkFile:
             os.close(fd)
 
 
-class Line(NamedTuple):
+class PackLine(NamedTuple):
     """One pack.
 
     Attributes:
@@ -241,7 +241,7 @@ class Line(NamedTuple):
     columns: dict[str, Column]
 
 
-def parse(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> Line:
+def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> PackLine:
     """The pack in one line, with these columns. ValueError says which field is wrong, and how."""
     row = orjson.loads(raw)
     if not isinstance(row, dict):
@@ -269,7 +269,7 @@ def parse(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> Line:
         )
     beside, rows = row.get("columns"), {"token": len(tokens), "sequence": len(lengths), "pack": 1}
     values = {name: _column(beside, name, spec, rows[spec.per]) for name, spec in (columns or {}).items()}
-    return Line(tokens, trained, lengths, values)
+    return PackLine(tokens, trained, lengths, values)
 
 
 def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
@@ -293,7 +293,7 @@ def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
         return Column(spec, spec.array(name, values.reshape(spec.shape(count)), count))
 
 
-def _plain(values: NDArray[Any]) -> Any:
+def _json_values(values: NDArray[Any]) -> Any:
     """Values of a column as what JSON holds of them, exactly."""
     if values.dtype.kind != "f":
         return values.tolist() if values.ndim == 0 else np.ascontiguousarray(values)
@@ -305,16 +305,16 @@ def _plain(values: NDArray[Any]) -> Any:
     return flat if values.ndim else flat[0]
 
 
-def read_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
-    """The columns that the chunks of a folder have, as far as they are asked for. Errors as ``stated_columns``."""
+def read_column_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
+    """The columns that the chunks of a folder have, as far as they are asked for. Errors as ``column_specs_of``."""
     if chosen is not None and not chosen:
         return {}
-    path = os.path.join(folder, SPECS)
-    stated = read_json(path)[0] if os.path.exists(path) else {}
-    return stated_columns(stated, path, chosen)
+    path = os.path.join(folder, COLUMNS_FILE)
+    stated = read_json_object(path)[0] if os.path.exists(path) else {}
+    return column_specs_of(stated, path, chosen)
 
 
-def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
+def run_of_lines(path: str, first_pack: int, lines: Sequence[PackLine]) -> PackRun:
     """The packs of one or more lines as a checked run; path and number of the first pack are for errors.
 
     Raises:
@@ -362,7 +362,7 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
 
 
 # Longest first line that is looked at to tell what a file is.
-_MOST_HEAD_NBYTES = 32 << 20
+_MAX_HEAD_NBYTES = 32 << 20
 
 
 def recognise(path: str) -> bool:
@@ -382,7 +382,7 @@ def _begins_packed(path: str) -> bool:
     with open_regular(path) as file:
         if file.read(1) != b"{":
             return False
-        row = orjson.loads(b"{" + file.readline(_MOST_HEAD_NBYTES))
+        row = orjson.loads(b"{" + file.readline(_MAX_HEAD_NBYTES))
     return all(name in row for name in FIELDS)
 
 
@@ -390,8 +390,8 @@ def _is_chunk(path: str) -> bool:
     """Whether a file is a chunk by its name and its first line, an empty one, or the mark beside a chunk."""
     name = os.path.basename(path)
     try:
-        if name == SPECS:
-            return bool(read_specs(os.path.dirname(path), None))
+        if name == COLUMNS_FILE:
+            return bool(read_column_specs(os.path.dirname(path), None))
         match = _NAME.fullmatch(name.removesuffix(COMPLETED))
         if match is None or match[0] != chunk_name(int(match[1])):
             return False
@@ -423,17 +423,17 @@ class Reader(PackedReader):
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
-        self.columns = read_specs(self.path if os.path.isdir(self.path) else os.path.dirname(self.path), columns)
+        self.columns = read_column_specs(self.path if os.path.isdir(self.path) else os.path.dirname(self.path), columns)
         names = [os.path.basename(chunk) for chunk in self._paths]
         self.identity = xxhash.xxh3_128_hexdigest(f"{names} {file_identity(*self._paths)}".encode())
 
     @cached_property
     def spec(self) -> PackedSpec:
         """Counts; costs one pass over everything. Capacity is the longest pack: the format does not say it."""
-        counts = Counts()
+        counts = PackCounts()
         for run in self.runs():
             counts.add(run)
-        return self._described(
+        return self._make_spec(
             counts.num_sequences, counts.num_tokens, counts.longest_pack, capacity=max(counts.longest_pack, 1)
         )
 
@@ -441,19 +441,19 @@ class Reader(PackedReader):
         return len(self._starts)
 
     def _run(self, first: int, last: int) -> PackRun:
-        return run_of(self.path, first, list(self._lines(first, last)))
+        return run_of_lines(self.path, first, list(self._lines(first, last)))
 
     def _runs(self) -> Iterator[PackRun]:
-        held: list[Line] = []
+        held: list[PackLine] = []
         tokens, most = 0, fewer_tokens(RUN_TOKENS, self.columns)
         for index, line in enumerate(self._lines(0, len(self))):
             held.append(line)
             tokens += len(line.tokens)
             if tokens >= most or index == len(self) - 1:
-                yield run_of(self.path, index + 1 - len(held), held)
+                yield run_of_lines(self.path, index + 1 - len(held), held)
                 held, tokens = [], 0
 
-    def _lines(self, first: int, last: int) -> Iterator[Line]:
+    def _lines(self, first: int, last: int) -> Iterator[PackLine]:
         """The lines ``first`` up to ``last``; each chunk is opened once."""
         while first < last:
             chunk = bisect_right(self._first_packs, first) - 1
@@ -462,7 +462,7 @@ class Reader(PackedReader):
                     start, stop = int(self._starts[index]), int(self._stops[index])
                     raw = _read_line(file.fileno(), self._paths[chunk], start, stop)
                     try:
-                        parsed = parse(raw, self.columns)
+                        parsed = parse_line(raw, self.columns)
                     except (ArithmeticError, ValueError, RecursionError) as error:
                         line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
                         raise SequenceError(self.path, index, f"{line}: {error}") from None
@@ -480,8 +480,8 @@ class Writer(PackedWriter):
     format = "jsonl-chunks"
     reader, kind = Reader, Kind("a folder of pre-packed JSONL chunks", _is_chunk)
     folder = True
-    binary = True
-    carries = True
+    binary_masks = True
+    stores_columns = True
 
     def _begin(self, *, samples_per_chunk: int = 100) -> None:
         assert self._spec is not None
@@ -490,9 +490,9 @@ class Writer(PackedWriter):
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0
         # A digit and a comma for every id, label and position.
-        self._make(6 * spec.num_tokens + spec.column_nbytes(), -(-spec.num_packs // samples_per_chunk))
+        self._make_output(6 * spec.num_tokens + spec.column_nbytes(), -(-spec.num_packs // samples_per_chunk))
         if spec.columns:
-            with contextlib.closing(self._output.open(SPECS)) as file:
+            with contextlib.closing(self._output.open(COLUMNS_FILE)) as file:
                 columns = {name: column.encode() for name, column in spec.columns.items()}
                 file.write(orjson.dumps({"columns": columns}, option=orjson.OPT_SORT_KEYS))
         self._chunk = self._next_chunk()
@@ -516,7 +516,7 @@ class Writer(PackedWriter):
             here, sequences = slice(token, token + length), slice(sequence, sequence + count)
             token, sequence = here.stop, sequences.stop
             rows: dict[str, slice | int] = {"token": here, "sequence": sequences, "pack": pack}
-            columns = {name: _plain(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
+            columns = {name: _json_values(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
             line = {
                 "input_ids": tokens[here],
                 "labels": labels[here],

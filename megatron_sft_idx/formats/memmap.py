@@ -43,14 +43,14 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_alignment,
+    checked_pack,
+    column_specs_of,
     file_identity,
     joined_ranges,
     npy_header,
     npy_header_bytes,
-    one_pack,
-    read_json,
-    stated_columns,
-    stated_of,
+    read_json_object,
+    spec_fields,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY
@@ -67,7 +67,7 @@ ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
 # What the file of a column is called behind the column's name.
 _COLUMN = ".col.npy"
 # Of the short arrays: entries looked at together.
-_SCAN = 1 << 20
+_PACKS_AT_ONCE = 1 << 20
 
 
 def recognise(path: str) -> bool:
@@ -87,7 +87,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        manifest, raw = read_json(path)
+        manifest, raw = read_json_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
             f"{folder}: no {MANIFEST}, which is written last; the folder is another thing, or was not finished"
@@ -106,7 +106,7 @@ def _column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) 
     return (*rows, spec.width) if spec.width > 1 else rows
 
 
-def _mapped(path: str) -> NDArray[Any]:
+def _map_npy(path: str) -> NDArray[Any]:
     """The array of numbers in a ``.npy`` as a read-only map, in the file's byte order.
 
     Raises:
@@ -150,29 +150,29 @@ class Reader(PackedReader):
         self._manifest = read_manifest(self.path)
         stated = self._manifest.get(STATED)
         self._stated = stated if isinstance(stated, dict) else {}
-        self.columns = stated_columns(self._stated, self.path, columns)
-        self._settle_alignment(self._manifest.get("mask_alignment"))
+        self.columns = column_specs_of(self._stated, self.path, columns)
+        self._take_alignment(self._manifest.get("mask_alignment"))
         files = {name: os.path.join(self.path, f"{name}.npy") for name in ARRAYS}
-        arrays = {name: _mapped(file) for name, file in files.items()}
+        arrays = {name: _map_npy(file) for name, file in files.items()}
         self._num_packs, self._pack_size = self._sizes()
         self._ids, self._mask, self._lengths, self._offsets, self._starts = arrays.values()
         sizes = self._num_packs, self._pack_size, self._starts.size
         rows = sizes[:2]
         for (name, array), shape in zip(arrays.items(), (rows, rows, rows[:1], (rows[0] + 1,), sizes[2:]), strict=True):
             if array.shape != shape:
-                raise self._wrong(f"{name}.npy has shape {array.shape}, expected {shape}; it is of another folder")
+                raise self._error(f"{name}.npy has shape {array.shape}, expected {shape}; it is of another folder")
             if array.dtype.kind not in ("biuf" if name == "loss_mask" else "iu"):
-                raise self._wrong(f"{name}.npy holds {array.dtype}, expected integers")
+                raise self._error(f"{name}.npy holds {array.dtype}, expected integers")
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         if (first, last) != (0, len(self._starts)):
-            raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
+            raise self._error(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
         self._values: dict[str, NDArray[Any]] = {}
         for name, spec in self.columns.items():
-            self._values[name] = values = _mapped(os.path.join(self.path, f"{name}{_COLUMN}"))
+            self._values[name] = values = _map_npy(os.path.join(self.path, f"{name}{_COLUMN}"))
             expected = _column_shape(spec, *sizes)
             if (values.shape, values.dtype) != (expected, spec.dtype):
                 found = f"{values.dtype} of shape {values.shape}"
-                raise self._wrong(f"{name}{_COLUMN} is {found}, expected {spec.dtype} of shape {expected}")
+                raise self._error(f"{name}{_COLUMN} is {found}, expected {spec.dtype} of shape {expected}")
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
@@ -185,28 +185,28 @@ class Reader(PackedReader):
         """Number of packs and width of a row, as the manifest has them; FormatError where it has none."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
-            raise self._wrong(f"num_bins {num_packs!r} and pack_size {pack_size!r}, expected whole numbers")
+            raise self._error(f"num_bins {num_packs!r} and pack_size {pack_size!r}, expected whole numbers")
         if not 0 < pack_size <= MAX_CAPACITY:
-            raise self._wrong(f"pack_size {pack_size}, expected 1 to {MAX_CAPACITY}")
+            raise self._error(f"pack_size {pack_size}, expected 1 to {MAX_CAPACITY}")
         if (written := self._manifest.get("bins_written", num_packs)) != num_packs:
-            raise self._wrong(
+            raise self._error(
                 f"{written} of {num_packs} packs written (bins_written); rows are missing: write it again"
             )
         return num_packs, pack_size
 
-    def _wrong(self, reason: str) -> FormatError:
+    def _error(self, reason: str) -> FormatError:
         return FormatError(f"{self.path}: {reason}")
 
     @cached_property
     def spec(self) -> PackedSpec:
         """Counts; costs one pass over the lengths, 4 bytes a pack."""
         tokens = longest = 0
-        for first in range(0, self._num_packs, _SCAN):
-            lengths = self._lengths_of(first, min(first + _SCAN, self._num_packs))
+        for first in range(0, self._num_packs, _PACKS_AT_ONCE):
+            lengths = self._lengths_of(first, min(first + _PACKS_AT_ONCE, self._num_packs))
             tokens += int(lengths.sum())
             longest = max(longest, int(lengths.max()))
         sizes = len(self._starts), tokens, longest
-        return self._described(*sizes, **stated_of(self._stated, longest, self._pack_size))
+        return self._make_spec(*sizes, **spec_fields(self._stated, longest, self._pack_size))
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
         """Lengths of some packs; SequenceError unless each fits its row and has one token at least."""
@@ -236,19 +236,19 @@ class Reader(PackedReader):
         columns = {}
         for name, spec in self.columns.items():
             values = self._values[name]
-            here = self._gathered(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
+            here = self._unpadded(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
             columns[name] = Column(spec, here)
         return self._checked(
             first,
-            self._gathered(self._ids, first, lengths),
-            self._gathered(self._mask, first, lengths),
+            self._unpadded(self._ids, first, lengths),
+            self._unpadded(self._mask, first, lengths),
             self._starts[offsets[0] : offsets[-1]],
             lengths,
             np.diff(offsets),
             columns=columns,
         )
 
-    def _gathered(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
+    def _unpadded(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
         """What is before the padding in some rows, end to end, in native byte order."""
         starts = np.arange(first, first + len(lengths)) * self._pack_size
         values = joined_ranges(rows.reshape(-1, *rows.shape[2:]), starts, starts + lengths)
@@ -257,14 +257,14 @@ class Reader(PackedReader):
 
 _VERSION = "1.0"
 _INDEX = np.dtype("<u4")
-_MOST_INDEX = np.iinfo(np.uint32).max
-_MOST_FILE_NBYTES = 2**63 - 1
+_MAX_INDEX = np.iinfo(np.uint32).max
+_MAX_FILE_NBYTES = 2**63 - 1
 _NPY_MAGIC = b"\x93NUMPY"
 # Small arrays gather this many bytes between writes.
 _GATHER_NBYTES = 1 << 16
 
 
-def _is_part(path: str) -> bool:
+def _is_file_of_folder(path: str) -> bool:
     """Whether a file is the manifest of such a folder, or an array that such a manifest beside it speaks of."""
     folder, name = os.path.split(path)
     if not recognise(folder):
@@ -283,23 +283,23 @@ class _ArrayFile:
     def __init__(self, folder: PendingOutput, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._file = HashedFile(folder.open(name))
         header = npy_header_bytes(dtype, shape)
-        self._gathered = bytearray(header)
+        self._unpadded = bytearray(header)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
-            if nbytes > _MOST_FILE_NBYTES:
+            if nbytes > _MAX_FILE_NBYTES:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             os.posix_fallocate(self._file.file.fileno(), 0, nbytes)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
 
     def write(self, data: bytes | memoryview) -> None:
-        self._gathered += data
-        if len(self._gathered) >= _GATHER_NBYTES:
+        self._unpadded += data
+        if len(self._unpadded) >= _GATHER_NBYTES:
             self._flush()
 
     def _flush(self) -> None:
-        self._file.write(bytes(self._gathered))
-        self._gathered.clear()
+        self._file.write(bytes(self._unpadded))
+        self._unpadded.clear()
 
     def close(self) -> str:
         """Checksum of the file."""
@@ -332,10 +332,10 @@ class MemmapShardWriter(PackedWriter):
     """
 
     format = "memmap"
-    reader, kind = Reader, Kind("a folder of padded arrays", _is_part)
+    reader, kind = Reader, Kind("a folder of padded arrays", _is_file_of_folder)
     folder = True
-    binary = True
-    carries = True
+    binary_masks = True
+    stores_columns = True
 
     def __init__(
         self,
@@ -354,9 +354,9 @@ class MemmapShardWriter(PackedWriter):
         if self._dtype.kind not in "iu":
             raise FormatError(f"{path}: dtype {self._dtype} for ids, expected an integer type")
         for what, value, least, most in (
-            ("num_bins", num_bins, 0, _MOST_INDEX),
+            ("num_bins", num_bins, 0, _MAX_INDEX),
             ("pack_size", pack_size, 1, MAX_CAPACITY),
-            ("total_seq_starts", total_seq_starts, num_bins, _MOST_INDEX),
+            ("total_seq_starts", total_seq_starts, num_bins, _MAX_INDEX),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
                 raise FormatError(f"{path}: {what} {value!r}, expected a whole number from {least} to {most}")
@@ -378,7 +378,7 @@ class MemmapShardWriter(PackedWriter):
         super().__init__(path, overwrite=overwrite)
 
     def _begin(self) -> None:
-        folder, sizes = self._make(), (self._num_bins, self._pack_size, self._total)
+        folder, sizes = self._make_output(), (self._num_bins, self._pack_size, self._total)
         uint8 = np.dtype(np.uint8)
         kinds = {
             "input_ids.npy": (self._dtype, sizes[:2]),
@@ -417,7 +417,7 @@ class MemmapShardWriter(PackedWriter):
                 " once each and in order"
             )
         # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
-        run = one_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
+        run = checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
         self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
     def _append(self, run: PackRun) -> None:
@@ -460,7 +460,7 @@ class MemmapShardWriter(PackedWriter):
         if len(run.tokens) and run.tokens.max() > largest:
             at = int(np.argmax(run.tokens > largest))
             raise SequenceError(
-                self._path, self._pack_at(run, at), f"id {run.tokens[at]} in {self._dtype}, at most {largest}"
+                self._path, self._pack_of_token(run, at), f"id {run.tokens[at]} in {self._dtype}, at most {largest}"
             )
 
     def complete(self) -> None:

@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs, parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import file_identity, first_outside
+from megatron_sft_idx.formats.base import file_identity, first_bad_range
 from megatron_sft_idx.formats.pbin import (
     Framing,
-    find_framing,
     native_tokens,
-    place_documents,
+    read_document_index,
     read_pairs,
+    require_framings,
     write_pairs,
 )
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
@@ -85,7 +85,7 @@ def _index_path(path: str, index_path: str | os.PathLike[str] | None) -> str:
     return os.fspath(Path(path).with_suffix(".idx") if index_path is None else index_path)
 
 
-def _indexed(path: str) -> NDArray[np.int64]:
+def _read_index(path: str) -> NDArray[np.int64]:
     """Offset and length of the rows, int64 [rows, 2], as an index says them."""
     size = os.stat(path).st_size
     raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
@@ -94,10 +94,10 @@ def _indexed(path: str) -> NDArray[np.int64]:
     return read_pairs(path, raw)
 
 
-def _is_whole(path: str) -> bool:
+def _is_raw_index(path: str) -> bool:
     """Whether a file is a pickled list of pairs and nothing else; other pickles begin and end like one."""
     try:
-        return _indexed(path).ndim == 2
+        return _read_index(path).ndim == 2
     except Exception:  # whatever a stranger's bytes do to the reader
         return False
 
@@ -136,15 +136,17 @@ def create_raw_index(
             " order by byte offsets"
         )
     counts = Counter[str]()
-    with new_file(target, Kind("a raw index", _is_whole), overwrite=overwrite) as output:
-        blocks = list(_scan(name, drop_faulty, on_progress, counts))
+    with new_file(target, Kind("a raw index", _is_raw_index), overwrite=overwrite) as output:
+        blocks = list(_row_ranges(name, drop_faulty, on_progress, counts))
         with contextlib.closing(output.open()) as out:
             write_pairs(out.write, blocks)
         output.publish()
     return RawIndexReport(target, counts["rows"], counts["blank"], counts["faulty"])
 
 
-def _scan(path: str, drop_faulty: bool, progress: Update | None, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
+def _row_ranges(
+    path: str, drop_faulty: bool, progress: Update | None, counts: Counter[str]
+) -> Iterator[NDArray[np.int64]]:
     """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
     offset = 0
     with open_regular(path) as file:
@@ -152,7 +154,7 @@ def _scan(path: str, drop_faulty: bool, progress: Update | None, counts: Counter
         for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES):
             starts = np.append(0, run.ends[:-1] + 1)
             kinds = [
-                _kind_of(run.payload[start:end], run.first + i, path, drop_faulty)
+                _line_kind(run.payload[start:end], run.first + i, path, drop_faulty)
                 for i, (start, end) in enumerate(zip(starts.tolist(), run.ends.tolist(), strict=True))
             ]
             counts.update(kinds)
@@ -163,7 +165,7 @@ def _scan(path: str, drop_faulty: bool, progress: Update | None, counts: Counter
             offset += len(run.payload) + 1
 
 
-def _kind_of(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
+def _line_kind(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
     """What a line counts as: rows, blank or faulty. SequenceError where a faulty one is not to be dropped."""
     content = raw.strip(_JSON_SPACE)
     if not content:
@@ -261,10 +263,10 @@ class RawRows(Sequence[bytes]):
                     f"{self.path}: {size} bytes, {nbytes} when it was first named; it changed: make its index again,"
                     " then start again"
                 )
-            rows = _indexed(self.index_path)
+            rows = _read_index(self.index_path)
             starts, lengths = rows[:, 0], rows[:, 1]
             # A row has a byte at least, and a newline is between rows.
-            number = first_outside(starts, np.where(lengths < 1, -1, lengths), nbytes, apart=1)
+            number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, apart=1)
             if number is not None:
                 raise FormatError(
                     f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
@@ -279,8 +281,8 @@ class RawRows(Sequence[bytes]):
 # ---- blocks of tokens ----
 
 
-class _Blocks:
-    """Blocks of ``block_size`` tokens of one file, each by the position of its first token (``_place``).
+class _TokenBlocks:
+    """Blocks of ``block_size`` tokens of one file, each by the position of its first token (``_find_blocks``).
 
     Pickled as path and options; whoever unpickles it, such as a DataLoader's worker, opens the file on first use.
     """
@@ -319,7 +321,7 @@ class _Blocks:
                     f"{self.path}: another size or time of change ({found}) than when the dataset was made"
                     f" ({self._identity}); start again"
                 )
-            framing, starts = self._place()
+            framing, starts = self._find_blocks()
             if framing.num_tokens < self.block_size:
                 raise FormatError(
                     f"{self.path}: {framing.num_tokens} tokens in all, not one block of {self.block_size}"
@@ -327,11 +329,11 @@ class _Blocks:
             self._opened = framing.open_tokens(self.path), starts
         return self._opened
 
-    def _place(self) -> tuple[Framing, Sequence[int]]:
+    def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
         raise NotImplementedError
 
 
-class PackedMemMapDatasetContinuous(_Blocks):
+class PackedMemMapDatasetContinuous(_TokenBlocks):
     """The stream cut every ``block_size`` tokens, wherever that falls; what is left at the end is not used.
 
     Args:
@@ -348,15 +350,15 @@ class PackedMemMapDatasetContinuous(_Blocks):
         self.reuse_last_target = reuse_last_target
         super().__init__(path, block_size)
 
-    def _place(self) -> tuple[Framing, Sequence[int]]:
-        found = find_framing(self.path)
+    def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
+        found = require_framings(self.path)
         # The index, which is costly, is needed only where the header can be read in two ways.
-        framing = found[0] if len(found) == 1 else place_documents(self.path).framing
+        framing = found[0] if len(found) == 1 else read_document_index(self.path).framing
         stride = self.block_size - bool(self.reuse_last_target)
         return framing, range(0, framing.num_tokens - self.block_size + 1, stride)
 
 
-class PackedMemMapDatasetMegatron(_Blocks):
+class PackedMemMapDatasetMegatron(_TokenBlocks):
     """Blocks that begin with a document where they can: one that does not fit begins the next block too.
 
     Documents are collected until one fills the block or goes past its end. That one is cut off, and begins the next
@@ -379,8 +381,8 @@ class PackedMemMapDatasetMegatron(_Blocks):
         self.repair_merge = repair_merge
         super().__init__(path, block_size)
 
-    def _place(self) -> tuple[Framing, Sequence[int]]:
-        placement = place_documents(self.path, repair_merge=self.repair_merge)
+    def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
+        placement = read_document_index(self.path, repair_merge=self.repair_merge)
         starts = array("q")
         block_start = filled = 0
         for start, length in zip(placement.starts.tolist(), placement.lengths.tolist(), strict=True):

@@ -26,11 +26,11 @@ from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
     PackedWriter,
+    checked_pack,
     checked_run,
     file_identity,
     npy_header,
     npy_header_bytes,
-    one_pack,
     pickle_opcodes,
     unplaced_note,
 )
@@ -123,7 +123,7 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
     """
     name = os.fspath(path)
     with open_regular(path) as file:
-        rows = unpickle_rows(file, name)
+        rows = unpickle_packs(file, name)
     packs = [checked_run(name, 0, [], [], [], [], [], token_dtype=np.int32, mask_dtype=np.uint8)]
     rows.reverse()
     while rows:  # each row is let go as soon as it is taken over: as Python numbers it is many times larger
@@ -143,12 +143,12 @@ def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> Pack
         raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
     if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
         mask = mask.astype(np.uint8)
-    return one_pack(name, number, ids, mask, starts, mask_alignment=alignment, token_dtype=np.int32)
+    return checked_pack(name, number, ids, mask, starts, mask_alignment=alignment, token_dtype=np.int32)
 
 
 def _numbers(value: Any, key: str) -> NDArray[Any]:
     """A list or a kept array as a one-dimensional array of numbers; ids and starts are whole ones."""
-    array = value.array() if isinstance(value, KeptArray) else value
+    array = value.array() if isinstance(value, PickledArray) else value
     if isinstance(array, np.ndarray) and array.dtype == object:
         array = [_number(one) for one in array.tolist()]
     # A few nested lists that repeat each other unfold to any size, so nothing but numbers is handed to numpy.
@@ -163,7 +163,7 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
 
 def _number(value: Any) -> Any:
     """An array without dimensions, as iterating over some tensors gives, as the number in it."""
-    if not isinstance(value, KeptArray):
+    if not isinstance(value, PickledArray):
         return value
     array = value.array()
     if array.ndim:
@@ -183,13 +183,13 @@ class Reader(PackedReader):
         self.identity = file_identity(self.path)
         self.packs = read_legacy(self.path, mask_alignment=self.alignment)
         self._dtypes = self.packs.tokens.dtype, self.packs.loss_mask.dtype
-        self._settle_alignment()
+        self._take_alignment()
         if self.packs.unplaced:
             self.notes.append(unplaced_note(self.packs.unplaced, self.alignment))
         self._token_offsets = self.packs.token_offsets
-        self._capacity = self._honest(capacity)
+        self._capacity = self._true_capacity(capacity)
 
-    def _honest(self, said: int | None) -> int:
+    def _true_capacity(self, said: int | None) -> int:
         """The capacity that holds for every pack, and a note that says where it comes from."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
         longest = int(lengths.max(initial=0))
@@ -214,7 +214,7 @@ class Reader(PackedReader):
         """Counts and dtypes; ids are int32, as the format does not say how large they may be."""
         packs = self.packs
         longest = int(packs.pack_lengths.max(initial=0))
-        return self._described(len(packs.seq_starts), len(packs.tokens), longest, capacity=self._capacity)
+        return self._make_spec(len(packs.seq_starts), len(packs.tokens), longest, capacity=self._capacity)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -248,7 +248,7 @@ class LegacyPickleWriter(PackedWriter):
 
     def _begin(self) -> None:
         # An opcode and a byte for each id and each mask.
-        self._file = self._make(4 * self._spec.num_tokens if self._spec else 0).open()
+        self._file = self._make_output(4 * self._spec.num_tokens if self._spec else 0).open()
         self._file.write(_beginning(0))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
@@ -267,7 +267,7 @@ class LegacyPickleWriter(PackedWriter):
             raise SequenceError(
                 self._path, bin_id, f"the next pack is number {self._counts.num_packs}; write packs in order"
             )
-        self.write(one_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id))
+        self.write(checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id))
 
     def _append(self, run: PackRun) -> None:
         for i in range(len(run)):
@@ -291,7 +291,7 @@ Writer = LegacyPickleWriter
 # ---- pickles read without running them: the opcodes that packs need and no other ----
 
 
-def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
+def unpickle_packs(file: BinaryIO, name: str) -> list[Any]:
     """The elements of the object array in a ``.npy``.
 
     Raises:
@@ -311,7 +311,7 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
             finally:
                 del data  # or the map cannot be closed
         whole = _Unpickler(file).load()
-        rows = whole.array().tolist() if isinstance(whole, KeptArray) else whole
+        rows = whole.array().tolist() if isinstance(whole, PickledArray) else whole
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
     except Exception as error:
@@ -322,7 +322,7 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     return rows
 
 
-class _Dtype:
+class _PickledDtype:
     """What a pickled numpy dtype says, and no more."""
 
     _PLAIN = frozenset({"O8", "b1", "f2", "f4", "f8", *(kind + size for kind in "iu" for size in "1248")})
@@ -340,18 +340,18 @@ class _Dtype:
         return np.dtype(object) if self._name == "O8" else np.dtype(self._order + self._name)
 
 
-class KeptArray:
+class PickledArray:
     """What a pickled numpy array says; ``array`` makes one of it, checked by numpy's safe constructors."""
 
     def __init__(self, *_: Any) -> None:
         self._shape: Sequence[int] = (0,)
-        self._dtype = _Dtype("u1")
+        self._dtype = _PickledDtype("u1")
         self._fortran = False
         self._data: Any = b""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self._shape, dtype, self._fortran, self._data = state
-        if not isinstance(dtype, _Dtype):
+        if not isinstance(dtype, _PickledDtype):
             raise FormatError(f"an array of {type(dtype).__name__}, expected a dtype")
         self._dtype = dtype
 
@@ -366,13 +366,13 @@ class KeptArray:
         return flat.reshape(self._shape, order="F" if self._fortran else "C")
 
 
-def _from_buffer(data: Any, dtype: _Dtype, shape: Sequence[int], order: str) -> KeptArray:
-    array = KeptArray()
+def _from_buffer(data: Any, dtype: _PickledDtype, shape: Sequence[int], order: str) -> PickledArray:
+    array = PickledArray()
     array.__setstate__((1, shape, dtype, order == "F", data))
     return array
 
 
-def _scalar(dtype: _Dtype, data: bytes) -> Any:
+def _scalar(dtype: _PickledDtype, data: bytes) -> Any:
     return np.frombuffer(data, dtype.dtype())[0].item()
 
 
@@ -385,10 +385,10 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 _CORES = ("numpy.core", "numpy._core")  # numpy's older and newer name
 _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy", "ndarray"): KeptArray,
-    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): PickledArray,
+    ("numpy", "dtype"): _PickledDtype,
     ("_codecs", "encode"): _encode,
-    **{(f"{core}.multiarray", "_reconstruct"): KeptArray for core in _CORES},
+    **{(f"{core}.multiarray", "_reconstruct"): PickledArray for core in _CORES},
     **{(f"{core}.multiarray", "scalar"): _scalar for core in _CORES},
     **{(f"{core}.numeric", "_frombuffer"): _from_buffer for core in _CORES},
 }

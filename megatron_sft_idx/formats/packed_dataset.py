@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
-from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, find, joined_spec
+from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout.files import shown_counts
@@ -139,7 +139,7 @@ def open_dataset(
         >>> ds = open_dataset("data/train-*.parquet")
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
-    name, paths = find(source, format)
+    name, paths = resolve_source(source, format)
     if name == JoinedShards.name and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
         return PackedDataset(JoinedShards(paths, **options))
     return PackedDataset(
@@ -163,42 +163,42 @@ class PackedDataset:
     _only: Shard | None = None
 
     def __init__(self, parts: JoinedReader | JoinedShards) -> None:
-        self._parts = parts
+        self._files = parts
 
     @cached_property
     def _before(self) -> list[int]:
-        return [0, *accumulate(self._parts.lengths)]
+        return [0, *accumulate(self._files.lengths)]
 
     def __getstate__(self) -> JoinedReader | JoinedShards:
-        return self._parts
+        return self._files
 
     def __setstate__(self, parts: JoinedReader | JoinedShards) -> None:
-        self._parts = parts
+        self._files = parts
 
     @property
     def format(self) -> str:
         """The format's name."""
-        return self._parts.name
+        return self._files.name
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Files, folders or prefixes, in order."""
-        return self._parts.paths
+        return self._files.paths
 
     @property
     def capacity(self) -> int:
         """Most token positions a pack may hold: the largest of all files."""
-        return self._parts.spec.capacity
+        return self._files.spec.capacity
 
     @property
     def num_sequences(self) -> int:
         """Sequences in all packs."""
-        return self._parts.spec.num_sequences
+        return self._files.spec.num_sequences
 
     @property
     def notes(self) -> list[str]:
         """What the files do not say and was understood, or was set right, as sentences."""
-        return self._parts.notes
+        return self._files.notes
 
     def __len__(self) -> int:
         return self._before[-1]
@@ -206,7 +206,7 @@ class PackedDataset:
     def __repr__(self) -> str:
         more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
         try:
-            held = shown_counts(self._parts.spec)
+            held = shown_counts(self._files.spec)
         except SFTIndexError:  # of different tokenizers, or gone by now
             held = f"{len(self):,} packs"
         return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {held}>"
@@ -235,11 +235,11 @@ class PackedDataset:
             i += self._before[-1]
         if not 0 <= i < self._before[-1]:
             raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._before[-1]}")
-        if len(self._before) == 2 and self._parts.name == JoinedShards.name:
+        if len(self._before) == 2 and self._files.name == JoinedShards.name:
             self._only = self._shard(0)
             return self[i]
         number = bisect_right(self._before, i) - 1
-        return self._parts.read(number, i - self._before[number])
+        return self._files.read(number, i - self._before[number])
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(self._before[-1]))
@@ -250,8 +250,8 @@ class PackedDataset:
         Raises:
             IndexError: no such pack.
         """
-        if isinstance(self._parts, JoinedShards):
-            self._parts.schedule(indices)
+        if isinstance(self._files, JoinedShards):
+            self._files.schedule(indices)
         elif len(self.paths) == 1 and (shard := self._shard(0)) is not None:
             shard.schedule(indices)
 
@@ -273,7 +273,7 @@ class PackedDataset:
         return shard.read(offset, nbytes)
 
     def _shard(self, number: int) -> Shard | None:
-        if isinstance(self._parts, JoinedShards):
-            return self._parts.shard(number)
-        reader = self._parts.reader(number)
+        if isinstance(self._files, JoinedShards):
+            return self._files.shard(number)
+        reader = self._files.reader(number)
         return reader.shard if isinstance(reader, ShardReader) else None

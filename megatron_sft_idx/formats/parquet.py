@@ -38,15 +38,15 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import (
-    PADDED,
-    Counts,
+    BRIDGE_PADDING_KEY,
+    PackCounts,
     PackedReader,
     PackedSpec,
     PackedWriter,
+    column_specs_of,
+    int_within,
     require_same_length,
-    stated_columns,
-    stated_int,
-    stated_of,
+    spec_fields,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
@@ -63,14 +63,14 @@ COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 KEY = b"megatron_sft_idx"
 VERSION = 1
 # What the footer counts of every row group, beside its rows.
-_COUNTED = ("input_ids", "seq_start_id")
+_COUNTED_FIELDS = ("input_ids", "seq_start_id")
 
 _MAGIC = b"PAR1"
 # Memory for decoded row groups; the last one is kept whatever its size.
 _CACHE_NBYTES = 256 << 20
 _READ_NBYTES = 1 << 20
 # A decoded row group above this is refused: a few bytes of run lengths may claim any number of values.
-_MOST_GROUP_VALUES = 1 << 31
+_MAX_GROUP_VALUES = 1 << 31
 
 
 def recognise(path: str) -> bool:
@@ -136,11 +136,11 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
             raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}: one a token")
 
 
-def _rows_of(
+def _column_of(
     rows: pa.Table | pa.RecordBatch, path: str, name: str, spec: ColumnSpec, first_pack: int, counts: NDArray[np.int64]
 ) -> Column:
     """The values of a column of a shard. SequenceError unless each pack has as many as ``counts`` rows take."""
-    values, found = _lists(rows.column(name), path, name, first_pack)
+    values, found = _list_field(rows.column(name), path, name, first_pack)
     if (wrong := found != counts * spec.width).any():
         row = int(np.argmax(wrong))
         reason = f"{found[row]} values in {name}, expected {counts[row]} x {spec.width}: {spec.width} a {spec.per}"
@@ -148,7 +148,7 @@ def _rows_of(
     return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
 
 
-def _lists(
+def _list_field(
     column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """A list column: all values end to end, and how many belong to each row.
@@ -211,12 +211,12 @@ class Reader(PackedReader):
             self.identity = f"{size}-{xxhash.xxh3_128_hexdigest(source.read(nbytes))}"
             schema = self._file.schema_arrow
             self._stated = self._decoded(schema.metadata)
-            self.columns = stated_columns(self._stated, self.path, columns)
+            self.columns = column_specs_of(self._stated, self.path, columns)
             self._names = [*COLUMNS, *self.columns]
             checked_schema(schema, self.path, self.columns)
             self._count_groups()
             mask_type = str(schema.field("loss_mask").type.value_type)
-        self._settle_alignment(self._stated.get("mask_alignment"))
+        self._take_alignment(self._stated.get("mask_alignment"))
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
         # Arrow's names for floats are halffloat, float and double.
         mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
@@ -266,19 +266,19 @@ class Reader(PackedReader):
     def spec(self) -> PackedSpec:
         """Counts from the footer; the longest pack from the metadata where it fits them, else from one pass."""
         stated = self._stated
-        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED)
+        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
         counts: dict[str, Any] = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
         same = all(stated.get(key) == value for key, value in counts.items())
         if stated and not same:
             self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
-        longest = stated_int(stated, "longest_pack", 0) if same else None
+        longest = int_within(stated, "longest_pack", 0) if same else None
         if longest is None:
             # From the masks, the column that takes least to decode.
             offsets = (batch.column(0).offsets.to_numpy() for batch in self._batches(["loss_mask"]))
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        return self._described(sequences, tokens, longest, **stated_of(stated, longest, 1))
+        return self._make_spec(sequences, tokens, longest, **spec_fields(stated, longest, 1))
 
     def __len__(self) -> int:
         return self._first_packs[-1]
@@ -289,7 +289,7 @@ class Reader(PackedReader):
         with self._lock:
             run = self._cache.get(group)
             if run is None:
-                run = self._decode(group)
+                run = self._decode_group(group)
                 self._cache[group] = run
                 self._cached_nbytes += run.nbytes
                 while self._cached_nbytes > _CACHE_NBYTES and len(self._cache) > 1:
@@ -297,33 +297,33 @@ class Reader(PackedReader):
             self._cache.move_to_end(group)
         return run.pack(index - self._first_packs[group])
 
-    def _of(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
+    def _run_of_rows(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
         """Rows that were read as packs; SequenceError where one breaks a rule, or has a null."""
-        columns = [_lists(rows.column(name), self.path, name, first_pack) for name in COLUMNS]
+        columns = [_list_field(rows.column(name), self.path, name, first_pack) for name in COLUMNS]
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = columns
         if (wrong := lengths != mask_lengths).any():
             row = int(np.argmax(wrong))
             require_same_length(self.path, first_pack + row, input_ids=lengths[row], loss_mask=mask_lengths[row])
         counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
         beside = {
-            name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
+            name: _column_of(rows, self.path, name, spec, first_pack, counts[spec.per])
             for name, spec in self.columns.items()
         }
         return self._checked(first_pack, ids, mask, starts, lengths, sequences, columns=beside)
 
-    def _decode(self, group: int) -> PackRun:
+    def _decode_group(self, group: int) -> PackRun:
         first = self._first_packs[group]
         for name in self._names:
-            if (count := self._num_values[name][group]) > _MOST_GROUP_VALUES:
+            if (count := self._num_values[name][group]) > _MAX_GROUP_VALUES:
                 raise FormatError(
-                    f"{self.path}: row group {group} claims {count} values in {name}, at most {_MOST_GROUP_VALUES};"
+                    f"{self.path}: row group {group} claims {count} values in {name}, at most {_MAX_GROUP_VALUES};"
                     " write it again with smaller row groups"
                 )
         with pyarrow_errors(self.path):
             # Without threads: a forked process has none of the pool's.
             rows = self._file.read_row_group(group, columns=self._names, use_threads=False)
-            run = self._of(rows, first)
-        expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED))
+            run = self._run_of_rows(rows, first)
+        expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED_FIELDS))
         self._require_counts(f"row group {group}", (len(run), len(run.tokens), len(run.seq_starts)), expected)
         return run
 
@@ -339,12 +339,12 @@ class Reader(PackedReader):
         with pyarrow_errors(self.path):
             import pyarrow as pa
 
-            for groups, rows in self._portions():
+            for groups, rows in self._groups_at_once():
                 for batch in self._file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
                     yield batch
                     pa.default_memory_pool().release_unused()
 
-    def _portions(self) -> Iterator[tuple[list[int], int]]:
+    def _groups_at_once(self) -> Iterator[tuple[list[int], int]]:
         """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""
         groups: list[int] = []
         tokens = packs = 0
@@ -361,10 +361,10 @@ class Reader(PackedReader):
 
     def _runs(self) -> Iterator[PackRun]:
         """Memory is bounded by the mean length of the packs in a row group, not by its size."""
-        counts = Counts()
+        counts = PackCounts()
         for batch in self._batches(self._names):
             first = counts.num_packs
-            run = self._of(batch, first)
+            run = self._run_of_rows(batch, first)
             capacity = self.spec.capacity
             if (over := run.pack_lengths > capacity).any():
                 pack = int(np.argmax(over))
@@ -372,13 +372,13 @@ class Reader(PackedReader):
                 raise SequenceError(self.path, first + pack, reason)
             counts.add(run)
             yield run
-        expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED))
+        expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED_FIELDS))
         self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 
 # A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
 # pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
-_MOST_GROUP_TOKENS = 4 << 20
+_MAX_GROUP_TOKENS = 4 << 20
 
 
 class Writer(PackedWriter):
@@ -393,13 +393,13 @@ class Writer(PackedWriter):
 
     format = "parquet"
     reader, kind = Reader, Kind("a Parquet file of packs", recognise)
-    binary = True
-    carries = True
+    binary_masks = True
+    stores_columns = True
 
     def _begin(self, *, row_group_size: int = 1000) -> None:
         assert self._spec is not None
-        self.carries = PADDED not in self._spec.metadata  # Megatron-Bridge knows none
-        spec = self._spec if self.carries else dataclasses.replace(self._spec, columns={})
+        self.stores_columns = BRIDGE_PADDING_KEY not in self._spec.metadata  # Megatron-Bridge knows none
+        spec = self._spec if self.stores_columns else dataclasses.replace(self._spec, columns={})
         if taken := sorted(spec.columns.keys() & set(COLUMNS)):
             raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have another of this name; rename it")
         if row_group_size < 1:
@@ -410,7 +410,7 @@ class Writer(PackedWriter):
         with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
-        self._most_tokens = fewer_tokens(_MOST_GROUP_TOKENS, spec.columns)
+        self._max_group_tokens = fewer_tokens(_MAX_GROUP_TOKENS, spec.columns)
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
         stated = {
@@ -425,7 +425,7 @@ class Writer(PackedWriter):
         metadata = {KEY: orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)}
         names = [*COLUMNS, *spec.columns]
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
-        temporary = self._make().temporary
+        temporary = self._make_output().temporary
         with name_in_errors(temporary):
             self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression="zstd")
 
@@ -433,7 +433,7 @@ class Writer(PackedWriter):
         first = 0
         while first < len(run):
             # Row groups are cut by packs and tokens alone: runs of any size give the same file.
-            room = min(fitting(run.token_offsets[first:], self._most_tokens - self._held_tokens), len(run) - first)
+            room = min(fitting(run.token_offsets[first:], self._max_group_tokens - self._held_tokens), len(run) - first)
             last = first + max(0, min(room, self._row_group_size - self._held_packs))
             if last == first and not self._held:
                 last = first + 1  # one pack that is longer than a group may be

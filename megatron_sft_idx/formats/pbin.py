@@ -26,7 +26,7 @@ development versions of December 2024 chose for large vocabularies and no versio
 
 Documents tile the data in the order of the index: every writer of the format only appends. That is what makes the
 damage of its merge tool visible: it moves the index entries of each further file by 12 bytes, a header, too little (see
-``Placement``).
+``DocumentIndex``).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
     PackedWriter,
-    all_trained,
+    all_trained_mask,
     file_identity,
-    first_outside,
+    first_bad_range,
     joined_ranges,
     pickle_opcodes,
 )
@@ -117,7 +117,7 @@ def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
     return data_nbytes.to_bytes(_LENGTH_NBYTES, "little") + token_nbytes.to_bytes(4, "little")
 
 
-def framings(path: str) -> list[Framing]:
+def possible_framings(path: str) -> list[Framing]:
     """The ways to take a file for a ``.pbin``, newest first: none for other files, one for nearly every real one.
 
     Costs a few reads.
@@ -144,9 +144,9 @@ def framings(path: str) -> list[Framing]:
     return found
 
 
-def find_framing(path: str) -> list[Framing]:
+def require_framings(path: str) -> list[Framing]:
     """The same, at least one. FormatError says what was found instead."""
-    if found := framings(path):
+    if found := possible_framings(path):
         return found
     with open_regular(path) as file:
         head = file.read(_HEADER_NBYTES)
@@ -166,7 +166,7 @@ def find_framing(path: str) -> list[Framing]:
     raise FormatError(f"{path}: no .pbin of any generation: {reason}")
 
 
-class Placement(NamedTuple):
+class DocumentIndex(NamedTuple):
     """Documents of one file, in tokens from the data's start.
 
     ``modalities data merge_packed_data`` joins files and gets the index wrong: it moves the entries of each further
@@ -205,7 +205,7 @@ class Placement(NamedTuple):
             yield f"{unused} tokens that no document holds left out"
 
 
-def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
+def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentIndex:
     """Read and check the index, in one pass and some 60 bytes of memory a document.
 
     Args:
@@ -217,16 +217,16 @@ def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
         OSError: the file cannot be read.
     """
     refusals = []
-    for framing in find_framing(path):
+    for framing in require_framings(path):
         try:
-            return _place(path, framing, repair_merge)
+            return _checked_index(path, framing, repair_merge)
         except FormatError as error:
             refusals.append(error)
     # The newest framing that is believable; a second one hardly ever is.
     raise refusals[0]
 
 
-def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
+def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentIndex:
     begin, size, data_nbytes = framing.index_offset, framing.file_nbytes, framing.data_nbytes
     index = open_array(path, np.dtype(np.uint8), size - begin, nbytes=size, offset=begin)
     pairs = read_pairs(path, np.asarray(index))
@@ -242,10 +242,10 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
             f" {data_nbytes}; the index is not of this file, make it again"
         )
     tiled = np.cumsum(lengths) - lengths
-    early = _early(framing, offsets, tiled + base) if int(lengths.sum()) == data_nbytes else None
+    early = _merge_displacements(framing, offsets, tiled + base) if int(lengths.sum()) == data_nbytes else None
     if early is None:
         starts = offsets - base
-        if (misplaced := first_outside(starts, lengths, data_nbytes)) is not None:
+        if (misplaced := first_bad_range(starts, lengths, data_nbytes)) is not None:
             raise FormatError(
                 f"{path}: document {misplaced} has {lengths[misplaced]} bytes at offset {offsets[misplaced]}; expected"
                 f" to follow the one before and to end within {data_nbytes} bytes of data; the index is damaged or not"
@@ -270,7 +270,7 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
             f" {nbytes} bytes"
         )
     num_moved = 0 if early is None else int(np.count_nonzero(early))
-    return Placement(framing, base, starts // nbytes, lengths // nbytes, num_moved)
+    return DocumentIndex(framing, base, starts // nbytes, lengths // nbytes, num_moved)
 
 
 def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> int:
@@ -289,7 +289,9 @@ def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> in
     raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
 
 
-def _early(framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64]) -> NDArray[np.int64] | None:
+def _merge_displacements(
+    framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64]
+) -> NDArray[np.int64] | None:
     """By how many bytes each document begins too early in an index that was damaged by merging; None for others.
 
     Every place is whole headers earlier than the lengths before it say, some at least one. No sound index looks so: a
@@ -305,15 +307,15 @@ def _early(framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64
 def recognise(path: str) -> bool:
     """Whether a file may be taken for a ``.pbin``."""
     try:
-        return bool(framings(path))
+        return bool(possible_framings(path))
     except (OSError, FormatError):
         return False
 
 
-def _is_whole(path: str) -> bool:
+def _is_readable(path: str) -> bool:
     """Whether the reader opens a file: it has no magic, but an index that fits its data."""
     try:
-        place_documents(path, repair_merge=True)
+        read_document_index(path, repair_merge=True)
     except Exception:  # whatever a stranger's bytes do to the reader
         return False
     return True
@@ -342,7 +344,7 @@ class Reader(PackedReader):
         mask_alignment: of masks in the file; there are none, so that only "label" makes sense.
         mask_rule: what to train on. "all" trains every token of a document but its first, which nothing predicts.
             There is no default: a chat whose questions are trained like its answers is rarely what is wanted.
-        repair_merge: read a file with an index that ``merge_packed_data`` damaged (see ``Placement``).
+        repair_merge: read a file with an index that ``merge_packed_data`` damaged (see ``DocumentIndex``).
     """
 
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
@@ -354,7 +356,7 @@ class Reader(PackedReader):
                 ' pass mask_rule="all" (--mask-rule all) to train every token, questions too, or convert from what it'
                 " was made of"
             )
-        placement = place_documents(self.path, repair_merge=repair_merge)
+        placement = read_document_index(self.path, repair_merge=repair_merge)
         if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
             longest = int(np.argmax(placement.lengths))
             reason = f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)"
@@ -376,7 +378,7 @@ class Reader(PackedReader):
         longest = int(self._lengths.max(initial=0))
         made = {"pbin": {"generation": self._generation, "mask_rule": "all"}}
         tokens = int(self._token_offsets[-1])
-        return self._described(len(self), tokens, longest, capacity=max(longest, 1), metadata=made)
+        return self._make_spec(len(self), tokens, longest, capacity=max(longest, 1), metadata=made)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -385,7 +387,7 @@ class Reader(PackedReader):
         lengths, starts = self._lengths[first:last], self._starts[first:last]
         tokens = native_tokens(self.path, first, joined_ranges(self._tokens, starts, starts + lengths))
         ones = np.ones(last - first, np.int64)
-        return PackRun(tokens, all_trained(lengths), ones - 1, lengths, ones)
+        return PackRun(tokens, all_trained_mask(lengths), ones - 1, lengths, ones)
 
 
 class Writer(PackedWriter):
@@ -396,8 +398,8 @@ class Writer(PackedWriter):
     """
 
     format = "pbin"
-    rereading: ClassVar[dict[str, Any]] = {"mask_rule": "all"}
-    reader, kind = Reader, Kind("a Modalities .pbin", _is_whole)
+    reread_options: ClassVar[dict[str, Any]] = {"mask_rule": "all"}
+    reader, kind = Reader, Kind("a Modalities .pbin", _is_readable)
 
     def _begin(self) -> None:
         if not self._allow_loss:
@@ -410,7 +412,7 @@ class Writer(PackedWriter):
         self._dtype = np.dtype(f"<u{token_nbytes}")
         self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
         self._lengths: list[NDArray[np.int64]] = []
-        self._file = self._make(token_nbytes * self._spec.num_tokens + 8 * self._spec.num_sequences).open()
+        self._file = self._make_output(token_nbytes * self._spec.num_tokens + 8 * self._spec.num_sequences).open()
         self._file.write(encode_header(0, token_nbytes))
 
     def _append(self, run: PackRun) -> None:
@@ -418,7 +420,7 @@ class Writer(PackedWriter):
         if len(tokens) and tokens.max() > (largest := np.iinfo(self._dtype).max):
             at = int(np.argmax(tokens))
             raise SequenceError(
-                self._path, self._pack_at(run, at), f"has id {tokens[at]}, the spec says {largest} at most"
+                self._path, self._pack_of_token(run, at), f"has id {tokens[at]}, the spec says {largest} at most"
             )
         self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
         self._lengths.append(run.sequence_lengths())
@@ -444,7 +446,7 @@ class Writer(PackedWriter):
 # ---- the index: a pickled list of pairs, read without unpickling ----
 
 # Pairs that are tuples of Python's at once.
-_PAIRS = 1 << 12
+_PAIRS_AT_ONCE = 1 << 12
 
 
 def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -476,8 +478,8 @@ def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.in
     beginning, empty_list = b"\x80\x02", b"]"
     write(beginning + empty_list)
     for block in blocks:
-        for i in range(0, len(block), _PAIRS):
-            pairs = list(zip(*block[i : i + _PAIRS].T.tolist(), strict=True))
+        for i in range(0, len(block), _PAIRS_AT_ONCE):
+            pairs = list(zip(*block[i : i + _PAIRS_AT_ONCE].T.tolist(), strict=True))
             # What appends them to the list that is there already.
             write(pickle_opcodes(pairs).removeprefix(empty_list))
     write(b".")

@@ -45,8 +45,8 @@ READABLE = tuple(_MODULES)
 # A stock dataset has no place for masks or for sequences inside a pack, and shards are stock datasets already.
 WRITABLE = tuple(name for name in _MODULES if name != "megatron")
 # Formats whose paths are prefixes: several files that differ in their suffixes.
-_PREFIXES = ("sft-idx", "megatron")
-_LISTED = 5
+_PREFIX_FORMATS = ("sft-idx", "megatron")
+_MAX_LISTED = 5
 
 
 def _module(name: str) -> Any:
@@ -56,7 +56,7 @@ def _module(name: str) -> Any:
     return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
 
 
-def reader_options(name: str) -> set[str]:
+def options_of_reader(name: str) -> set[str]:
     """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
     made = _module(name).Reader
     return _keywords(made) | _keywords(made._open)
@@ -72,7 +72,7 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
     Raises:
         FormatError: no such format, an option that it does not have, or a path that is not of it.
     """
-    if unknown := sorted(options.keys() - reader_options(name)):
+    if unknown := sorted(options.keys() - options_of_reader(name)):
         raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
     reader: PackedReader = _module(name).Reader(path, mask_alignment=mask_alignment, **options)
     return reader
@@ -109,7 +109,7 @@ def recognise(path: str) -> list[str]:
     """Formats that the content at ``path`` is of: none, one, or several."""
     # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
     # device is not opened: that may never end.
-    names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
+    names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIX_FORMATS
     found: list[str] = []
     for name in names:
         # A shard has a stock dataset's files too, and is none.
@@ -118,7 +118,7 @@ def recognise(path: str) -> list[str]:
     return found
 
 
-def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
+def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[str]]:
     """The format of what ``source`` names, and the paths to open, which are one or more of that one format.
 
     A folder that is no format of its own stands for what lies right in it, a glob for what it matches; both in
@@ -138,7 +138,7 @@ def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
         raise FormatError("an empty list of paths; name at least one")
     if name is not None:
         _module(name)
-    found = [pair for entry in entries for pair in _found(os.fspath(entry), name)]
+    found = [pair for entry in entries for pair in _matches(os.fspath(entry), name)]
     formats = dict(reversed(found))
     if len(formats) > 1:
         listed = ", ".join(f"{path} is {kind}" for kind, path in sorted(formats.items()))
@@ -146,38 +146,38 @@ def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
     return found[0][0], [path for _, path in found]
 
 
-def _found(path: str, name: str | None) -> list[tuple[str, str]]:
+def _matches(path: str, name: str | None) -> list[tuple[str, str]]:
     """Formats and paths of what one entry stands for, in order."""
     if is_remote(path):
         if name not in (None, "sft-idx"):
             require_local(path, f"reading {name}")
         return [("sft-idx", prefix) for prefix in find_prefixes(path)]
-    if (itself := _one(path, name)) is not None:
+    if (itself := _match(path, name)) is not None:
         return [itself]
     inside: list[str] = []
     if os.path.isdir(path):
         inside = [os.path.join(path, entry) for entry in os.listdir(path) if not entry.startswith(".")]
     elif glob.has_magic(path):
         inside = glob.glob(path) or glob.glob(path + ".seq.idx") or glob.glob(path + ".idx")
-    if found := (_nothing_but_shards(inside) if name in (None, "sft-idx") else []) or _several(inside, name):
+    if found := (_only_shards(inside) if name in (None, "sft-idx") else []) or _matches_among(inside, name):
         return found
     if name is not None:
         return [(name, path)]  # its reader says what is wrong with it
-    raise _unknown(path, inside)
+    raise _unknown_error(path, inside)
 
 
-def _one(path: str, name: str | None) -> tuple[str, str] | None:
+def _match(path: str, name: str | None) -> tuple[str, str] | None:
     """Format and path of the one thing that a path is, None where it is nothing known."""
     found = recognise(path) if name is None else [name] * _module(name).recognise(path)
     if len(found) > 1:
         listed = "; ".join(f"{kind}: {_MODULES[kind][1]}" for kind in found)
         raise FormatError(f"{path}: could be several things ({listed}); say which with format (--from)")
     for kind in found:
-        return kind, prefix_of(path) if kind in _PREFIXES else path
+        return kind, prefix_of(path) if kind in _PREFIX_FORMATS else path
     return None
 
 
-def _nothing_but_shards(paths: list[str]) -> list[tuple[str, str]]:
+def _only_shards(paths: list[str]) -> list[tuple[str, str]]:
     """The shards that all of these files are of, told by their names: there may be thousands. Else nothing."""
     found = {prefix_of(path) for path in paths if path.endswith(SUFFIXES[-1])}
     if any(prefix_of(path) not in found for path in paths):
@@ -185,19 +185,19 @@ def _nothing_but_shards(paths: list[str]) -> list[tuple[str, str]]:
     return [("sft-idx", prefix) for prefix in sorted(found, key=natural_key)]
 
 
-def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
+def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
     """What is known among the entries of a folder or the matches of a glob."""
     known: dict[str, str] = {}
     unknown = []
     for path in sorted(paths, key=natural_key):
-        if known.get(prefix_of(path)) in _PREFIXES:
+        if known.get(prefix_of(path)) in _PREFIX_FORMATS:
             continue  # another file of a shard
-        if (one := _one(path, name)) is not None:
+        if (one := _match(path, name)) is not None:
             known[one[1]] = one[0]
         else:
             unknown.append(path)
     # A file beside the data may be anything, but one that is named like the data and is not like it is damaged.
-    suffixes = {".idx" if kind in _PREFIXES else os.path.splitext(path)[1] for path, kind in known.items()}
+    suffixes = {".idx" if kind in _PREFIX_FORMATS else os.path.splitext(path)[1] for path, kind in known.items()}
     for path in unknown:
         if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:
             kinds = ", ".join(sorted(set(known.values())))
@@ -208,12 +208,12 @@ def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
     return [(kind, path) for path, kind in known.items()]
 
 
-def _unknown(path: str, tried: Sequence[str] = ()) -> SFTIndexError:
+def _unknown_error(path: str, tried: Sequence[str] = ()) -> SFTIndexError:
     """What was looked for, and what is there instead."""
     looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if tried:
-        names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
-        there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
+        names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_MAX_LISTED])
+        there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _MAX_LISTED else ''}"
     elif os.path.isfile(path):
         with open_regular(path) as file:
             head = file.read(16)
@@ -255,7 +255,7 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         role: what the path is to the run, for sentences.
         written: it is going to be written: a folder as a whole.
     """
-    if name not in _PREFIXES:
+    if name not in _PREFIX_FORMATS:
         return [Place(path, role, folder=_module(name).Writer.folder)] if written else places_at(path, role)
     if written:
         return places_of(path, role, written=True)
@@ -307,7 +307,7 @@ class JoinedReader:
         """Hold nothing open. A forked process must not use what was: file positions and locks would be shared."""
         self._lock = threading.Lock()
         self._readers: dict[int, PackedReader] = {}
-        self._said: dict[str, None] = {}  # notes of readers closed by now, each once and in order
+        self._closed_notes: dict[str, None] = {}  # notes of readers closed by now, each once and in order
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,21 +321,21 @@ class JoinedReader:
 
     def reader(self, number: int) -> PackedReader:
         """Reader ``number``, open; it belongs to this process. FormatError where its file is another one by now."""
-        with self._here():
-            return self._opened(number)
+        with self._process_lock():
+            return self._opened_reader(number)
 
     def read(self, number: int, index: int) -> Pack:
         """Pack ``index`` of file ``number``."""
-        with self._here():
-            return self._opened(number).read(index)
+        with self._process_lock():
+            return self._opened_reader(number).read(index)
 
-    def _here(self) -> threading.Lock:
+    def _process_lock(self) -> threading.Lock:
         """The lock of this process."""
         if self._process != os.getpid():
             self._begin()
         return self._lock
 
-    def _opened(self, number: int) -> PackedReader:
+    def _opened_reader(self, number: int) -> PackedReader:
         reader = self._readers.pop(number, None)
         if reader is None:
             reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
@@ -346,7 +346,7 @@ class JoinedReader:
                 )
             while len(self._readers) >= self.max_open:
                 oldest = self._readers.pop(next(iter(self._readers)))
-                self._said.update(dict.fromkeys(oldest.notes))
+                self._closed_notes.update(dict.fromkeys(oldest.notes))
         self._readers[number] = reader  # last: in the order of their use
         return reader
 
@@ -360,10 +360,10 @@ class JoinedReader:
         return joined_spec(self.paths[0], [self.reader(number).spec for number in range(len(self.paths))])
 
     @cached_property
-    def columns_apart(self) -> dict[str, str]:
+    def unjoinable_columns(self) -> dict[str, str]:
         """Columns of the files that cannot be one of all of them, by name: a sentence each."""
         specs = [self.reader(number).columns for number in range(len(self.paths))]
-        joined, apart = joined_specs(specs), {}
+        joined, apart = joined_columns(specs), {}
         for path, columns in zip(self.paths, specs, strict=True):
             for name in columns.keys() - joined.keys():
                 remedy = "sources with it are converted one by one, or made one shard first (merge)"
@@ -373,9 +373,9 @@ class JoinedReader:
     @property
     def notes(self) -> list[str]:
         """What was understood of the files opened so far; each sentence once."""
-        with self._here():
+        with self._process_lock():
             open_now = (note for reader in self._readers.values() for note in reader.notes)
-            return list(self._said | dict.fromkeys(open_now))
+            return list(self._closed_notes | dict.fromkeys(open_now))
 
     def runs(self) -> Iterator[PackRun]:
         """All packs of all files in order, each file closed before the next is opened."""
@@ -383,7 +383,7 @@ class JoinedReader:
             yield from self.reader(number).runs()
 
 
-def joined_specs(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
+def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
     """The columns that packs of several files have as one: alike in all, and with no numbers that begin anew."""
     if len(specs) == 1:
         return dict(specs[0])
@@ -418,7 +418,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
-        columns=joined_specs([spec.columns for spec in specs]),
+        columns=joined_columns([spec.columns for spec in specs]),
         # What all of them say.
         metadata={
             key: value

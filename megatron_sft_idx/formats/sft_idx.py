@@ -130,7 +130,7 @@ class Writer(PackedWriter):
 
     format = "sft-idx"
     reader = Reader
-    carries = True
+    stores_columns = True
 
     def _begin(self) -> None:
         assert self._spec is not None

@@ -18,9 +18,9 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
-    all_trained,
+    all_trained_mask,
     file_identity,
-    first_outside,
+    first_bad_range,
     joined_ranges,
 )
 from megatron_sft_idx.layout import ShardPaths
@@ -48,7 +48,7 @@ def recognise(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Items:
+class _StockItems:
     """A stock dataset, open: its bytes mapped, lengths and byte positions of its items int64 [items]."""
 
     path: str
@@ -58,7 +58,7 @@ class _Items:
     offsets: NDArray[np.int64]
 
     @classmethod
-    def open(cls, paths: ShardPaths) -> _Items:
+    def open(cls, paths: ShardPaths) -> _StockItems:
         """Open and check both files. FormatError says what does not go together."""
         for path in (paths.idx, paths.tokens):
             if not os.path.isfile(path):
@@ -67,7 +67,7 @@ class _Items:
         size = os.path.getsize(paths.tokens)
         if len(lengths) and lengths.min() < 0:
             raise FormatError(f"{paths.idx}: item {int(np.argmin(lengths))} has {lengths.min()} tokens; it is damaged")
-        if (item := first_outside(pointers, lengths * dtype.itemsize, size)) is not None:
+        if (item := first_bad_range(pointers, lengths * dtype.itemsize, size)) is not None:
             raise FormatError(
                 f"{paths.idx}: item {item} is said to be {lengths[item]} tokens at byte {pointers[item]} of"
                 f" {paths.tokens}, which overlaps the item before it or leaves the file of {size} bytes;"
@@ -127,14 +127,14 @@ class Reader(PackedReader):
                 f"{self.path}: a stock dataset has no loss masks; say what is trained on, by mask_rule 'all'"
                 " (--mask-rule all) or by a dataset of masks of the same lengths (--mask-path PREFIX), one of the two"
             )
-        self._items = _Items.open(paths)
+        self._items = _StockItems.open(paths)
         if self._items.dtype.kind == "f":
             raise FormatError(f"{self.path}: items of {self._items.dtype}, token ids are integers")
         if not self._items.lengths.all():
             item = int(np.argmin(self._items.lengths))
             raise SequenceError(self.path, item, "has no tokens, a sequence has at least one (rule P3); leave it out")
         files = [paths.idx, paths.tokens]
-        self._masks: _Items | None = None
+        self._masks: _StockItems | None = None
         self.notes.append("one sequence a pack: the format knows items only; pack them with the pack verb")
         if os.path.isfile(paths.seq_idx):
             self.notes.append(
@@ -146,7 +146,7 @@ class Reader(PackedReader):
             self.alignment = "label"
         else:
             beside = ShardPaths.of(mask_path)
-            self._masks = _Items.open(beside)
+            self._masks = _StockItems.open(beside)
             files += [beside.idx, beside.tokens]
             if len(self._masks.lengths) != len(self):
                 raise FormatError(
@@ -156,7 +156,7 @@ class Reader(PackedReader):
                 item = int(np.argmax(different))
                 reason = f"{self._masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
                 raise SequenceError(beside.prefix, item, reason)
-            self._settle_alignment()
+            self._take_alignment()
         self.identity = file_identity(*files)
         self._token_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
         small = self._items.dtype in (np.uint8, np.uint16)
@@ -166,13 +166,13 @@ class Reader(PackedReader):
     @property
     def spec(self) -> PackedSpec:
         """Counts by the index."""
-        return self._described(len(self), int(self._token_offsets[-1]), int(self._items.lengths.max(initial=0)))
+        return self._make_spec(len(self), int(self._token_offsets[-1]), int(self._items.lengths.max(initial=0)))
 
     def __len__(self) -> int:
         return len(self._items.lengths)
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._items.lengths[first:last]
-        masks = all_trained(lengths) if self._masks is None else self._masks.values(first, last)
+        masks = all_trained_mask(lengths) if self._masks is None else self._masks.values(first, last)
         ones = np.ones(last - first, np.int64)
         return self._checked(first, self._items.values(first, last), masks, ones - 1, lengths, ones)

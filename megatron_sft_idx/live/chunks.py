@@ -32,10 +32,10 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     ChunkFile,
     chunk_name,
     chunk_numbers,
-    ends_whole,
-    parse,
+    ends_with_whole_line,
+    parse_line,
     recognise,
-    run_of,
+    run_of_lines,
 )
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits, Still, Waiter
@@ -187,7 +187,7 @@ class LiveChunks(LiveShards):
                 f"{path}: missing, and later chunks are there or the end is declared; it was freed or removed: put it"
                 " back, or start where it was consumed already, from the checkpoint that includes it"
             ) from None
-        if followed and not ends_whole(path):
+        if followed and not ends_with_whole_line(path):
             raise FormatError(
                 f"{path}: its last line ends in the middle though"
                 f" {'the end is declared' if end is not None else 'a later chunk is there'}: torn, as when its producer"
@@ -197,7 +197,7 @@ class LiveChunks(LiveShards):
             return True
         unchanged = self._looks.setdefault(number, Still()).seconds((status.st_size, status.st_mtime_ns))
         # A producer that has written nothing yet has not ended a line either.
-        if unchanged < self.settle_seconds or not status.st_size or not ends_whole(path):
+        if unchanged < self.settle_seconds or not status.st_size or not ends_with_whole_line(path):
             return False
         if self._settled.get(number) != status.st_size:
             self._settled[number] = status.st_size
@@ -233,7 +233,7 @@ class LiveChunks(LiveShards):
         path, name = self.path_of(number), chunk_name(number)
         if (look := self._looks.get(number)) is not None:
             (nbytes, _), age = look.sight, look.seconds(look.sight)
-            if nbytes and not ends_whole(path):
+            if nbytes and not ends_with_whole_line(path):
                 return f"{name} ends in the middle of a line, and has not changed for {age:.0f} s"
             return f"{name} is there, {nbytes:,} bytes, and has not changed for {age:.0f} s"
         newest = self._newest()
@@ -331,7 +331,7 @@ class LiveChunks(LiveShards):
     def _pack(self, chunk: ChunkFile, index: int) -> PackRun:
         try:
             if self.encoder is None:
-                run = run_of(chunk.path, index, [parse(chunk.line(index))])
+                run = run_of_lines(chunk.path, index, [parse_line(chunk.line(index))])
             else:
                 raw = chunk.line(index)
                 piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
@@ -399,7 +399,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
                 path = os.path.join(folder, chunk_name(newest))
                 status = os.stat(path)
                 unchanged = still.seconds((newest, status.st_size, status.st_mtime_ns))
-                if unchanged >= seconds and status.st_size and ends_whole(path):
+                if unchanged >= seconds and status.st_size and ends_with_whole_line(path):
                     write_end(newest + 1)
                     said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)

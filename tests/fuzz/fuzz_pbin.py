@@ -9,7 +9,7 @@ from fuzz.packed import packs_of
 from fuzz.repair import repair_pbin
 from pickled_pairs_twin import twin
 
-from megatron_sft_idx.formats.pbin import Reader, place_documents, recognise
+from megatron_sft_idx.formats.pbin import Reader, read_document_index, recognise
 
 
 def run(data: bytes) -> None:
@@ -24,14 +24,14 @@ def run(data: bytes) -> None:
                 documents = [ids for ids, _, _ in packs_of(reader)]
                 assert documents == _documents(path, raw, repair_merge)
         with refused(str(path)):
-            sound = place_documents(str(path))
+            sound = read_document_index(str(path))
             assert not sound.num_moved
-            assert not place_documents(str(path), repair_merge=True).num_moved
+            assert not read_document_index(str(path), repair_merge=True).num_moved
 
 
 def _documents(path: Path, raw: bytes, repair_merge: bool) -> list[list[int]]:
     """The slow way: token by token."""
-    placement = place_documents(str(path), repair_merge=repair_merge)
+    placement = read_document_index(str(path), repair_merge=repair_merge)
     framing = placement.framing
     at, documents = 0, []
     for offset, length in twin(raw[framing.index_offset :]):

@@ -74,12 +74,12 @@ class Run:
 def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions) -> None:
     begins: list[float] = []  # of converting, and of verifying
 
-    def begun(what: str, tokens: int) -> Any:
+    def on_pass(what: str, tokens: int) -> Any:
         begins.append(time.perf_counter())
         return lambda tokens, packs: None
 
     start = time.perf_counter()
-    convert(source, destination, to, options, begun=begun)
+    convert(source, destination, to, options, on_pass=on_pass)
     # Opening the source is part of converting it: some formats read all of it for that.
     pipe.send((start, *begins[1:], time.perf_counter()))
 

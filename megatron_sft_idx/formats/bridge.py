@@ -1,0 +1,245 @@
+"""What Megatron-Bridge wants of a packed Parquet file: padding stored in its packs, and a JSON summary beside it.
+
+Under context parallelism, and for CUDA graphs, Bridge's packed data set takes the options ``pad_seq_to_mult`` and
+``pad_cu_seqlens``. Neither pads anything as it reads. Sequences have to be stored padded with the tokenizer's
+end-of-sequence id (``Padding``), and a summary has to say the longest sequence and the most sequences of a pack
+(``measure_padded``). Both count positions of Bridge's batches, which cut the last token off every sequence: a sequence
+of n tokens takes n - 1 positions.
+
+Only ``convert`` uses this module, and only where it writes Parquet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import BRIDGE_PADDING_KEY, PackedSpec, PackedWriter
+from megatron_sft_idx.packs.run import Column, PackRun
+from megatron_sft_idx.storage.publish import (
+    Identity,
+    Kind,
+    check_place,
+    head_of,
+    identity,
+    new_file,
+    remove_file,
+    resolve,
+)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How sequences are stored for Bridge.
+
+    Attributes:
+        multiple: each sequence takes a multiple of so many positions of a batch: 2 x context parallel size, times the
+            tensor parallel size under sequence parallelism. 1 stores sequences as they are.
+        eos_id: the id that sequences are filled up with, the tokenizer's end of sequence, by which Bridge finds where
+            padding begins. It may be None only where ``multiple`` is 1.
+    """
+
+    multiple: int
+    eos_id: int | None = None
+
+    def positions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions of a batch that sequences of so many tokens take, padding included: int64, as ``lengths``."""
+        return -(-(lengths - 1) // self.multiple) * self.multiple
+
+    def pad(self, run: PackRun) -> PackRun:
+        """The same packs with every sequence filled up; in padding, the mask and columns of tokens are 0."""
+        lengths = run.sequence_lengths()
+        padded_lengths = self.positions(lengths) + 1
+        padded_starts = np.cumsum(padded_lengths) - padded_lengths
+        moved_by = padded_starts - (np.cumsum(lengths) - lengths)
+        targets = np.arange(len(run.tokens)) + np.repeat(moved_by, lengths)
+        tokens = np.full(int(padded_lengths.sum()), self.eos_id or 0, run.tokens.dtype)
+        tokens[targets] = run.tokens
+
+        def spread(values: NDArray[Any]) -> NDArray[Any]:
+            padded = np.zeros((len(tokens), *values.shape[1:]), values.dtype)
+            padded[targets] = values
+            return padded
+
+        columns = {
+            name: Column(spec, spread(values) if spec.per == "token" else values)
+            for name, (spec, values) in run.columns.items()
+        }
+        pack_lengths = _sums_by_pack(padded_lengths, run)
+        starts = padded_starts - np.repeat(np.cumsum(pack_lengths) - pack_lengths, run.pack_sequences)
+        return PackRun(tokens, spread(run.loss_mask), starts, pack_lengths, run.pack_sequences, run.unplaced, columns)
+
+
+def _sums_by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
+    """Sums of the values of each pack's sequences: int64 [packs]."""
+    sums: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(values))[run.sequence_offsets])
+    return sums
+
+
+def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: PackedSpec) -> tuple[PackedSpec, bytes]:
+    """Measure packs as they will be stored with padding: their spec, and the bytes of the summary that Bridge reads.
+
+    Stored packs may be longer than the capacity of a batch. With multiple 1 the spec is the one that was given.
+
+    Args:
+        path: the source's, for errors.
+        runs: all of its packs, without padding.
+        padding: how they will be padded.
+        spec: of the packs without padding.
+
+    Raises:
+        FormatError: there are no packs, or no id to pad with.
+        SequenceError: a pack does not fit the capacity once its sequences are padded.
+    """
+    multiple, eos_id = padding.multiple, padding.eos_id
+    if not spec.num_packs:
+        raise FormatError(f"{path}: it has no packs, and Megatron-Bridge reads no file without any")
+    if multiple > 1 and (eos_id is None or not 0 <= eos_id <= np.iinfo(spec.token_dtype).max):
+        raise FormatError(
+            f"{path}: padding needs the tokenizer's end-of-sequence id, found {eos_id}, expected one that"
+            f" {spec.token_dtype} holds; pass --eos-id"
+        )
+    num_packs = num_positions = longest = longest_pack = most_sequences = 0
+    shortest_pack = spec.capacity
+    for run in runs:
+        positions = padding.positions(run.sequence_lengths())
+        pack_positions = _sums_by_pack(positions, run)
+        if (too_long := pack_positions > spec.capacity).any():
+            pack = int(np.argmax(too_long))
+            raise SequenceError(
+                path,
+                num_packs + pack,
+                f"{pack_positions[pack]} positions with sequences padded to multiples of {multiple}, the capacity is"
+                f" {spec.capacity}; pack again with --sequence-multiple {multiple}",
+            )
+        longest = max(longest, int(positions.max(initial=0)))
+        most_sequences = max(most_sequences, int(run.pack_sequences.max(initial=0)))
+        shortest_pack = min(shortest_pack, int(pack_positions.min(initial=spec.capacity)))
+        longest_pack = max(longest_pack, int((pack_positions + run.pack_sequences).max(initial=0)))
+        num_positions += int(positions.sum())
+        num_packs += len(run)
+    summary = {
+        "dataset_max_seqlen": longest,
+        "max_samples_per_bin": most_sequences,
+        "packing_factor": round(spec.num_sequences / spec.num_packs, 2),
+        "packing_efficiency": round(num_positions / spec.num_packs / spec.capacity * 100, 2),
+        "pack_size": spec.capacity,
+        "min_packed_seqlen": shortest_pack,
+    }
+    if multiple > 1:
+        spec = dataclasses.replace(
+            spec,
+            num_tokens=num_positions + spec.num_sequences,
+            longest_pack=longest_pack,
+            capacity=max(spec.capacity, longest_pack),
+            sequence_multiple=1,
+            metadata={**spec.metadata, BRIDGE_PADDING_KEY: dataclasses.asdict(padding)},
+        )
+    return spec, _encoded(summary)
+
+
+# ---- the summary as a file ----
+
+# The keys of a summary, in the order in which ``measure_padded`` writes them.
+_SUMMARY_KEYS = [
+    "dataset_max_seqlen",
+    "max_samples_per_bin",
+    "packing_factor",
+    "packing_efficiency",
+    "pack_size",
+    "min_packed_seqlen",
+]
+_MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
+
+
+def summary_path(destination: str) -> str:
+    """Where the summary of a Parquet file goes; Bridge takes this path as its option ``packed_metadata_path``."""
+    return f"{destination}.json"
+
+
+def _encoded(summary: dict[str, Any]) -> bytes:
+    return orjson.dumps([summary]) + b"\n"
+
+
+def _is_summary(path: str) -> bool:
+    """Whether a file is, byte by byte, as ``_encoded`` writes one. Bridge writes the same keys with spaces between."""
+    content = head_of(path, _MAX_SUMMARY_NBYTES)
+    try:
+        (summary,) = orjson.loads(content)
+        only_numbers = all(type(value) in (int, float) for value in summary.values())
+    except (AttributeError, ValueError, TypeError):
+        return False
+    return only_numbers and [*summary] == _SUMMARY_KEYS and content == _encoded(summary)
+
+
+_SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
+
+
+def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> Identity | None:
+    """The identity of the file where the summary of a Parquet file goes, None where nothing is there.
+
+    Where the Parquet file is written without padding, somebody else's file at that path is passed over: None as well.
+
+    Raises:
+        FormatError: the file may neither be replaced nor removed.
+    """
+    path = summary_path(destination)
+    if padded:
+        return check_place(resolve(path), _SUMMARY_KIND, overwrite=overwrite)
+    return check_place(path, _SUMMARY_KIND, overwrite=overwrite) if _is_summary(path) else None
+
+
+def publish_with_summary(writer: PackedWriter, destination: str, summary: bytes | None, *, overwrite: bool) -> None:
+    """Publish a Parquet file and its summary, so that a file never stands beside the summary of another.
+
+    A kill leaves at most the file without a summary, or the summary without its file; the same command finishes then.
+
+    Args:
+        writer: of the file, complete and synced.
+        destination: where the file goes.
+        summary: what it says; None for a file without one.
+        overwrite: an older file and its summary may be replaced. The old summary is removed first, and the new one is
+            published last.
+
+    Raises:
+        FormatError: something else has appeared at one of the places.
+        OSError: the disk says no.
+    """
+    path = summary_path(destination)
+    if summary is None:
+        if (old := check_summary_place(destination, overwrite=overwrite, padded=False)) is not None:
+            remove_file(resolve(path), old)
+        writer.finalize()
+        return
+    path = resolve(path)  # not before: the name may be too long where no summary is
+    is_same = head_of(path, _MAX_SUMMARY_NBYTES) == summary  # as a command leaves it that was killed
+    old = check_summary_place(destination, overwrite=overwrite or is_same, padded=True)
+    if is_same and not overwrite:
+        writer.finalize()
+        return
+    with new_file(path, _SUMMARY_KIND, overwrite=overwrite) as new:
+        new.open().write(summary)
+        new.sync()
+        if overwrite:
+            remove_file(path, old)
+            writer.finalize()
+            new.publish()
+            return
+        # The summary first, since no file is there yet: a kill between the two would otherwise leave a file that the
+        # same command refuses to replace.
+        new.publish()
+    published = identity(path)
+    try:
+        writer.finalize()
+    except BaseException:
+        with contextlib.suppress(FormatError, OSError):
+            remove_file(path, published)
+        raise
