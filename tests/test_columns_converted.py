@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
     assert "columns grade, source: the format has no place for them" in report.lost
     if packs and to != "pbin":
         assert len(open_reader(there, to)) == len(packs)
+
+
+@pytest.mark.parametrize("name", [name for name in CARRYING if name != "sft-idx"])
+@pytest.mark.parametrize("value", [1 << 64, functools.reduce(lambda inner, _: [inner], range(300), [])])
+def test_metadata_that_a_format_cannot_store_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    write_columned(tmp_path / "x", PACKS, {"grade": ColumnSpec("pack", "f4", metadata={"a": value})})
+    with pytest.raises(FormatError, match="there: metadata that cannot be stored as JSON"):
+        convert(str(tmp_path / "x"), str(tmp_path / "there"), name)
+    assert not [path for path in tmp_path.iterdir() if "there" in path.name]
 
 
 @pytest.mark.parametrize("name", READABLE)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from packs import assert_is, demo_samples, folder_of, sample_of
 from parquet_tables import table_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats import parquet
 from megatron_sft_idx.formats.parquet import Reader, Writer, recognise
 
 
@@ -181,3 +183,23 @@ def test_it_is_recognised_by_content(tmp_path: Path) -> None:
 def test_an_empty_file_of_others(tmp_path: Path) -> None:
     pq.write_table(table_of([]), tmp_path / "x")
     assert_reads(Reader(tmp_path / "x"), [])
+
+
+def test_a_longest_pack_that_is_not_the_longest_is_seen_in_either_way_of_reading(tmp_path: Path) -> None:
+    packs = [sample_of([2, 1], lambda p: 0, lambda p: p), sample_of([9], lambda p: 0, lambda p: p)]
+    write_packs(Writer, tmp_path / "x", packs, spec={"capacity": 9})
+    table = pq.read_table(tmp_path / "x")
+    stated = orjson.loads(table.schema.metadata[parquet.KEY]) | {"longest_pack": 3, "capacity": 8}
+    pq.write_table(table.replace_schema_metadata({parquet.KEY: orjson.dumps(stated)}), tmp_path / "x")
+    reader = Reader(tmp_path / "x")
+    for use in (lambda: reader.read(1), lambda: list(reader.runs())):
+        with pytest.raises(SequenceError, match=r"x:1: 9 tokens, the file states a capacity of 8 \(rule P1\)"):
+            use()
+
+
+def test_a_field_whose_name_begins_like_one_of_packs_is_ignored(tmp_path: Path) -> None:
+    packs = demo_samples()
+    fields = {"input_ids.source": pa.array([[1, 2]] * len(packs)), "input_ids.name": pa.array(["a"] * len(packs))}
+    table = table_of(packs)
+    pq.write_table(pa.table(fields | {name: table[name] for name in table.column_names}), tmp_path / "x")
+    assert_reads(Reader(tmp_path / "x"), packs)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats import npy
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.npy import read_legacy, recognise
 from megatron_sft_idx.packs.run import PackRun
@@ -189,12 +190,29 @@ def pickled(*opcodes: bytes) -> bytes:
         # Ten bytes for which an unpickler would fill 32 GiB.
         pickled(b"Nr\xff\xff\xff\x7f"),
         pickled(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R"),
+        # An array, and a dtype, whose __init__ was not called.
+        *(
+            pickled(b"](}(U\x09input_ids", ids, b"U\x09loss_mask](K\x01eU\x0cseq_start_id](K\x00eue")
+            for ids in (
+                b"cnumpy\nndarray\n)\x81",
+                b"cnumpy\nndarray\n)R(K\x01K\x01\x85cnumpy\ndtype\n)\x81\x89U\x01atb",
+            )
+        ),
     ],
 )
 def test_damaged_and_lying_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npy").write_bytes(content)
     with pytest.raises((FormatError, SequenceError), match=re.escape(str(tmp_path))):
         read_legacy(tmp_path / "x.npy")
+
+
+def test_a_pickle_changes_nothing_that_it_names(tmp_path: Path) -> None:
+    before = dict(npy._STAND_INS)
+    state = b"N}U\x0c__defaults__U\x05utf16\x85s\x86b0"
+    (tmp_path / "x.npy").write_bytes(pickled(b"c_codecs\nencode\n", state, b"]"))
+    assert_same(read_legacy(tmp_path / "x.npy"), [])
+    assert npy._encode("a") == b"a"
+    assert before == npy._STAND_INS
 
 
 def test_an_array_of_numbers_is_no_list_of_packs(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""What all formats of packed data share: what is known of it, its reader, its writer, and the rules that packs keep.
+"""What all formats of packed data share: their reader, their writer, the rules of packs, and help with their files.
 
-A format is a module with a function ``recognise`` and a class ``Reader``, mostly also ``Writer``: it opens a path and
-makes a run of some of its packs, begins a file or folder, appends runs and ends it. Options of its own are keywords of
-``_open`` and ``_begin``. All else is here, the same for every pair of formats.
+A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and mostly a class
+``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``); everything else that a reader or
+writer does is here. Options of a format are keywords of its ``_open`` and ``_begin``.
+
+Four chapters: the spec, reader and writer; the rules of packs (``checked_run``); what foreign files hold (JSON,
+``.npy`` headers, ranges of bytes); and the package metadata, a JSON object in which this package keeps, in files of
+other formats, what they have no place for.
 
 Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
-predicting token j + 1 of the same sequence counts; 0 at every sequence's end. *Token*: value j says whether token j
-itself is trained on. *Rolled right*: a token mask that its writer moved one place to the right over the whole pack,
-with 0 in front, meaning to align it with labels. That is the wrong way round, and across sequences; files of such
-writers are read by undoing it. What the roll pushed out at the end of a pack, whether its last token is trained on, is
-not in the file any more: it counts as untrained.
+predicting token j + 1 of the same sequence counts; it is 0 at every sequence's end. *Token*: value j says whether token
+j itself is trained on. *Rolled right*: a token mask that its writer moved one place to the right over the whole pack,
+with 0 in front, meaning to align it with labels. That is the wrong way round, and across sequences; reading undoes it.
+Whether the last token of such a pack is trained on is not in the file any more; it counts as untrained.
 """
 
 from __future__ import annotations
@@ -41,34 +44,34 @@ if TYPE_CHECKING:
 
 MaskAlignment = Literal["label", "token", "rolled-right"]
 MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
-# What was done to all masks of a file, as a sentence for ``PackedReader.notes``.
+# For ``PackedReader.notes``: how all masks of a file were changed.
 ALIGNMENT_NOTES = {
     "token": "loss masks taken as token-aligned: shifted left by one inside every sequence",
     "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
     " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
 }
-# The key, in what a file says of itself, of padding that is stored in its packs.
+# The key of ``PackedSpec.metadata`` where packs are stored with padding (``bridge.Padding``).
 BRIDGE_PADDING_KEY = "bridge_padding"
 _MAX_JSON_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSpec:
-    """What is known of packed data before its first pack is read.
+    """Counts, dtypes and metadata of packed data, known before its first pack is read.
 
     Attributes:
         num_packs: packs.
         num_sequences: sequences in all of them.
         num_tokens: tokens in all of them, without padding.
-        longest_pack: tokens in the longest.
+        longest_pack: tokens in the longest pack.
         token_dtype: uint16 or int32.
         mask_dtype: uint8 or float32.
         capacity: most token positions a pack may hold; at least ``longest_pack``.
         sequence_multiple: sequences rounded up to this still fit the capacity.
         pad_id: the tokenizer's padding id, None where unknown.
-        metadata: what else the file says of itself, JSON-able.
-        num_trained_tokens: positions whose loss mask is above zero; None where only reading them all would tell.
-        columns: what comes with the packs, by name.
+        metadata: what else the file says of its packs, as JSON values.
+        num_trained_tokens: positions whose loss mask is above zero; None where only reading all masks would tell.
+        columns: specs of the columns that come with the packs, by name.
     """
 
     num_packs: int
@@ -84,12 +87,12 @@ class PackedSpec:
     num_trained_tokens: int | None = None
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
 
-    def stated(self) -> dict[str, Any]:
-        """What files of other formats say of their packs in a place of ours, JSON-able: see ``spec_fields``."""
+    def package_metadata(self) -> dict[str, Any]:
+        """The package metadata of a file of these packs, as JSON values; ``spec_fields`` reads them."""
         keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
-        said = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
+        values = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
         columns = {name: spec.encode() for name, spec in self.columns.items()}
-        return said | {"columns": columns} if columns else said
+        return values | {"columns": columns} if columns else values
 
     def column_nbytes(self) -> int:
         """Bytes that the values of all columns take."""
@@ -98,33 +101,34 @@ class PackedSpec:
 
 
 class PackedReader(ABC):
-    """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.
+    """One file, folder or shard of packed data, open for reading. It cannot be pickled: each process opens its own.
 
-    A format has ``_open``, which sets ``identity`` and ``_dtypes``, ``spec``, ``__len__``, and ``_run`` with
-    ``_token_offsets``, or ``read`` and ``_runs``.
+    A format implements ``_open``, which sets ``identity`` and ``_dtypes``, then ``spec``, ``__len__``, and either
+    ``_run`` and ``_token_offsets``, or ``read`` and ``_runs``.
 
     Args:
         path: what is opened.
         mask_alignment: of its loss masks, where the format does not say.
-        options: of the format, as its own class has them.
+        options: of the format, keywords of its ``_open``.
 
     Attributes:
-        label_only: for formats that leave no choice of a mask alignment: why, with a place for the one that was asked.
+        label_only: for formats whose masks have one alignment: the error where another is asked for, which stands at
+            the braces.
         path: what was opened.
-        identity: differs where the content does, as far as can be told without reading it all: an id, or sizes and
-            times of change.
-        columns: that its packs come with, by name.
-        notes: what the file does not say and was understood, or was set right on the way, as sentences for people.
+        identity: an id, or sizes and times of change. It differs where the content differs, as far as that can be told
+            without reading all of it.
+        columns: specs of the columns that packs come with, by name.
+        notes: sentences for people: what the file does not say and was assumed, and what was corrected.
 
     Raises:
-        FormatError: no such alignment, or none that the format can have; or what is there breaks a rule of its format.
+        FormatError: no such alignment, or none that the format can have; or the file breaks a rule of its format.
     """
 
     label_only: ClassVar[str] = ""
     identity: str
-    # What ids and masks are handed out as.
+    # Of ids and masks as they are handed out.
     _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
-    # Where each pack begins in the tokens of all, and the last one ends: [packs + 1].
+    # Where each pack begins among the tokens of all packs, and where the last one ends: [packs + 1].
     _token_offsets: NDArray[np.int64]
 
     def __init__(
@@ -140,49 +144,49 @@ class PackedReader(ABC):
 
     @abstractmethod
     def _open(self, *args: Any, **options: Any) -> None:
-        """Open the path, and check what can be checked without reading it all."""
+        """Open the path, and check what can be checked without reading all of it."""
 
-    def _take_alignment(self, stated: object = None) -> None:
-        """Take the alignment that a file says itself, where it does, and note what is done to the masks.
+    def _take_alignment(self, file_alignment: object = None) -> None:
+        """Take the mask alignment that the file states, if it states one, and note how masks are changed.
 
         Raises:
-            FormatError: the caller says otherwise than the file: its masks would be shifted twice.
+            FormatError: the caller asked for another alignment than the file states: masks would be shifted twice.
         """
-        if stated in MASK_ALIGNMENTS:
-            if self.alignment not in ("label", stated):
+        if file_alignment in MASK_ALIGNMENTS:
+            if self.alignment not in ("label", file_alignment):
                 raise FormatError(
-                    f"{self.path}: it says that its loss masks are {stated}-aligned, mask alignment"
+                    f"{self.path}: it says that its loss masks are {file_alignment}-aligned, mask alignment"
                     f" {self.alignment!r} would shift them once more; leave the option out"
                 )
-            self.alignment = stated
+            self.alignment = file_alignment
         if self.alignment in ALIGNMENT_NOTES:
             self.notes.append(ALIGNMENT_NOTES[self.alignment])
 
     @property
     @abstractmethod
     def spec(self) -> PackedSpec:
-        """Counts and dtypes; may cost one pass over the lengths the first time."""
+        """The spec; the first call may cost one pass over the lengths of packs."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Packs."""
+        """Number of packs."""
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``, which is within 0 and ``len(self) - 1``; arrays are read-only where they are views.
+        """Pack ``index``; arrays are read-only where they are views. The caller keeps 0 <= index < ``len(self)``.
 
         Raises:
             SequenceError: the pack breaks a rule.
-            FormatError: the file cannot be read, or is not as it was.
+            FormatError: the file cannot be read, or has changed since it was opened.
         """
         return self._run(index, index + 1).pack(0)
 
     def runs(self) -> Iterator[PackRun]:
-        """All packs in order, some ``RUN_TOKENS`` tokens at a time and at least one pack. Raises as ``read``."""
+        """All packs in order, in runs of about ``RUN_TOKENS`` tokens and at least one pack. Raises as ``read``."""
         unplaced = 0
         for run in self._runs():
             unplaced += run.unplaced
             yield run
-        # After the whole pass, and once however many there are.
+        # Counted over a whole pass, and noted once however many passes there are.
         if unplaced and (note := unplaced_note(unplaced, self.alignment)) not in self.notes:
             self.notes.append(note)
 
@@ -190,53 +194,54 @@ class PackedReader(ABC):
         return (self._run(first, last) for first, last in run_bounds(self._token_offsets))
 
     def _run(self, first: int, last: int) -> PackRun:
-        """Packs ``first`` up to ``last``, which keep every rule. Raises as ``read``."""
+        """Packs ``first`` up to ``last``, checked against every rule. Raises as ``read``."""
         raise NotImplementedError
 
-    def _checked(self, first_pack: int, *arrays: ArrayLike, columns: Columns | None = None) -> PackRun:
-        """``checked_run`` of arrays of this file, in its order, with the file's alignment and dtypes."""
+    def _checked_run(self, first_pack: int, *arrays: ArrayLike, columns: Columns | None = None) -> PackRun:
+        """``checked_run`` of arrays of the file, in the order of its parameters, with its alignment and dtypes."""
         token_dtype, mask_dtype = self._dtypes
-        how = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
-        return checked_run(self.path, first_pack, *arrays, columns=columns, **how)  # type: ignore[arg-type]
+        options = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
+        return checked_run(self.path, first_pack, *arrays, columns=columns, **options)  # type: ignore[arg-type]
 
-    def _make_spec(self, num_sequences: int, num_tokens: int, longest_pack: int, **more: Any) -> PackedSpec:
-        """The spec of packs of which so much was counted; its capacity is the longest of them where none is said."""
+    def _make_spec(self, num_sequences: int, num_tokens: int, longest_pack: int, **fields: Any) -> PackedSpec:
+        """The spec with these counts and further fields; without a ``capacity`` it is that of the longest pack."""
         counts = len(self), num_sequences, num_tokens, longest_pack
-        return PackedSpec(*counts, *self._dtypes, **{"capacity": longest_pack, "columns": self.columns, **more})
+        return PackedSpec(*counts, *self._dtypes, **{"capacity": longest_pack, "columns": self.columns, **fields})
 
 
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
-    A format has ``_begin``, which calls ``_make_output`` once it has checked its options, ``_append`` and ``_finish``.
+    A format implements ``_begin``, which calls ``_make_output`` once it has checked its options, ``_append`` and
+    ``_finish``. Nothing is at ``path`` before ``publish``.
 
     Args:
         path: what is written.
-        spec: what is going to be written, held against what came in the end; None where nobody knows.
-        overwrite: replace what is there, where it is of ``kind``.
-        allow_loss: let go what the format has no place for, and say so in ``lost``.
-        options: of the format, as its own class has them.
+        spec: what is going to be written, which ``complete`` compares with what came; None where that is not known.
+        overwrite: replace what is at ``path``, where it is of ``kind``.
+        allow_loss: leave out what the format cannot hold, and note it in ``lost``; without it that is an error.
+        options: of the format, keywords of its ``_begin``.
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
-        reader: reads what is written.
+        reader: the class that reads what is written.
         kind: what may be replaced.
-        folder: whether the format is a folder of files.
-        binary_masks: whether the format's masks are 0 and 1 and nothing else.
-        stores_columns: whether the format has a place for columns.
+        is_folder: whether the format is a folder of files.
+        binary_masks: whether the format's masks hold 0 and 1 only.
+        stores_columns: whether the format can hold columns.
         reread_options: options of the reader that ``reread`` makes.
-        lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
-            one) and ``"columns"`` that it is true of.
+        lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
+            ``"columns"`` that the format could not hold.
 
     Raises:
-        FormatError: something is at ``path``, or the format has no place for an option or for what is announced.
-        OSError: no space for all of it, among others.
+        FormatError: something is at ``path``, or the format has no such option, or cannot hold what the spec announces.
+        OSError: among others, there is no space for all of it.
     """
 
     format: ClassVar[str]
     reader: ClassVar[type[PackedReader]]
     kind: ClassVar[Kind]
-    folder: ClassVar[bool] = False
+    is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
     reread_options: ClassVar[Mapping[str, Any]] = {}
@@ -253,7 +258,7 @@ class PackedWriter(ABC):
     ) -> None:
         self._path, self._spec, self._overwrite, self._allow_loss = os.fspath(path), spec, overwrite, allow_loss
         self._counts, self._changed_weights = PackCounts(), 0
-        self._complete = self._published = False
+        self._is_complete = self._is_published = False
         self.lost: dict[str, str] = {}
         try:
             self._begin(**options)
@@ -265,17 +270,17 @@ class PackedWriter(ABC):
 
     @abstractmethod
     def _begin(self, *args: Any, **options: Any) -> None:
-        """Check the options, make the output, and write what comes before the first pack."""
+        """Check the options, make the output, and write what stands before the first pack."""
 
     def _make_output(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
-        """The file or folder, hidden until it is published. OSError: there is no space for so much of it."""
+        """Make the file or folder, hidden until it is published. OSError: no space for so many bytes and files."""
         require_space(self._path, nbytes, files)
-        make = new_folder if self.folder else new_file
+        make = new_folder if self.is_folder else new_file
         self._output = make(self._path, self.kind, overwrite=self._overwrite)
         return self._output
 
     def _drop_columns(self, columns: Iterable[str]) -> None:
-        """Note that columns are not written. FormatError where loss is not allowed."""
+        """Note in ``lost`` that columns are not written. FormatError where loss is not allowed."""
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
             raise FormatError(
@@ -288,9 +293,9 @@ class PackedWriter(ABC):
         """Append packs.
 
         Raises:
-            FormatError: columns, or loss weights other than 0 and 1, that the format has no place for, and loss is
-                not allowed.
-            SequenceError: a pack does not fit what was announced.
+            FormatError: the format cannot hold columns, or loss weights other than 0 and 1, and loss is not allowed;
+                or the run has other columns than the spec.
+            SequenceError: a pack does not fit what the spec announced.
         """
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
@@ -319,67 +324,69 @@ class PackedWriter(ABC):
         return (mask > 0).astype(np.uint8)
 
     def _pack_of_token(self, run: PackRun, token: int) -> int:
-        """Number, among all packs, of the one that holds a token of the run being written."""
+        """Number, among all packs, of the pack that holds token ``token`` of the run being written."""
         return self._counts.num_packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
 
     def complete(self) -> None:
-        """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice.
+        """Write what follows the last pack, so that ``reread`` can read all of it; may be called twice.
 
         Raises:
-            FormatError: other packs were written than announced: a file that begins with its counts would lie.
+            FormatError: other packs were written than the spec announced, whose counts the file may begin with.
         """
-        if self._complete:
+        if self._is_complete:
             return
-        found = [getattr(self._counts, f"num_{what}") for what in ("packs", "sequences", "tokens")]
-        expected = [getattr(self._spec or self._counts, f"num_{what}") for what in ("packs", "sequences", "tokens")]
-        if found != expected:
+        written, expected = (
+            (counts.num_packs, counts.num_sequences, counts.num_tokens)
+            for counts in (self._counts, self._spec or self._counts)
+        )
+        if written != expected:
             raise FormatError(
-                f"{self._path}: {found[0]} packs, {found[1]} sequences and {found[2]} tokens were written, expected"
-                f" {expected[0]}, {expected[1]} and {expected[2]}; the source changed while it was read: start again"
+                "{}: {} packs, {} sequences and {} tokens were written, expected {}, {} and {}; the source changed"
+                " while it was read: start again".format(self._path, *written, *expected)
             )
         self._finish()
-        self._complete = True
+        self._is_complete = True
 
     @abstractmethod
     def _append(self, run: PackRun) -> None:
-        """Write packs, in the dtypes that the format has."""
+        """Write the packs of a run, in the dtypes of the format."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Write the end."""
+        """Write what follows the last pack."""
 
     def reread(self) -> PackedReader:
-        """A reader of all that was written, which is complete and not in its place yet."""
+        """A reader of what was written. The caller must have called ``complete``, and not ``publish`` yet."""
         columns: dict[str, Any] = {"columns": None} if self.stores_columns else {}
         return self.reader(self._output.temporary, **self.reread_options, **columns)
 
     def publish(self) -> None:
-        """Put what is complete in its place, on disk."""
+        """Put what was written at ``path``, synced to disk. The caller must have called ``complete``."""
         self._output.publish()
 
     def finalize(self) -> dict[str, Any]:
-        """Complete it and put it in its place; where that fails, remove what was written. May be called twice.
+        """Complete and publish what was written; where that fails, remove it. May be called twice.
 
         Returns:
-            What was written, in the words of its format.
+            A summary of what was written; its keys depend on the format.
 
         Raises:
-            FormatError: other packs were written than announced, or something has appeared at the place.
+            FormatError: other packs were written than announced, or something has appeared at ``path``.
             OSError: the disk says no.
         """
-        if not self._published:
+        if not self._is_published:
             try:
                 self.complete()
                 self.publish()
             except BaseException:
                 self.abandon()
                 raise
-            self._published = True
+            self._is_published = True
         return {"format": self.format, "num_packs": self._counts.num_packs}
 
     def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
-        if hasattr(self, "_output"):  # else it was refused before anything was made
+        """Remove what was written; does nothing after ``finalize`` or another ``abandon``."""
+        if hasattr(self, "_output"):  # else _begin refused before anything was made
             self._output.abandon()
 
     def __enter__(self) -> Self:
@@ -394,7 +401,7 @@ class PackedWriter(ABC):
 
 @dataclass(eq=False)
 class PackCounts:
-    """What runs hold in all."""
+    """How many packs, sequences and tokens some runs hold in all."""
 
     num_packs: int = 0
     num_sequences: int = 0
@@ -402,11 +409,14 @@ class PackCounts:
     longest_pack: int = 0
 
     def add(self, run: PackRun) -> None:
-        """Count a run in."""
+        """Add the counts of a run."""
         self.num_packs += len(run)
         self.num_sequences += len(run.seq_starts)
         self.num_tokens += len(run.tokens)
         self.longest_pack = max(self.longest_pack, int(run.pack_lengths.max(initial=0)))
+
+
+# ---- packs that keep the rules ----
 
 
 def checked_run(
@@ -423,27 +433,27 @@ def checked_run(
     mask_dtype: Any = None,
     columns: Columns | None = None,
 ) -> PackRun:
-    """A run of packs that keeps every rule, its mask label-aligned.
+    """A run of packs, checked against every rule, its mask label-aligned.
 
-    Nothing is cast before it is known to fit, and whatever the arrays hold, no sum overflows and nothing outside them
-    is touched.
+    The arrays may hold anything: nothing is cast before it is known to fit, no sum overflows, and nothing outside the
+    arrays is read.
 
     Args:
         path: of the file, for errors.
         first_pack: number of the first of these packs in the file, for errors.
         tokens: ids [sum of lengths], integers of any kind.
         loss_mask: [sum of lengths], booleans, integers or floats.
-        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers as the next two.
-        pack_lengths: tokens in each pack [packs].
-        pack_sequences: sequences in each pack [packs].
+        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
+        pack_lengths: tokens in each pack [packs], integers.
+        pack_sequences: sequences in each pack [packs], integers.
         mask_alignment: of ``loss_mask``.
-        token_dtype: what the ids come back as, uint16 or int32; None keeps uint16 and makes all else int32.
-        mask_dtype: what the mask comes back as, uint8 or float32; None makes floats float32 and all else uint8.
-        columns: values of these tokens, sequences or packs.
+        token_dtype: of the ids in the result, uint16 or int32; None keeps uint16 and makes all else int32.
+        mask_dtype: of the mask in the result, uint8 or float32; None makes floats float32 and all else uint8.
+        columns: of these tokens, sequences or packs; they are taken over as they are.
 
     Raises:
         SequenceError: a rule is broken, with the number of the pack.
-        FormatError: the arrays do not go together, so that it cannot be said which pack is wrong.
+        FormatError: the arrays' lengths contradict each other, so that no single pack is wrong.
     """
     try:
         ids, mask = token_array(tokens), mask_array(loss_mask)
@@ -455,7 +465,7 @@ def checked_run(
     if len(lengths) != len(sequences):
         raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
     try:
-        broken = _native.first_breach(
+        breach = _native.first_breach(
             ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as
         )
     except ValueError:
@@ -464,8 +474,8 @@ def checked_run(
             f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {expected};"
             f" found {len(ids)}, {len(mask)} and {len(starts)}"
         ) from None
-    if broken is not None and broken[0][0] != "P6":
-        raise SequenceError(path, first_pack + broken[0][1], broken[1])
+    if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
+        raise SequenceError(path, first_pack + breach[0][1], breach[1])
     ids, mask, unplaced = ids.astype(ids_as, copy=False), mask.astype(mask_as, copy=False), 0
     if mask_alignment == "rolled-right":
         firsts = np.cumsum(lengths) - lengths
@@ -476,26 +486,26 @@ def checked_run(
                 "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
                 " say mask alignment label or token",
             )
-    if broken is not None or mask_alignment != "label":
+    if breach is not None or mask_alignment != "label":
         mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
     return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
 
 
 def checked_pack(
-    path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **how: Any
+    path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **options: Any
 ) -> PackRun:
-    """``checked_run`` of pack ``number``, handed in by itself. SequenceError where it breaks a rule."""
+    """``checked_run`` of one pack, whose number is for errors. SequenceError where it breaks a rule."""
     ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(starts)
     if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
         raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
     require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
-    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **how)
+    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **options)
 
 
-def require_same_length(path: str, pack: int, **columns: int) -> None:
-    """SequenceError unless the columns of a pack, handed in by their names, are equally long."""
-    if len(set(columns.values())) > 1:
-        found = ", ".join(f"{count} in {name}" for name, count in columns.items())
+def require_same_length(path: str, pack: int, **lengths: int) -> None:
+    """SequenceError unless these arrays of a pack, of which the lengths are given by name, are equally long."""
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{length} in {name}" for name, length in lengths.items())
         raise SequenceError(path, pack, f"{found}; they have one entry a token each")
 
 
@@ -506,9 +516,10 @@ def label_aligned(
     pack_sequences: NDArray[np.int64],
     alignment: MaskAlignment = "label",
 ) -> tuple[NDArray[Any], int]:
-    """The label-aligned mask of good packs, as ``checked_run`` takes them, and how many values had no place in it.
+    """The label-aligned mask of packs, and how many of the given values above 0 it leaves out (see ``unplaced_note``).
 
-    ``unplaced_note`` says which those are. The mask is not changed, and given back itself where nothing changes.
+    The arrays are those of ``checked_run``, which must have checked them. The given mask is never written to; it is
+    returned itself where nothing changes.
     """
     if not len(mask):
         return mask, 0
@@ -520,39 +531,42 @@ def label_aligned(
             mask = mask.copy()
             mask[ends] = 0
         return mask, unplaced
-    tokens = mask
+    token_mask = mask
     if alignment == "rolled-right":
-        tokens = np.append(mask[1:], mask[:1])
-        tokens[pack_ends - 1] = 0
-    labels = np.append(tokens[1:], tokens[:1])
-    labels[ends] = 0
-    return labels, int(np.count_nonzero(tokens[starts]))
+        token_mask = np.append(mask[1:], mask[:1])
+        token_mask[pack_ends - 1] = 0
+    label_mask = np.append(token_mask[1:], token_mask[:1])
+    label_mask[ends] = 0
+    return label_mask, int(np.count_nonzero(token_mask[starts]))
 
 
 def unplaced_note(count: int, alignment: MaskAlignment) -> str:
-    """What ``label_aligned`` left out in all, as a sentence for ``PackedReader.notes``."""
+    """A sentence for ``PackedReader.notes``: which mask values ``label_aligned`` left out, ``count`` in all."""
     if alignment == "label":
         return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
     return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
 
 
 def checked_alignment(path: str, alignment: str) -> MaskAlignment:
-    """``alignment`` where there is such a one, FormatError else."""
+    """The mask alignment of this name. FormatError where there is none."""
     if alignment not in MASK_ALIGNMENTS:
         raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
     return alignment
 
 
 def all_trained_mask(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
+    """Label-aligned mask of sequences of these lengths that are trained as a whole: 1 but for 0 at each one's end."""
     ends = lengths.cumsum()
     mask = np.ones(int(ends[-1]) if len(ends) else 0, np.uint8)
     mask[ends - 1] = 0
     return mask
 
 
+# ---- what files of other formats hold ----
+
+
 def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
-    """Some ranges of an array end to end; a view where they lie so."""
+    """Ranges of an array end to end; a view where each begins where the one before ends."""
     if not len(starts):
         return values[:0]
     if len(starts) == 1 or (starts[1:] == stops[:-1]).all():
@@ -560,44 +574,46 @@ def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArra
     return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
 
 
-def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, apart: int = 0) -> int | None:
-    """The first range that leaves a file or overlaps the one before, None where all are in order; never overflows.
+def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, min_gap: int = 0) -> int | None:
+    """Number of the first range that leaves a file or begins too early; None where all are good. Never overflows.
 
     Args:
         starts: first byte of each range [ranges].
-        lengths: bytes of each [ranges].
-        size: bytes of what they lie in.
-        apart: bytes between one and the next, at least.
+        lengths: bytes of each range [ranges].
+        size: bytes of the file.
+        min_gap: bytes that must lie between the end of a range and the start of the next.
     """
     bad = (starts < 0) | (lengths < 0) | (starts > size) | (lengths > size)
     ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
     bad |= ends > size
-    bad[1:] |= starts[1:] < ends[:-1] + apart
+    bad[1:] |= starts[1:] < ends[:-1] + min_gap
     return int(np.argmax(bad)) if bad.any() else None
 
 
 def file_identity(*paths: str) -> str:
-    """Size and time of change of files, which differ where a file was written anew."""
+    """Sizes and times of change of files; it differs where one of them was written anew."""
     return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in map(os.stat, paths))
 
 
 def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in a file, and its bytes. FormatError where it holds none; else OSError."""
+    """The JSON object in a file, and its bytes. FormatError where there is none, OSError where it cannot be read."""
     raw = read_beginning(path, _MAX_JSON_NBYTES + 1)
+    if len(raw) > _MAX_JSON_NBYTES:
+        raise FormatError(f"{path}: more than {_MAX_JSON_NBYTES} bytes, expected one JSON object of less")
     try:
-        stated = orjson.loads(raw)
+        value = orjson.loads(raw)
     except ValueError as error:
         raise FormatError(f"{path}: not JSON: {error}") from None
-    if not isinstance(stated, dict) or len(raw) > _MAX_JSON_NBYTES:
-        raise FormatError(f"{path}: no object, or one of more than {_MAX_JSON_NBYTES} bytes")
-    return stated, raw
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: JSON, but no object")
+    return value, raw
 
 
 def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether it is stored by columns, and dtype that a ``.npy`` says; reads up to the end of its header.
+    """Read the header of a ``.npy``: its shape, whether it is in Fortran order, and its dtype; ``name`` is for errors.
 
     Raises:
-        FormatError: not such a file.
+        FormatError: the file does not begin with such a header.
     """
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
@@ -608,9 +624,9 @@ def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dty
 
 
 def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The bytes before an array, as ``numpy.save`` writes them; as many for any first side.
+    """The header of a ``.npy`` as ``numpy.save`` writes it. Its size does not depend on the first side of the shape.
 
-    numpy leaves room for that to grow, and fills it with spaces.
+    numpy fills it up with spaces, so that the first side may grow.
     """
     out = BytesIO()
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -619,7 +635,7 @@ def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def pickle_opcodes(value: Any) -> bytes:
-    """The pickle of a value as it stands inside another of protocol 2: no first and last opcode, no memo entries."""
+    """The opcodes of a value inside a pickle of protocol 2: without the first and last opcode, and without memo."""
     file = BytesIO()
     pickler = pickle.Pickler(file, 2)
     pickler.fast = True
@@ -627,45 +643,57 @@ def pickle_opcodes(value: Any) -> bytes:
     return file.getvalue()[2:-1]
 
 
-def int_within(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:
-    """A whole number within bounds that a file says of itself; None where it says none."""
-    value = stated.get(key)
-    return value if type(value) is int and least <= value <= most else None
+# ---- the package metadata ----
 
 
-def column_specs_of(stated: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
-    """The columns that a file says it has (``PackedSpec.stated``), as far as they are asked for.
+def encode_json(path: str, value: Any) -> bytes:
+    """JSON with sorted keys. FormatError, with the path of the file that is written, where a value cannot be stored."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        reason = "integers of at most 64 bits, and lists and objects that are nested at most 250 deep"
+        raise FormatError(f"{path}: metadata that cannot be stored as JSON: {error}; it holds {reason}") from None
+
+
+def int_within(values: Mapping[str, Any], key: str, minimum: int = 1, maximum: int = MAX_CAPACITY) -> int | None:
+    """The value at ``key`` where it is a whole number within bounds; None where it is anything else or missing."""
+    value = values.get(key)
+    return value if type(value) is int and minimum <= value <= maximum else None
+
+
+def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
+    """The specs of columns in the package metadata of a file.
 
     Args:
-        stated: what it says.
+        values: the package metadata.
         path: of the file, for errors.
-        chosen: names; None for all.
+        chosen: names of the columns to return; None for all.
 
     Raises:
-        FormatError: what it says is no column's, or one that is asked for is not there.
+        FormatError: an entry is no spec of a column, or a chosen column is not there.
     """
-    found = stated.get("columns", {})
+    encoded = values.get("columns", {})
     try:
-        columns = {check_name(name): ColumnSpec.decode(value) for name, value in found.items()}
+        specs = {check_name(name): ColumnSpec.decode(value) for name, value in encoded.items()}
     except (AttributeError, FormatError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: what it says of its columns is wrong: {error}; write it again") from None
-    if missing := [name for name in chosen or () if name not in columns]:
-        raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(columns) or 'none'}")
-    return columns if chosen is None else {name: columns[name] for name in chosen}
+    if missing := [name for name in chosen or () if name not in specs]:
+        raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(specs) or 'none'}")
+    return specs if chosen is None else {name: specs[name] for name in chosen}
 
 
-def spec_fields(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
-    """What a file may say of its packs beside their counts, as keywords of ``PackedSpec``.
+def spec_fields(values: Mapping[str, Any], longest_pack: int, capacity: int) -> dict[str, Any]:
+    """Fields of ``PackedSpec`` from the package metadata of a file, which may hold anything; bad values are ignored.
 
     Args:
-        stated: what it says.
-        longest: its longest pack, which the capacity is never below.
-        capacity: where it says none.
+        values: the package metadata; empty in files of other writers.
+        longest_pack: tokens in the longest pack; the capacity in the result is at least as large.
+        capacity: taken where the package metadata have none.
     """
-    metadata = stated.get("metadata")
+    metadata = values.get("metadata")
     return {
-        "capacity": max(int_within(stated, "capacity") or capacity, longest),
-        "sequence_multiple": int_within(stated, "sequence_multiple") or 1,
-        "pad_id": int_within(stated, "pad_id", 0),
+        "capacity": max(int_within(values, "capacity") or capacity, longest_pack),
+        "sequence_multiple": int_within(values, "sequence_multiple") or 1,
+        "pad_id": int_within(values, "pad_id", 0),
         "metadata": metadata if isinstance(metadata, dict) else {},
     }

@@ -11,11 +11,14 @@ A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
 ``num_samples``   how many sequences
 ================  ===================================================================================
 
-Other fields are left alone. There is no place for loss weights, capacity or padding id.
+Other fields are ignored. The format cannot hold loss weights, capacity or padding id.
 
-Columns of a shard are in a field ``columns``: by name, a value or a list of values for each token, each sequence, or
-the pack; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` where JSON has no number. A file ``columns.json`` beside the
-chunks says what they are.
+Columns of a shard are in a field ``columns``, an object: by name, a value for each token, each sequence, or the pack,
+or a list of values where the column is wider than 1. Floats that JSON has no number for are the strings ``"NaN"``,
+``"Infinity"`` and ``"-Infinity"``. A file ``columns.json`` beside the chunks has the specs of the columns.
+
+The reader takes a folder whose chunks are complete. ``live.chunks`` trains on one that still grows, with the same
+``ChunkFile``, ``parse_line`` and ``run_of_lines``.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     checked_run,
     column_specs_of,
+    encode_json,
     file_identity,
     read_json_object,
 )
@@ -51,21 +55,21 @@ from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
-# What a consumer leaves beside a chunk that it is done with, the chunk's name and this; the producer may delete both.
+# The suffix of the file with which a consumer marks a chunk as consumed; the producer may delete both.
 COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _BLOCK_NBYTES = 1 << 20
 _MAX_LISTED = 10
 _BLANK = b" \t\r\n"  # JSON's white space
-# Lines up to this are looked at, as they may be blank: the names of a pack's fields alone are longer.
+# A line of more bytes counts as a pack without a look at it: the names of the fields alone are longer.
 _MAX_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
-# Beside the chunks, where they have columns: what these are.
+# The file beside the chunks with the specs of their columns, where they have any.
 COLUMNS_FILE = "columns.json"
-_NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-_NO_NUMBERS = tuple(_NO_NUMBER.values())
-# What labels hold where nothing is trained: PyTorch's index to ignore.
+_NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NONFINITE_NAMES = tuple(_NONFINITE.values())
+# The label of a token that is not trained on: PyTorch's ``ignore_index``.
 UNTRAINED = -100
 
 
@@ -75,10 +79,10 @@ def chunk_name(number: int) -> str:
 
 
 def chunk_numbers(folder: str) -> list[int]:
-    """Numbers of the chunks in a folder, ascending: past 99999 their names no longer sort that way.
+    """Numbers of the chunks in a folder, ascending. Their names do not sort that way past 99999.
 
     Raises:
-        FormatError: a name that its number does not give, such as ``chunk_3.jsonl``: it could be there twice.
+        FormatError: a name that is not ``chunk_name`` of its number, such as ``chunk_3.jsonl``; both could be there.
     """
     numbers = []
     for name in os.listdir(folder):
@@ -91,12 +95,12 @@ def chunk_numbers(folder: str) -> list[int]:
 
 
 def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
-    """Paths of a folder's chunks in order, and notes on those that are not there any more.
+    """Paths of a folder's chunks in order, and notes for ``PackedReader.notes``.
 
-    A producer deletes chunks that were consumed, from the first one on: that is said in a note.
+    A producer deletes chunks that were consumed, beginning with the first: there is a note where they are missing.
 
     Raises:
-        FormatError: no chunks, a gap after the first, or a name that is not a chunk's.
+        FormatError: no chunks, a gap between chunks, or a bad name (``chunk_numbers``).
     """
     numbers = chunk_numbers(folder)
     if not numbers:
@@ -105,24 +109,24 @@ def _chunk_paths(folder: str) -> tuple[list[str], list[str]]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_MAX_LISTED])
         listed += ", ..." if len(gaps) > _MAX_LISTED else ""
         raise FormatError(f"{folder}: chunks {listed} are missing between others; copy them, or make them again")
-    freed = f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems"
-    return [os.path.join(folder, chunk_name(number)) for number in numbers], [freed] if numbers[0] else []
+    note = f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems"
+    return [os.path.join(folder, chunk_name(number)) for number in numbers], [note] if numbers[0] else []
 
 
 def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First byte of every line, and the byte after its last one; blank lines are left out.
+    """Where every line of a chunk begins and ends in bytes, int64 [lines] each; blank lines are left out.
 
     Raises:
-        FormatError: the last line is half a line.
+        FormatError: the last line is incomplete.
     """
     ends: list[int] = []
     size, block = 0, bytearray(_BLOCK_NBYTES)
     with open_regular(path) as file:
         while nbytes := file.readinto(block):
-            # Lines are long: finding one newline after the other is several times as fast as comparing every byte.
-            after = 0
-            while after := block.find(b"\n", after, nbytes) + 1:
-                ends.append(size + after)
+            # Lines are long: to find one newline after the other is several times as fast as to compare every byte.
+            position = 0
+            while position := block.find(b"\n", position, nbytes) + 1:
+                ends.append(size + position)
             size += nbytes
         stops = np.array(ends, np.int64)
         starts = np.append(0, stops)
@@ -144,17 +148,17 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
-    """The bytes of a line of an open chunk. FormatError: it is shorter than when its lines were found."""
+    """The bytes ``start`` to ``stop`` of an open chunk. FormatError: it has become shorter than that."""
     raw = b""
-    while len(raw) < stop - start and (more := os.pread(fd, stop - start - len(raw), start + len(raw))):
-        raw += more
+    while len(raw) < stop - start and (block := os.pread(fd, stop - start - len(raw), start + len(raw))):
+        raw += block
     if len(raw) != stop - start:
         raise FormatError(f"{path}: it was cut short since it was opened; open it again")
     return raw
 
 
 def ends_with_whole_line(path: str) -> bool:
-    """Whether a chunk ends with a whole line, or is empty; reads its last line alone."""
+    """Whether a chunk ends with a whole line, or is empty; only its last line is read."""
     with open_regular(path) as file:
         end, last = file.seek(0, os.SEEK_END), b""
         while end and b"\n" not in last:
@@ -164,7 +168,10 @@ def ends_with_whole_line(path: str) -> bool:
 
 
 def _is_whole_line(last: bytes) -> bool:
-    """Whether what follows the last newline is whole: no beginning of an object is an object."""
+    """Whether what follows the last newline of a chunk is blank or a whole line.
+
+    A whole line is valid JSON, which no beginning of an object is.
+    """
     if not last.strip(_BLANK):
         return True
     try:
@@ -175,13 +182,15 @@ def _is_whole_line(last: bytes) -> bool:
 
 
 class ChunkFile:
-    """An open chunk. Opening reads it once to find its lines; 16 bytes a line are kept of them.
+    """An open chunk, whose lines can be read by number.
+
+    Opening reads the whole file once to find its lines, of which 16 bytes each are kept.
 
     Args:
-        path: the chunk.
+        path: of the chunk.
 
     Raises:
-        FormatError: its last line is half a line, or it changed while it was read.
+        FormatError: its last line is incomplete, or its size changed while it was read.
     """
 
     def __init__(self, path: str) -> None:
@@ -199,23 +208,23 @@ class ChunkFile:
         """Line ``index``, blank ones not counted.
 
         Raises:
-            FormatError: the chunk is not as long as when it was opened.
+            FormatError: the size of the chunk has changed since it was opened.
         """
         self._require_unchanged()
         return _read_line(self._fd, self.path, int(self._starts[index]), int(self._stops[index]))
 
     def line_number(self, index: int) -> int:
-        """What an editor calls line ``index``: from 1, blank ones counted. Reads all that is before it."""
-        newlines, at, start = 0, 0, int(self._starts[index])
-        while at < start:
-            block = os.pread(self._fd, min(1 << 20, start - at), at)
-            newlines, at = newlines + block.count(b"\n"), at + max(len(block), 1)
+        """The number of line ``index`` in an editor, which counts blank lines, from 1. Reads all bytes before it."""
+        newlines, position, start = 0, 0, int(self._starts[index])
+        while position < start:
+            block = os.pread(self._fd, min(1 << 20, start - position), position)
+            newlines, position = newlines + block.count(b"\n"), position + max(len(block), 1)
         return newlines + 1
 
     def _require_unchanged(self) -> None:
-        if (now := os.fstat(self._fd).st_size) != self._nbytes:
+        if (size := os.fstat(self._fd).st_size) != self._nbytes:
             raise FormatError(
-                f"{self.path}: it has {now:,} bytes and had {self._nbytes:,} when it was taken as whole; its producer"
+                f"{self.path}: it has {size:,} bytes and had {self._nbytes:,} when it was taken as whole; its producer"
                 " was still writing it: give it more time to settle (--settle), and go on from the last checkpoint"
             )
 
@@ -226,13 +235,13 @@ class ChunkFile:
 
 
 class PackLine(NamedTuple):
-    """One pack.
+    """The pack in one line, its counts and positions checked.
 
     Attributes:
-        tokens: ids, integers [length].
+        tokens: ids, int64 [length].
         trained: token-aligned mask, bool [length].
         lengths: tokens in each sequence, int64 [sequences].
-        columns: that were asked for, by name.
+        columns: those that were asked for, by name.
     """
 
     tokens: NDArray[Any]
@@ -242,17 +251,17 @@ class PackLine(NamedTuple):
 
 
 def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> PackLine:
-    """The pack in one line, with these columns. ValueError says which field is wrong, and how."""
-    row = orjson.loads(raw)
-    if not isinstance(row, dict):
-        raise ValueError(f"found {type(row).__name__}, expected an object with {', '.join(FIELDS)}")
-    if missing := [name for name in FIELDS if name not in row]:
+    """The pack in one line, with these columns. ValueError or ArithmeticError says which field is wrong, and how."""
+    fields = orjson.loads(raw)
+    if not isinstance(fields, dict):
+        raise ValueError(f"found {type(fields).__name__}, expected an object with {', '.join(FIELDS)}")
+    if missing := [name for name in FIELDS if name not in fields]:
         chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer"
-        remedy = chats if "messages" in row else ""
+        remedy = chats if "messages" in fields else ""
         raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
-    tokens, labels, positions, lengths = (_integers(row[name], name) for name in FIELDS[:4])
+    tokens, labels, positions, lengths = (_integers(fields[name], name) for name in FIELDS[:4])
     counts = {"input_ids": len(tokens), "labels": len(labels), "position_ids": len(positions)}
-    _check_counts(row, counts, lengths)
+    _check_counts(fields, counts, lengths)
     expected = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if (wrong := positions != expected).any():
         at = int(np.argmax(wrong))
@@ -267,14 +276,16 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
             f"labels[{at}] is {labels[at]} where input_ids has {tokens[at]}; a label is -100 or the id at its own"
             " place, labels that are shifted already have to be shifted back"
         )
-    beside, rows = row.get("columns"), {"token": len(tokens), "sequence": len(lengths), "pack": 1}
-    values = {name: _column(beside, name, spec, rows[spec.per]) for name, spec in (columns or {}).items()}
+    rows = {"token": len(tokens), "sequence": len(lengths), "pack": 1}
+    values = {
+        name: _column(fields.get("columns"), name, spec, rows[spec.per]) for name, spec in (columns or {}).items()
+    }
     return PackLine(tokens, trained, lengths, values)
 
 
-def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
-    """The values of a column in a line. ValueError where they are not those of so many rows."""
-    rows = beside.get(name) if isinstance(beside, dict) else None
+def _column(columns_field: Any, name: str, spec: ColumnSpec, count: int) -> Column:
+    """One column of a line, with ``count`` rows. ValueError or ArithmeticError where the line has no such values."""
+    rows = columns_field.get(name) if isinstance(columns_field, dict) else None
     if spec.per == "pack":
         rows = [rows]
     if spec.width > 1 and isinstance(rows, list):
@@ -282,7 +293,9 @@ def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
             raise ValueError(f"column {name} is no list of {spec.width} values a {spec.per}")
         rows = list(chain.from_iterable(rows))
     if spec.dtype.kind == "f":
-        if not isinstance(rows, list) or not all(type(value) in (int, float) or value in _NO_NUMBERS for value in rows):
+        if not isinstance(rows, list) or not all(
+            type(value) in (int, float) or value in _NONFINITE_NAMES for value in rows
+        ):
             raise ValueError(f"column {name} is no list of numbers")
         values: NDArray[Any] = np.array([float(value) for value in rows])
     else:
@@ -294,31 +307,31 @@ def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
 
 
 def _json_values(values: NDArray[Any]) -> Any:
-    """Values of a column as what JSON holds of them, exactly."""
+    """Values of a column as ``orjson`` can write them; reading them gives the same values."""
     if values.dtype.kind != "f":
         return values.tolist() if values.ndim == 0 else np.ascontiguousarray(values)
     if np.isfinite(values).all():
         return float(values) if values.ndim == 0 else np.ascontiguousarray(values, np.float64)
-    flat = [value if math.isfinite(value) else _NO_NUMBER[str(value)] for value in values.reshape(-1).tolist()]
+    flat = [value if math.isfinite(value) else _NONFINITE[str(value)] for value in values.reshape(-1).tolist()]
     if values.ndim == 2:
         return [flat[i : i + values.shape[1]] for i in range(0, len(flat), values.shape[1])]
     return flat if values.ndim else flat[0]
 
 
 def read_column_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
-    """The columns that the chunks of a folder have, as far as they are asked for. Errors as ``column_specs_of``."""
+    """The specs of the chosen columns of a folder's chunks, None for all. Raises as ``column_specs_of``."""
     if chosen is not None and not chosen:
         return {}
     path = os.path.join(folder, COLUMNS_FILE)
-    stated = read_json_object(path)[0] if os.path.exists(path) else {}
-    return column_specs_of(stated, path, chosen)
+    encoded = read_json_object(path)[0] if os.path.exists(path) else {}
+    return column_specs_of(encoded, path, chosen)
 
 
 def run_of_lines(path: str, first_pack: int, lines: Sequence[PackLine]) -> PackRun:
-    """The packs of one or more lines as a checked run; path and number of the first pack are for errors.
+    """The packs of one or more lines as a run, checked; the path and the number of the first pack are for errors.
 
     Raises:
-        SequenceError: a rule is broken, with the number of the pack.
+        SequenceError: a pack breaks a rule.
     """
     return checked_run(
         path,
@@ -337,31 +350,31 @@ def run_of_lines(path: str, first_pack: int, lines: Sequence[PackLine]) -> PackR
     )
 
 
-def _check_counts(row: dict[str, Any], counts: dict[str, int], lengths: NDArray[np.int64]) -> None:
-    """ValueError unless everything that can be counted is the same."""
+def _check_counts(fields: dict[str, Any], counts: dict[str, int], lengths: NDArray[np.int64]) -> None:
+    """ValueError unless all counts of tokens in a line are equal, and both of sequences."""
     tokens, total = counts["input_ids"], int(lengths.sum())
     if not len(lengths) or (lengths < 1).any() or (lengths > tokens).any():
         raise ValueError(f"lengths {lengths[:20].tolist()}, expected one or more sequences of 1 to {tokens} tokens")
     for name, count in counts.items():
         if count != total:
             raise ValueError(f"{name} has as many entries: {count}, the sum of lengths is {total}")
-    if type(row["pack_length"]) is not int or row["pack_length"] != total:
-        raise ValueError(f"pack_length is {row['pack_length']!r}, the sum of lengths is {total}")
-    if type(row["num_samples"]) is not int or row["num_samples"] != len(lengths):
-        raise ValueError(f"num_samples is {row['num_samples']!r}, there are {len(lengths)} lengths")
+    if type(fields["pack_length"]) is not int or fields["pack_length"] != total:
+        raise ValueError(f"pack_length is {fields['pack_length']!r}, the sum of lengths is {total}")
+    if type(fields["num_samples"]) is not int or fields["num_samples"] != len(lengths):
+        raise ValueError(f"num_samples is {fields['num_samples']!r}, there are {len(lengths)} lengths")
 
 
 def _integers(value: Any, name: str) -> NDArray[np.int64]:
-    # Types first: numpy takes true for 1 among numbers.
+    # Types are checked before, as numpy takes true for 1.
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} is no list of whole numbers")
     try:
-        return np.fromiter(value, np.int64, len(value))  # several times faster than numpy.array on a list
+        return np.fromiter(value, np.int64, len(value))  # several times as fast as numpy.array of a list
     except OverflowError:
         raise ValueError(f"{name} holds numbers that are far outside any id or length") from None
 
 
-# Longest first line that is looked at to tell what a file is.
+# Bytes of a first line that are read at most to recognise a file.
 _MAX_HEAD_NBYTES = 32 << 20
 
 
@@ -371,7 +384,7 @@ def recognise(path: str) -> bool:
         if not os.path.isdir(path):
             return _begins_packed(path)
         chunks = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
-        # Chunks may be empty, and a dataset without packs has no other.
+        # Chunks may be empty; in a dataset without packs all are.
         first = next((chunk for chunk in chunks if os.path.getsize(chunk)), None)
         return bool(chunks) if first is None else _begins_packed(first)
     except (OSError, ValueError, RecursionError):
@@ -382,12 +395,12 @@ def _begins_packed(path: str) -> bool:
     with open_regular(path) as file:
         if file.read(1) != b"{":
             return False
-        row = orjson.loads(b"{" + file.readline(_MAX_HEAD_NBYTES))
-    return all(name in row for name in FIELDS)
+        fields = orjson.loads(b"{" + file.readline(_MAX_HEAD_NBYTES))
+    return all(name in fields for name in FIELDS)
 
 
 def _is_chunk(path: str) -> bool:
-    """Whether a file is a chunk by its name and its first line, an empty one, or the mark beside a chunk."""
+    """Whether a file is one of a folder of chunks: a chunk by name and first line or empty, a mark, or the specs."""
     name = os.path.basename(path)
     try:
         if name == COLUMNS_FILE:
@@ -403,10 +416,10 @@ def _is_chunk(path: str) -> bool:
 class Reader(PackedReader):
     """One folder of chunks, or a single chunk. Each process opens its own reader; threads may share one.
 
-    Opening reads all bytes once to find the lines; 16 bytes a pack are kept of them.
+    Opening reads all bytes once to find the lines, of which 16 bytes each are kept.
 
     Args:
-        columns: names of those that packs come with; None for all.
+        columns: names of the columns that packs come with; None for all.
     """
 
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
@@ -429,7 +442,7 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """Counts; costs one pass over everything. Capacity is the longest pack: the format does not say it."""
+        """The spec; the first call costs one pass over all packs. Its capacity is the longest pack."""
         counts = PackCounts()
         for run in self.runs():
             counts.add(run)
@@ -444,17 +457,17 @@ class Reader(PackedReader):
         return run_of_lines(self.path, first, list(self._lines(first, last)))
 
     def _runs(self) -> Iterator[PackRun]:
-        held: list[PackLine] = []
-        tokens, most = 0, fewer_tokens(RUN_TOKENS, self.columns)
+        lines: list[PackLine] = []
+        tokens, max_tokens = 0, fewer_tokens(RUN_TOKENS, self.columns)
         for index, line in enumerate(self._lines(0, len(self))):
-            held.append(line)
+            lines.append(line)
             tokens += len(line.tokens)
-            if tokens >= most or index == len(self) - 1:
-                yield run_of_lines(self.path, index + 1 - len(held), held)
-                held, tokens = [], 0
+            if tokens >= max_tokens or index == len(self) - 1:
+                yield run_of_lines(self.path, index + 1 - len(lines), lines)
+                lines, tokens = [], 0
 
     def _lines(self, first: int, last: int) -> Iterator[PackLine]:
-        """The lines ``first`` up to ``last``; each chunk is opened once."""
+        """The lines ``first`` up to ``last``; each chunk is opened once. SequenceError where a line is no pack."""
         while first < last:
             chunk = bisect_right(self._first_packs, first) - 1
             with open_regular(self._paths[chunk]) as file:
@@ -464,22 +477,23 @@ class Reader(PackedReader):
                     try:
                         parsed = parse_line(raw, self.columns)
                     except (ArithmeticError, ValueError, RecursionError) as error:
-                        line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
+                        number = index - self._first_packs[chunk]
+                        line = f"{os.path.basename(self._paths[chunk])}, pack {number} in it"
                         raise SequenceError(self.path, index, f"{line}: {error}") from None
                     yield parsed
             first = self._first_packs[chunk + 1]
 
 
 class Writer(PackedWriter):
-    """Writes a folder of chunks; it appears when the last one is written. Without packs, its one chunk is empty.
+    """Writes a folder of chunks, which appears when all are written. Without packs it has one empty chunk.
 
     Args:
-        samples_per_chunk: packs in a chunk, the last one may have fewer; what the consumer has to be told.
+        samples_per_chunk: packs in a chunk, of which the last may have fewer. A consumer has to be told this number.
     """
 
     format = "jsonl-chunks"
     reader, kind = Reader, Kind("a folder of pre-packed JSONL chunks", _is_chunk)
-    folder = True
+    is_folder = True
     binary_masks = True
     stores_columns = True
 
@@ -489,12 +503,12 @@ class Writer(PackedWriter):
         if samples_per_chunk < 1:
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0
-        # A digit and a comma for every id, label and position.
+        # At least a digit and a comma for every id, label and position.
         self._make_output(6 * spec.num_tokens + spec.column_nbytes(), -(-spec.num_packs // samples_per_chunk))
         if spec.columns:
             with contextlib.closing(self._output.open(COLUMNS_FILE)) as file:
                 columns = {name: column.encode() for name, column in spec.columns.items()}
-                file.write(orjson.dumps({"columns": columns}, option=orjson.OPT_SORT_KEYS))
+                file.write(encode_json(self._path, {"columns": columns}))
         self._chunk = self._next_chunk()
 
     def _next_chunk(self) -> OutputFile:
@@ -504,7 +518,7 @@ class Writer(PackedWriter):
 
     def _append(self, run: PackRun) -> None:
         tokens = run.tokens.astype(np.int64)
-        # A label mask is 0 at every sequence's end, so that one shift right is right in all sequences at once.
+        # A label mask is 0 at every sequence's end, so that all sequences can be shifted right at once.
         trained = np.zeros(len(tokens), np.bool_)
         trained[1:] = run.loss_mask[:-1]
         labels = np.where(trained, tokens, UNTRAINED)
@@ -513,15 +527,15 @@ class Writer(PackedWriter):
         token = sequence = 0
         sizes = zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True)
         for pack, (length, count) in enumerate(sizes):
-            here, sequences = slice(token, token + length), slice(sequence, sequence + count)
-            token, sequence = here.stop, sequences.stop
-            rows: dict[str, slice | int] = {"token": here, "sequence": sequences, "pack": pack}
+            of_tokens, of_sequences = slice(token, token + length), slice(sequence, sequence + count)
+            token, sequence = of_tokens.stop, of_sequences.stop
+            rows: dict[str, slice | int] = {"token": of_tokens, "sequence": of_sequences, "pack": pack}
             columns = {name: _json_values(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
             line = {
-                "input_ids": tokens[here],
-                "labels": labels[here],
-                "position_ids": positions[here],
-                "lengths": lengths[sequences],
+                "input_ids": tokens[of_tokens],
+                "labels": labels[of_tokens],
+                "position_ids": positions[of_tokens],
+                "lengths": lengths[of_sequences],
                 "pack_length": length,
                 "num_samples": count,
                 **({"columns": columns} if columns else {}),

@@ -1,4 +1,4 @@
-"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack a row of fixed width.
+"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack is a row of one width, the pack size.
 
 ===================  ======================  ========================================================
 ``input_ids.npy``    [packs, pack_size]      ids; what follows a pack's tokens in its row is never read
@@ -11,13 +11,14 @@
 ===================  ======================  ========================================================
 
 The values of a column are [packs, pack_size], padded as the ids are, [sequences] or [packs], with one more dimension
-where a row has several; what else they are is in the manifest.
+where the column is wider than 1. The manifest has the spec of each.
 
-A plain manifest does not say how its masks are aligned. The plan this format comes from rolls them right over whole
-packs before they are written, which trains the wrong tokens: such folders need ``mask_alignment="rolled-right"``.
+A manifest of another writer does not say how its masks are aligned. The proposal that this format comes from rolls
+them right over whole packs before they are written, which trains the wrong tokens: such folders need
+``mask_alignment="rolled-right"``.
 
-Reading is pointer arithmetic: rows and their lengths, never a guess at padding. The ``.npy`` files hold arrays of
-numbers that are mapped or read in order; nothing in them is ever unpickled.
+A pack's tokens are found by its row and its length, never by what padding looks like. The ``.npy`` files hold arrays
+of numbers that are mapped or read in order; nothing in them is ever unpickled.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from megatron_sft_idx.formats.base import (
     checked_alignment,
     checked_pack,
     column_specs_of,
+    encode_json,
     file_identity,
     joined_ranges,
     npy_header,
@@ -61,12 +63,12 @@ from megatron_sft_idx.storage.publish import Kind, PendingOutput, head_of
 
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"
-# The manifest's key for what the plain one does not say.
-STATED = "megatron_sft_idx"
+# The manifest's key for the package metadata (``PackedSpec.package_metadata``).
+PACKAGE_KEY = "megatron_sft_idx"
 ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
-# What the file of a column is called behind the column's name.
-_COLUMN = ".col.npy"
-# Of the short arrays: entries looked at together.
+# The file of a column is named by the column's name and this.
+_COLUMN_SUFFIX = ".col.npy"
+# Packs whose lengths are summed up together.
 _PACKS_AT_ONCE = 1 << 20
 
 
@@ -79,10 +81,10 @@ def recognise(path: str) -> bool:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a folder, with its fingerprint.
+    """The manifest of a folder, and under the key ``fingerprint`` the xxh3_128 of its bytes in hex.
 
     Raises:
-        FormatError: there is none, or it is of another format or version.
+        FormatError: there is no manifest, or it is of another format or version.
         OSError: it cannot be read.
     """
     path = os.path.join(folder, MANIFEST)
@@ -101,17 +103,17 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def _column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -> tuple[int, ...]:
-    """The shape of its array."""
+    """The shape of the array that holds a column."""
     rows = {"token": (packs, pack_size), "sequence": (sequences,), "pack": (packs,)}[spec.per]
     return (*rows, spec.width) if spec.width > 1 else rows
 
 
 def _map_npy(path: str) -> NDArray[Any]:
-    """The array of numbers in a ``.npy`` as a read-only map, in the file's byte order.
+    """The array in a ``.npy`` as a read-only map, in the file's byte order.
 
     Raises:
-        FormatError: no such file, another kind of file, an array of objects, an impossible shape, or a size that
-            does not fit the shape.
+        FormatError: no such file, another kind of file, anything but numbers in C order, or a shape that the size of
+            the file does not fit.
     """
     try:
         with open_regular(path) as file:
@@ -135,7 +137,7 @@ def _map_npy(path: str) -> NDArray[Any]:
     values = np.asarray(open_array(path, dtype, count, nbytes=size, offset=offset))
     try:
         return values.reshape(shape)
-    except (OverflowError, ValueError) as error:  # nothing at all may have sides that no array has
+    except (OverflowError, ValueError) as error:  # beside a side of 0, others may be larger than numpy allows
         raise FormatError(f"{path}: shape {shape}: {error}") from None
 
 
@@ -143,22 +145,22 @@ class Reader(PackedReader):
     """One memmap folder. Each process opens its own reader; threads may share one.
 
     Args:
-        columns: names of those that packs come with; None for all that the manifest names.
+        columns: names of the columns that packs come with; None for all that the manifest names.
     """
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._manifest = read_manifest(self.path)
-        stated = self._manifest.get(STATED)
-        self._stated = stated if isinstance(stated, dict) else {}
-        self.columns = column_specs_of(self._stated, self.path, columns)
+        package_metadata = self._manifest.get(PACKAGE_KEY)
+        self._package_metadata = package_metadata if isinstance(package_metadata, dict) else {}
+        self.columns = column_specs_of(self._package_metadata, self.path, columns)
         self._take_alignment(self._manifest.get("mask_alignment"))
         files = {name: os.path.join(self.path, f"{name}.npy") for name in ARRAYS}
         arrays = {name: _map_npy(file) for name, file in files.items()}
         self._num_packs, self._pack_size = self._sizes()
         self._ids, self._mask, self._lengths, self._offsets, self._starts = arrays.values()
-        sizes = self._num_packs, self._pack_size, self._starts.size
-        rows = sizes[:2]
-        for (name, array), shape in zip(arrays.items(), (rows, rows, rows[:1], (rows[0] + 1,), sizes[2:]), strict=True):
+        packs, pack_size, sequences = sizes = self._num_packs, self._pack_size, self._starts.size
+        shapes = (packs, pack_size), (packs, pack_size), (packs,), (packs + 1,), (sequences,)
+        for (name, array), shape in zip(arrays.items(), shapes, strict=True):
             if array.shape != shape:
                 raise self._error(f"{name}.npy has shape {array.shape}, expected {shape}; it is of another folder")
             if array.dtype.kind not in ("biuf" if name == "loss_mask" else "iu"):
@@ -166,23 +168,24 @@ class Reader(PackedReader):
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         if (first, last) != (0, len(self._starts)):
             raise self._error(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
-        self._values: dict[str, NDArray[Any]] = {}
+        self._column_values: dict[str, NDArray[Any]] = {}
         for name, spec in self.columns.items():
-            self._values[name] = values = _map_npy(os.path.join(self.path, f"{name}{_COLUMN}"))
+            self._column_values[name] = values = _map_npy(os.path.join(self.path, f"{name}{_COLUMN_SUFFIX}"))
             expected = _column_shape(spec, *sizes)
             if (values.shape, values.dtype) != (expected, spec.dtype):
                 found = f"{values.dtype} of shape {values.shape}"
-                raise self._error(f"{name}{_COLUMN} is {found}, expected {spec.dtype} of shape {expected}")
-        # Ids of other types are held to the range of int32.
+                raise self._error(f"{name}{_COLUMN_SUFFIX} is {found}, expected {spec.dtype} of shape {expected}")
+        # Ids of other types are checked against the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
-        # Checksums of all arrays are in the manifest where this package wrote it; else sizes and times tell.
+        # A manifest of this package has checksums of all arrays, so that its fingerprint tells a change of any; one of
+        # another writer has none, so that sizes and times of the files must tell.
         self.identity = str(self._manifest["fingerprint"])
         if not isinstance(self._manifest.get("checksums"), dict):
             self.identity += " " + file_identity(*files.values())
 
     def _sizes(self) -> tuple[int, int]:
-        """Number of packs and width of a row, as the manifest has them; FormatError where it has none."""
+        """Number of packs, and the pack size, by the manifest; FormatError where they are no such numbers."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
             raise self._error(f"num_bins {num_packs!r} and pack_size {pack_size!r}, expected whole numbers")
@@ -199,17 +202,17 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """Counts; costs one pass over the lengths, 4 bytes a pack."""
+        """The spec; the first call costs one pass over the lengths of packs, 4 bytes each."""
         tokens = longest = 0
         for first in range(0, self._num_packs, _PACKS_AT_ONCE):
             lengths = self._lengths_of(first, min(first + _PACKS_AT_ONCE, self._num_packs))
             tokens += int(lengths.sum())
             longest = max(longest, int(lengths.max()))
         sizes = len(self._starts), tokens, longest
-        return self._make_spec(*sizes, **spec_fields(self._stated, longest, self._pack_size))
+        return self._make_spec(*sizes, **spec_fields(self._package_metadata, longest, self._pack_size))
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
-        """Lengths of some packs; SequenceError unless each fits its row and has one token at least."""
+        """Lengths of packs ``first`` up to ``last``; SequenceError unless each is from 1 to the pack size."""
         lengths = self._lengths[first:last].astype(np.int64)
         if (wrong := (lengths < 1) | (lengths > self._pack_size)).any():
             pack = int(np.argmax(wrong))
@@ -221,8 +224,8 @@ class Reader(PackedReader):
         return self._num_packs
 
     def _runs(self) -> Iterator[PackRun]:
-        rows = max(1, fewer_tokens(RUN_TOKENS, self.columns) // self._pack_size)
-        return (self._run(i, min(i + rows, self._num_packs)) for i in range(0, self._num_packs, rows))
+        packs = max(1, fewer_tokens(RUN_TOKENS, self.columns) // self._pack_size)
+        return (self._run(i, min(i + packs, self._num_packs)) for i in range(0, self._num_packs, packs))
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._lengths_of(first, last)
@@ -235,10 +238,10 @@ class Reader(PackedReader):
         rows = {"sequence": slice(offsets[0], offsets[-1]), "pack": slice(first, last)}
         columns = {}
         for name, spec in self.columns.items():
-            values = self._values[name]
-            here = self._unpadded(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
-            columns[name] = Column(spec, here)
-        return self._checked(
+            values = self._column_values[name]
+            values = self._unpadded(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
+            columns[name] = Column(spec, values)
+        return self._checked_run(
             first,
             self._unpadded(self._ids, first, lengths),
             self._unpadded(self._mask, first, lengths),
@@ -249,7 +252,7 @@ class Reader(PackedReader):
         )
 
     def _unpadded(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
-        """What is before the padding in some rows, end to end, in native byte order."""
+        """The values before the padding of rows from ``first`` on, end to end, in native byte order."""
         starts = np.arange(first, first + len(lengths)) * self._pack_size
         values = joined_ranges(rows.reshape(-1, *rows.shape[2:]), starts, starts + lengths)
         return values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -260,30 +263,29 @@ _INDEX = np.dtype("<u4")
 _MAX_INDEX = np.iinfo(np.uint32).max
 _MAX_FILE_NBYTES = 2**63 - 1
 _NPY_MAGIC = b"\x93NUMPY"
-# Small arrays gather this many bytes between writes.
-_GATHER_NBYTES = 1 << 16
+# How many bytes of an array are buffered before they are written.
+_BUFFER_NBYTES = 1 << 16
 
 
 def _is_file_of_folder(path: str) -> bool:
-    """Whether a file is the manifest of such a folder, or an array that such a manifest beside it speaks of."""
+    """Whether a file is the manifest of such a folder, or an array in a folder that has such a manifest."""
     folder, name = os.path.split(path)
     if not recognise(folder):
         return False
-    ours = name.removesuffix(".npy") in ARRAYS or name.endswith(_COLUMN)
-    return name == MANIFEST or (ours and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
+    is_array = name.removesuffix(".npy") in ARRAYS or name.endswith(_COLUMN_SUFFIX)
+    return name == MANIFEST or (is_array and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
 
 
 class _ArrayFile:
-    """A ``.npy`` being filled from front to end, its space reserved from the start.
+    """A ``.npy`` that is written from front to end, with all of its space reserved at the start.
 
-    Reserved and written, not mapped: on a full disk that is an OSError here and now, where a write into a sparse map
-    is a SIGBUS.
+    It is not mapped: on a full disk, a write into a sparse map is a SIGBUS, where reserving space is an OSError.
     """
 
     def __init__(self, folder: PendingOutput, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._file = HashedFile(folder.open(name))
         header = npy_header_bytes(dtype, shape)
-        self._unpadded = bytearray(header)
+        self._buffer = bytearray(header)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
             if nbytes > _MAX_FILE_NBYTES:
@@ -293,38 +295,39 @@ class _ArrayFile:
             raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
 
     def write(self, data: bytes | memoryview) -> None:
-        self._unpadded += data
-        if len(self._unpadded) >= _GATHER_NBYTES:
+        self._buffer += data
+        if len(self._buffer) >= _BUFFER_NBYTES:
             self._flush()
 
     def _flush(self) -> None:
-        self._file.write(bytes(self._unpadded))
-        self._unpadded.clear()
+        self._file.write(bytes(self._buffer))
+        self._buffer.clear()
 
     def close(self) -> str:
-        """Checksum of the file."""
+        """Write what is buffered, and return the checksum of the whole file in hex."""
         self._flush()
         self._file.file.close()
         return self._file.hex()
 
 
 class MemmapShardWriter(PackedWriter):
-    """Writes a memmap folder whose sizes are known from the start, in memory for one pack.
+    """Writes a memmap folder whose sizes are known from the start; it needs memory for one pack.
 
-    The folder appears when ``finalize`` is done, its manifest last; until then it is a hidden one beside it. Leaving
-    it as a context manager without ``finalize`` writes nothing: there is no manifest to return.
+    The folder appears when ``finalize`` is done; until then it is a hidden one beside ``output_dir``. As a context
+    manager it does not finalize: who leaves it without a call of ``finalize``, which returns the manifest, has written
+    nothing.
 
     Args:
         output_dir: the folder; one that exists must be empty.
         num_bins: packs.
         pack_size: most tokens in a pack, the width of a row.
         total_seq_starts: sequences in all packs.
-        dtype: of the ids on disk: an integer type; ids are held to its range and to int32.
-        mask_alignment: what the masks are that come in. They are stored as they come, and the manifest says this, so
-            that readers shift them once. None writes a manifest that does not say it.
+        dtype: of the ids on disk, an integer type; ids must fit it, and int32.
+        mask_alignment: of the masks that are written. They are stored as they come; the manifest states the alignment,
+            so that readers shift them once. None states nothing.
         overwrite: replace such a folder.
-        extra: more keys for the manifest, JSON-able.
-        columns: of ``Writer``, which ``write_bin`` has no values for.
+        extra: further keys of the manifest, with JSON values.
+        columns: specs of the columns that runs come with; ``write_bin`` takes no values of columns.
 
     Raises:
         FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.
@@ -333,7 +336,7 @@ class MemmapShardWriter(PackedWriter):
 
     format = "memmap"
     reader, kind = Reader, Kind("a folder of padded arrays", _is_file_of_folder)
-    folder = True
+    is_folder = True
     binary_masks = True
     stores_columns = True
 
@@ -353,14 +356,14 @@ class MemmapShardWriter(PackedWriter):
         path, self._dtype = os.fspath(output_dir), np.dtype(dtype).newbyteorder("<")
         if self._dtype.kind not in "iu":
             raise FormatError(f"{path}: dtype {self._dtype} for ids, expected an integer type")
-        for what, value, least, most in (
+        for argument, value, minimum, maximum in (
             ("num_bins", num_bins, 0, _MAX_INDEX),
             ("pack_size", pack_size, 1, MAX_CAPACITY),
             ("total_seq_starts", total_seq_starts, num_bins, _MAX_INDEX),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-                raise FormatError(f"{path}: {what} {value!r}, expected a whole number from {least} to {most}")
-        self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
+                raise FormatError(f"{path}: {argument} {value!r}, expected a whole number from {minimum} to {maximum}")
+        self._num_bins, self._pack_size, self._total_sequences = int(num_bins), int(pack_size), int(total_seq_starts)
         self._columns = columns or {}
         self._manifest: dict[str, Any] = {
             "version": _VERSION,
@@ -378,7 +381,7 @@ class MemmapShardWriter(PackedWriter):
         super().__init__(path, overwrite=overwrite)
 
     def _begin(self) -> None:
-        folder, sizes = self._make_output(), (self._num_bins, self._pack_size, self._total)
+        folder, sizes = self._make_output(), (self._num_bins, self._pack_size, self._total_sequences)
         uint8 = np.dtype(np.uint8)
         kinds = {
             "input_ids.npy": (self._dtype, sizes[:2]),
@@ -386,22 +389,25 @@ class MemmapShardWriter(PackedWriter):
             "packed_len.npy": (_INDEX, sizes[:1]),
             "seq_offsets.npy": (_INDEX, (sizes[0] + 1,)),
             "seq_starts.npy": (_INDEX, sizes[2:]),
-            **{f"{name}{_COLUMN}": (spec.dtype, _column_shape(spec, *sizes)) for name, spec in self._columns.items()},
+            **{
+                f"{name}{_COLUMN_SUFFIX}": (spec.dtype, _column_shape(spec, *sizes))
+                for name, spec in self._columns.items()
+            },
         }
         self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
         self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
-        # What has a row a pack, and room for one of each.
-        row = {name: np.zeros(self._pack_size, kinds[name][0]) for name in ("input_ids.npy", "loss_mask.npy")}
+        # For each array with a row a pack, one row that is filled anew for every pack.
+        rows = {name: np.zeros(self._pack_size, kinds[name][0]) for name in ("input_ids.npy", "loss_mask.npy")}
         for name, spec in self._columns.items():
             if spec.per == "token":
-                row[f"{name}{_COLUMN}"] = np.zeros(spec.shape(self._pack_size), spec.dtype)
-        self._row = row
+                rows[f"{name}{_COLUMN_SUFFIX}"] = np.zeros(spec.shape(self._pack_size), spec.dtype)
+        self._rows = rows
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Write one pack.
 
         Args:
-            bin_id: its number; packs come in order, from 0 on.
+            bin_id: number of the pack; packs must be written in order, from 0 on.
             input_ids: ids [length].
             loss_mask: 0 or 1 [length].
             seq_start_id: start of each sequence in the pack, the first 0, ascending.
@@ -416,7 +422,7 @@ class MemmapShardWriter(PackedWriter):
                 f"{self._path}: pack {bin_id}, expected {self._counts.num_packs} of {self._num_bins}; packs are written"
                 " once each and in order"
             )
-        # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
+        # The mask is stored as it comes. It is checked as label-aligned, so that nothing in it is moved.
         run = checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
         self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
@@ -425,10 +431,10 @@ class MemmapShardWriter(PackedWriter):
         files, by_row = self._files, {"input_ids.npy": run.tokens, "loss_mask.npy": run.loss_mask}
         for name, (spec, values) in run.columns.items():
             if spec.per == "token":
-                by_row[f"{name}{_COLUMN}"] = values
+                by_row[f"{name}{_COLUMN_SUFFIX}"] = values
             else:
-                files[f"{name}{_COLUMN}"].write(values.tobytes())
-        padded = [(files[name], self._row[name], values) for name, values in by_row.items()]
+                files[f"{name}{_COLUMN_SUFFIX}"].write(values.tobytes())
+        padded = [(files[name], self._rows[name], values) for name, values in by_row.items()]
         for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
             for file, row, values in padded:
                 row[:length] = values[start : start + length]
@@ -440,20 +446,22 @@ class MemmapShardWriter(PackedWriter):
         files["seq_starts.npy"].write(run.seq_starts.astype(_INDEX).tobytes())
 
     def _require_open(self) -> None:
-        if self._complete:
+        if self._is_complete:
             raise FormatError(f"{self._path}: this writer is finished; open another one")
 
     def _require_room(self, run: PackRun) -> None:
+        """FormatError or SequenceError unless the packs of a run fit what was announced, and their ids the dtype."""
         self._require_open()
-        first, packs, starts = self._counts.num_packs, len(run), len(run.seq_starts)
-        if first + packs > self._num_bins or self._counts.num_sequences + starts > self._total:
+        first, packs, sequences = self._counts.num_packs, len(run), len(run.seq_starts)
+        missing_sequences = self._total_sequences - self._counts.num_sequences
+        if first + packs > self._num_bins or sequences > missing_sequences:
             raise FormatError(
-                f"{self._path}: packs {first} to {first + packs - 1} with {starts} sequences, expected at most"
-                f" {self._num_bins} packs (num_bins) and {self._total - self._counts.num_sequences} more sequences"
-                " (total_seq_starts); announce as many as there are"
+                f"{self._path}: packs {first} to {first + packs - 1} with {sequences} sequences, expected at most"
+                f" {self._num_bins} packs (num_bins) and {missing_sequences} more sequences (total_seq_starts);"
+                " announce as many as there are"
             )
-        if (over := run.pack_lengths > self._pack_size).any():
-            pack = int(np.argmax(over))
+        if (too_long := run.pack_lengths > self._pack_size).any():
+            pack = int(np.argmax(too_long))
             reason = f"{run.pack_lengths[pack]} tokens in rows of {self._pack_size} (pack_size); nothing is truncated"
             raise SequenceError(self._path, first + pack, reason)
         largest = min(np.iinfo(self._dtype).max, MAX_CAPACITY)
@@ -467,13 +475,13 @@ class MemmapShardWriter(PackedWriter):
         """Write the manifest, so that the folder can be read; may be called twice.
 
         Raises:
-            FormatError: packs or sequences are missing; the writer stays open for them.
+            FormatError: packs or sequences are missing; they may still be written then.
         """
-        if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total):
+        if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total_sequences):
             raise FormatError(
                 f"{self._path}: {self._counts.num_packs} packs with {self._counts.num_sequences} sequences, expected"
-                f" {self._num_bins} (num_bins) with {self._total} (total_seq_starts); write the missing ones, or"
-                " announce fewer"
+                f" {self._num_bins} (num_bins) with {self._total_sequences} (total_seq_starts); write the missing ones,"
+                " or announce fewer"
             )
         super().complete()
 
@@ -484,7 +492,7 @@ class MemmapShardWriter(PackedWriter):
             file.write((json.dumps(self._manifest, indent=2) + "\n").encode())
 
     def finalize(self) -> dict[str, Any]:
-        """Write the manifest, put the folder in its place, and return the manifest. Raises as ``complete``."""
+        """Write the manifest, put the folder at ``output_dir``, and return the manifest. Raises as ``complete``."""
         self.complete()
         super().finalize()
         return self._manifest
@@ -494,11 +502,13 @@ class MemmapShardWriter(PackedWriter):
 
 
 class Writer(MemmapShardWriter):
-    """Writes a memmap folder, as ``PackedWriter`` says; its rows are as wide as the capacity."""
+    """Writes a memmap folder of packs of a spec, finalizing as ``PackedWriter`` does; its rows have the capacity."""
 
     def __init__(
         self, path: str | os.PathLike[str], spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False
     ) -> None:
+        package_metadata = spec.package_metadata()
+        encode_json(os.fspath(path), package_metadata)  # refuses now what the manifest could not hold in the end
         super().__init__(
             path,
             spec.num_packs,
@@ -507,7 +517,7 @@ class Writer(MemmapShardWriter):
             np.uint16 if spec.token_dtype == np.uint16 else np.int32,
             mask_alignment="label",
             overwrite=overwrite,
-            extra={STATED: spec.stated()},
+            extra={PACKAGE_KEY: package_metadata},
             columns=spec.columns,
         )
         self._spec, self._allow_loss = spec, allow_loss

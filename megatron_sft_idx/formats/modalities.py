@@ -1,15 +1,15 @@
-"""What Modalities' users know by its name: raw indexes of JSON lines, and the two ways that it trains on a ``.pbin``.
+"""Two things that users of Modalities bring along: its raw index of JSON lines, and its two data sets of a ``.pbin``.
 
 The raw index says where each row of a JSON-lines file begins and how long it is, for reading rows in any order.
-``X.idx`` beside ``X.jsonl`` is a pickled list of (offset, length) in bytes, without the newline: what Modalities'
-``create_raw_index`` writes and its tools read. It shares its suffix with Megatron's ``.idx`` and nothing else; each is
-told by its first bytes. Like the original, rows that are no JSON are errors or are dropped, and a carriage return
-belongs to its row; unlike it, blank lines are no rows. Indexes that Modalities made between February and December 2024
-count lengths in characters: with any non-ASCII text they cut rows short. No index says which it is, so every read looks
-at the bytes around the row.
+``X.idx`` beside ``X.jsonl`` is a pickled list of (offset, length) in bytes, without the newline, which Modalities'
+``create_raw_index`` writes and its tools read. It shares nothing with Megatron's ``.idx`` but the suffix; the first
+bytes tell one from the other. As in Modalities, a carriage return belongs to its row, and rows that are no JSON are
+errors or are dropped; unlike there, blank lines are no rows. Modalities made indexes between February and December
+2024 whose lengths count characters: with any non-ASCII text they cut rows short. No index says which it is, so every
+read looks at the bytes before and behind the row.
 
-The datasets read the token stream of a ``.pbin`` in blocks of one size, documents end to end: for who moves over and
-wants to see what the model saw. Both know no masks and let blocks cross documents; training on chats wants
+The data sets read the token stream of a ``.pbin`` in blocks of one size, documents end to end, for who moves over and
+wants to see what the model saw. Both have no masks and let blocks cross documents; for training on chats there is
 ``open_dataset``.
 """
 
@@ -49,10 +49,10 @@ _NEWLINE = 10
 
 
 class RawIndexReport(NamedTuple):
-    """What an index was made of.
+    """How many lines of a file an index was made of.
 
     Attributes:
-        index_path: the index.
+        index_path: path of the index.
         num_rows: rows in it.
         num_blank: blank lines, which are no rows.
         num_faulty: lines that are no JSON and were dropped.
@@ -65,13 +65,13 @@ class RawIndexReport(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """Whole rows of a file.
+    """A range of bytes of a file that cuts no row.
 
     Attributes:
         start: first byte.
         stop: the byte behind the last one, which is a newline or the file's last.
-        first_row: number of the first row.
-        num_rows: rows; 0 is possible.
+        first_row: number of the first row in the range.
+        num_rows: rows in the range, which may be none.
     """
 
     start: int
@@ -81,12 +81,12 @@ class RowRange(NamedTuple):
 
 
 def _index_path(path: str, index_path: str | os.PathLike[str] | None) -> str:
-    """The index that was named, or ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
+    """The given path of an index, or where that is None ``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
     return os.fspath(Path(path).with_suffix(".idx") if index_path is None else index_path)
 
 
 def _read_index(path: str) -> NDArray[np.int64]:
-    """Offset and length of the rows, int64 [rows, 2], as an index says them."""
+    """Offset and length of each row in bytes, int64 [rows, 2], as the index at ``path`` says. FormatError if none."""
     size = os.stat(path).st_size
     raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
     if raw[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC:
@@ -95,10 +95,10 @@ def _read_index(path: str) -> NDArray[np.int64]:
 
 
 def _is_raw_index(path: str) -> bool:
-    """Whether a file is a pickled list of pairs and nothing else; other pickles begin and end like one."""
+    """Whether a file is a pickled list of pairs and nothing else, all of which is read."""
     try:
         return _read_index(path).ndim == 2
-    except Exception:  # whatever a stranger's bytes do to the reader
+    except Exception:  # a foreign file may break the reader in any way
         return False
 
 
@@ -113,11 +113,11 @@ def create_raw_index(
     """Index the rows of a JSON-lines file, in one pass and 16 bytes of memory a row.
 
     Args:
-        path: a plain ``.jsonl``; compressed files cannot be read in any order.
+        path: a ``.jsonl`` that is not compressed: compressed files cannot be read in any order.
         index_path: where to write; None for ``X.idx`` beside ``X.jsonl``.
         drop_faulty: leave out lines that are no JSON instead of refusing the file.
-        overwrite: replace another raw index; nothing else is ever replaced, indexes of Megatron among it.
-        on_progress: called now and then with the bytes and the rows since the last time.
+        overwrite: replace another raw index; nothing else is ever replaced, such as an index of Megatron's.
+        on_progress: called now and then with the bytes and the rows since its last call.
 
     Raises:
         FormatError: no JSON-lines file; something at ``index_path``.
@@ -147,26 +147,26 @@ def create_raw_index(
 def _row_ranges(
     path: str, drop_faulty: bool, progress: Update | None, counts: Counter[str]
 ) -> Iterator[NDArray[np.int64]]:
-    """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
+    """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; adds to ``counts`` by kind."""
     offset = 0
     with open_regular(path) as file:
-        data = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
-        for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES):
-            starts = np.append(0, run.ends[:-1] + 1)
+        blocks = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
+        for piece in cut_lines(blocks, path=path, piece_nbytes=_BLOCK_NBYTES):
+            starts = np.append(0, piece.ends[:-1] + 1)
             kinds = [
-                _line_kind(run.payload[start:end], run.first + i, path, drop_faulty)
-                for i, (start, end) in enumerate(zip(starts.tolist(), run.ends.tolist(), strict=True))
+                _line_kind(piece.payload[start:end], piece.first + i, path, drop_faulty)
+                for i, (start, end) in enumerate(zip(starts.tolist(), piece.ends.tolist(), strict=True))
             ]
             counts.update(kinds)
-            good = [kind == "rows" for kind in kinds]
-            yield np.stack([starts + offset, run.ends - starts], axis=1)[good]
+            are_rows = [kind == "rows" for kind in kinds]
+            yield np.stack([starts + offset, piece.ends - starts], axis=1)[are_rows]
             if progress is not None:
-                progress(run.num_bytes, sum(good))
-            offset += len(run.payload) + 1
+                progress(piece.num_bytes, sum(are_rows))
+            offset += len(piece.payload) + 1
 
 
 def _line_kind(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
-    """What a line counts as: rows, blank or faulty. SequenceError where a faulty one is not to be dropped."""
+    """``"rows"``, ``"blank"`` or ``"faulty"``. SequenceError where a faulty line is not to be dropped."""
     content = raw.strip(_JSON_SPACE)
     if not content:
         return "blank"
@@ -182,8 +182,8 @@ def _line_kind(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
 class RawRows(Sequence[bytes]):
     """Rows of a JSON-lines file by number, read where they are.
 
-    ``rows[i]`` is the row's bytes, for ``json.loads``; ``rows[a:b]`` a list of them. Opened on first use, and again by
-    whoever unpickles it; threads may share one.
+    ``rows[i]`` is the row's bytes, for ``json.loads``; ``rows[a:b]`` is a list of them. The files are opened on first
+    use, and again after unpickling. Threads may share one object.
 
     Args:
         path: the file.
@@ -191,8 +191,8 @@ class RawRows(Sequence[bytes]):
         backend: ``mmap``, or ``pread`` where mapping is slow or refused.
 
     Raises:
-        FormatError: on first use, an index that is none, or that is not of this file; on reading, a row that the
-            index cuts in two; a file that changed since.
+        FormatError: on first use, the index is none, or is of another file, or the file has changed; on reading, the
+            index cuts a row in two.
         OSError: a file cannot be read.
     """
 
@@ -230,9 +230,10 @@ class RawRows(Sequence[bytes]):
             raise IndexError(f"{self.path}: row {number} of {len(rows)}")
         start, length = rows[number].tolist()
         stop = start + length
-        around = data[max(start - 1, 0) : stop + 1].tobytes()
-        row = around[start > 0 :][:length]
-        if (start and around[0] != _NEWLINE) or (stop < self._num_bytes and around[-1] != _NEWLINE) or b"\n" in row:
+        # One byte more on either side, which must be a newline.
+        raw = data[max(start - 1, 0) : stop + 1].tobytes()
+        row = raw[start > 0 :][:length]
+        if (start and raw[0] != _NEWLINE) or (stop < self._num_bytes and raw[-1] != _NEWLINE) or b"\n" in row:
             raise FormatError(
                 f"{self.index_path}: says row {number} is bytes {start} to {stop} of {self.path}, which is no whole"
                 " line: the index is of another file, or counts characters as Modalities did in 2024; make it again"
@@ -240,10 +241,10 @@ class RawRows(Sequence[bytes]):
         return row
 
     def ranges(self, num_ranges: int) -> list[RowRange]:
-        """The file in ranges of about as many bytes, for as many readers: together every byte and every row once.
+        """The file in ranges of about equally many bytes, one for each reader; every byte is in exactly one.
 
-        A range begins with a row, but for the first, which begins with the file; lines that are in no row go with the
-        row before them. With fewer rows than ranges, some are empty.
+        The first range begins with the file, every other with a row; lines that are no rows are in the range of the
+        row before them. With fewer rows than ranges, some ranges are empty.
         """
         if num_ranges < 1:
             raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
@@ -255,7 +256,7 @@ class RawRows(Sequence[bytes]):
         return [RowRange(edges[i], edges[i + 1], cuts[i], cuts[i + 1] - cuts[i]) for i in range(num_ranges)]
 
     def _open(self) -> tuple[NDArray[np.int64], Array]:
-        """The index, and the bytes of the file."""
+        """The index, int64 [rows, 2], and the bytes of the file; both are opened and checked on the first call."""
         if self._opened is None:
             nbytes = self._num_bytes
             if (size := os.stat(self.path).st_size) != nbytes:
@@ -265,8 +266,8 @@ class RawRows(Sequence[bytes]):
                 )
             rows = _read_index(self.index_path)
             starts, lengths = rows[:, 0], rows[:, 1]
-            # A row has a byte at least, and a newline is between rows.
-            number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, apart=1)
+            # A row has at least a byte, and a newline is between two rows.
+            number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, min_gap=1)
             if number is not None:
                 raise FormatError(
                     f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
@@ -282,9 +283,9 @@ class RawRows(Sequence[bytes]):
 
 
 class _TokenBlocks:
-    """Blocks of ``block_size`` tokens of one file, each by the position of its first token (``_find_blocks``).
+    """Blocks of ``block_size`` tokens of one file; ``_find_blocks`` says at which tokens they start.
 
-    Pickled as path and options; whoever unpickles it, such as a DataLoader's worker, opens the file on first use.
+    It pickles as path and options; after unpickling, as in a worker of a DataLoader, the first use opens the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], block_size: int) -> None:
@@ -314,11 +315,11 @@ class _TokenBlocks:
         return {"input_ids": ids}
 
     def _open(self) -> tuple[NDArray[Any], Sequence[int]]:
-        """All tokens, and where blocks start."""
+        """All tokens [tokens], and the first token of each block."""
         if self._opened is None:
-            if (found := file_identity(self.path)) != self._identity:
+            if (identity := file_identity(self.path)) != self._identity:
                 raise FormatError(
-                    f"{self.path}: another size or time of change ({found}) than when the dataset was made"
+                    f"{self.path}: another size or time of change ({identity}) than when the dataset was made"
                     f" ({self._identity}); start again"
                 )
             framing, starts = self._find_blocks()
@@ -330,17 +331,18 @@ class _TokenBlocks:
         return self._opened
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
+        """The framing of the file, and the first token of each block."""
         raise NotImplementedError
 
 
 class PackedMemMapDatasetContinuous(_TokenBlocks):
-    """The stream cut every ``block_size`` tokens, wherever that falls; what is left at the end is not used.
+    """The token stream cut every ``block_size`` tokens; what remains at the end is not used.
 
     Args:
         path: a ``.pbin`` of any generation.
         block_size: tokens in a block.
         reuse_last_target: the last token of a block is also the first of the next, so that every token but the very
-            first is a target once. Without, the first token of each block is no target.
+            first is a target once. Without it, the first token of each block is no target.
 
     Raises:
         FormatError: no ``.pbin``; a block of less than 2 tokens, or of more than there are.
@@ -351,27 +353,27 @@ class PackedMemMapDatasetContinuous(_TokenBlocks):
         super().__init__(path, block_size)
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
-        found = require_framings(self.path)
-        # The index, which is costly, is needed only where the header can be read in two ways.
-        framing = found[0] if len(found) == 1 else read_document_index(self.path).framing
+        framings = require_framings(self.path)
+        # The index is costly to read; only it can tell two framings apart.
+        framing = framings[0] if len(framings) == 1 else read_document_index(self.path).framing
         stride = self.block_size - bool(self.reuse_last_target)
         return framing, range(0, framing.num_tokens - self.block_size + 1, stride)
 
 
 class PackedMemMapDatasetMegatron(_TokenBlocks):
-    """Blocks that begin with a document where they can: one that does not fit begins the next block too.
+    """Blocks that begin with a document where they can, so that some tokens are in two blocks.
 
-    Documents are collected until one fills the block or goes past its end. That one is cut off, and begins the next
-    block again as a whole; only where it is longer than a block, the next block goes on right behind this one. What is
-    left at the end is not used.
+    Documents are added to a block until one fills it or goes past its end. A document that goes past the end is cut off
+    there, and begins the next block as a whole; only if it is longer than a block, the next block begins right behind
+    this one. What remains at the end is not used.
 
-    The arithmetic is that of Modalities up to June 2024. Its later versions count blocks alike, but mix up offsets of
-    the file and of the data, bytes and tokens, and read them from the wrong place.
+    The arithmetic is that of Modalities up to June 2024. Its later versions make as many blocks, but mix up offsets in
+    the file with those in the data, and bytes with tokens, so that they read blocks from the wrong bytes.
 
     Args:
         path: a ``.pbin`` of any generation.
         block_size: tokens in a block.
-        repair_merge: see ``Reader``.
+        repair_merge: read a file whose index ``merge_packed_data`` damaged (see ``pbin.DocumentIndex``).
 
     Raises:
         FormatError: no ``.pbin``, a broken index, or a block of less than 2 tokens or more than there are.
@@ -382,10 +384,10 @@ class PackedMemMapDatasetMegatron(_TokenBlocks):
         super().__init__(path, block_size)
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
-        placement = read_document_index(self.path, repair_merge=self.repair_merge)
+        index = read_document_index(self.path, repair_merge=self.repair_merge)
         starts = array("q")
         block_start = filled = 0
-        for start, length in zip(placement.starts.tolist(), placement.lengths.tolist(), strict=True):
+        for start, length in zip(index.starts.tolist(), index.lengths.tolist(), strict=True):
             if filled + length < self.block_size:
                 filled += length
                 continue
@@ -394,4 +396,4 @@ class PackedMemMapDatasetMegatron(_TokenBlocks):
                 block_start, filled = block_start + self.block_size, 0
             else:
                 block_start, filled = start, length
-        return placement.framing, starts
+        return index.framing, starts

@@ -3,6 +3,9 @@
 The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
 (where the sequences start; 0 comes first), as lists or arrays. Reading takes the whole file into memory: that is this
 format's nature. Writing does not: the pickle is made pack by pack.
+
+Pickles of other people are read by an unpickler that knows stand-ins for the few names that packs need, and no other
+name: no code of a file, and none that it names, is ever run.
 """
 
 from __future__ import annotations
@@ -41,16 +44,15 @@ from megatron_sft_idx.storage.publish import Kind
 
 KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
-# Types of the numbers in a list.
-_PLAIN = {int, float, bool}
-# The number of packs as an eight-byte number, whatever it is.
+_NUMBER_TYPES = {int, float, bool}
+# How the number of packs is pickled: always as eight bytes, so that it can be overwritten.
 _COUNT = struct.Struct("<2sq")
-# What may stand between a list and its first element.
+# Opcodes that may stand between that of a list and that of its first element.
 _BETWEEN = ("MARK", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
 
 
-# What numpy.ndarray.__reduce__ gives: _reconstruct(ndarray, (0,), b"b"), then its state up to the list of elements.
-# The module has its older name, which newer numpy knows too.
+# The beginning of a pickled array, by numpy.ndarray.__reduce__: _reconstruct(ndarray, (0,), b"b"), then the state up to
+# its list of elements. The module has its older name, which newer numpy knows too.
 _ARRAY = b"".join(
     (
         pickle.PROTO + b"\x02",
@@ -67,7 +69,7 @@ _END = pickle.TUPLE + pickle.BUILD + pickle.STOP
 
 
 def _beginning(num_packs: int) -> bytes:
-    """Everything before the elements; equally long for any number of packs."""
+    """The bytes of the file before its first pack; equally many for any number of packs."""
     return (
         npy_header_bytes(np.dtype(object), (num_packs,))
         + _ARRAY
@@ -77,17 +79,17 @@ def _beginning(num_packs: int) -> bytes:
 
 
 def _holds_packs(path: str) -> bool:
-    """Whether a file is an array of objects, none or the first of them a pack; reads no further, unpickles nothing."""
+    """Whether a file is an array of objects, empty or with a pack first; reads no further, and unpickles nothing."""
     try:
         with open_regular(path) as file:
             shape, _, dtype = npy_header(file, path)
             return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
-    except Exception:  # whatever a stranger's pickle does to its reader
+    except Exception:  # a foreign pickle may break its reader in any way
         return False
 
 
 def _first_keys(file: BinaryIO) -> set[str]:
-    """The strings in the dict that comes first in the pickled list that begins here; none in anything else."""
+    """The strings in the first element of the pickled list at the file's position; empty where that is no dict."""
     keys: set[str] = set()
     in_list = in_dict = False
     for opcode, value, _ in pickletools.genops(file):
@@ -105,13 +107,13 @@ def _first_keys(file: BinaryIO) -> set[str]:
 
 
 def recognise(path: str) -> bool:
-    """Whether a file is a ``.npy`` of objects, or of nothing; what its pickle holds is seen when it is opened."""
+    """Whether a file is a ``.npy`` of objects, or an empty one; only ``Reader`` looks whether the objects are packs."""
     try:
         with open_regular(path) as file:
             shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     except (OSError, FormatError):
         return False
-    return bool(dtype.hasobject) or shape == (0,)  # for an empty list numpy takes another dtype
+    return bool(dtype.hasobject) or shape == (0,)  # numpy.save of an empty list: an array of float64
 
 
 def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> PackRun:
@@ -119,26 +121,26 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
 
     Raises:
         FormatError: not a ``.npy`` of objects, or its pickle names anything but plain data.
-        SequenceError: a pack that breaks the format's rules, with its number.
+        SequenceError: a pack breaks a rule.
     """
     name = os.fspath(path)
     with open_regular(path) as file:
-        rows = unpickle_packs(file, name)
+        objects = unpickle_packs(file, name)
     packs = [checked_run(name, 0, [], [], [], [], [], token_dtype=np.int32, mask_dtype=np.uint8)]
-    rows.reverse()
-    while rows:  # each row is let go as soon as it is taken over: as Python numbers it is many times larger
-        packs.append(_pack_of(rows.pop(), name, len(packs) - 1, mask_alignment))
+    objects.reverse()
+    while objects:  # each is freed before the next is converted: as Python numbers it is many times larger
+        packs.append(_pack_of(objects.pop(), name, len(packs) - 1, mask_alignment))
     return PackRun.joined(packs)
 
 
-def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> PackRun:
-    """One pack, checked. SequenceError says what is wrong with it."""
+def _pack_of(unpickled: Any, name: str, number: int, alignment: MaskAlignment) -> PackRun:
+    """One unpickled object as a pack, checked. SequenceError where it is none, or breaks a rule."""
     try:
-        if not isinstance(row, dict):
-            raise ValueError(f"found {type(row).__name__}")
-        if missing := [key for key in KEYS if key not in row]:
+        if not isinstance(unpickled, dict):
+            raise ValueError(f"found {type(unpickled).__name__}")
+        if missing := [key for key in KEYS if key not in unpickled]:
             raise ValueError(f"no {', '.join(missing)}")
-        ids, mask, starts = (_numbers(row[key], key) for key in KEYS)
+        ids, mask, starts = (_numbers(unpickled[key], key) for key in KEYS)
     except (ValueError, TypeError, OverflowError) as error:
         raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
     if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
@@ -147,12 +149,12 @@ def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> Pack
 
 
 def _numbers(value: Any, key: str) -> NDArray[Any]:
-    """A list or a kept array as a one-dimensional array of numbers; ids and starts are whole ones."""
+    """A list or a pickled array as a one-dimensional array of numbers, integers but in masks. Else ValueError."""
     array = value.array() if isinstance(value, PickledArray) else value
     if isinstance(array, np.ndarray) and array.dtype == object:
         array = [_number(one) for one in array.tolist()]
-    # A few nested lists that repeat each other unfold to any size, so nothing but numbers is handed to numpy.
-    if isinstance(array, (list, tuple)) and not set(map(type, array)) <= _PLAIN:
+    # Nested lists that repeat each other would unfold to any size in numpy, so it is given lists of numbers only.
+    if isinstance(array, (list, tuple)) and not set(map(type, array)) <= _NUMBER_TYPES:
         array = None
     array = np.asarray(array)
     kinds = "biuf" if key == "loss_mask" or not array.size else "iu"
@@ -162,7 +164,7 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
 
 
 def _number(value: Any) -> Any:
-    """An array without dimensions, as iterating over some tensors gives, as the number in it."""
+    """The number in an array without dimensions, as some tensors give when they are iterated over."""
     if not isinstance(value, PickledArray):
         return value
     array = value.array()
@@ -175,8 +177,8 @@ class Reader(PackedReader):
     """Packs of a legacy ``.npy``, all in memory.
 
     Args:
-        capacity: what its packs were packed for, where that is known. Packers of this format count a sequence as its
-            length - 1, so packs may exceed it by one token a sequence; more than that is refused.
+        capacity: the capacity that packs were made for, if it is known. Packers of this format count a sequence as its
+            length - 1, so a pack may exceed the capacity by one token a sequence; more than that is an error.
     """
 
     def _open(self, *, capacity: int | None = None) -> None:
@@ -189,29 +191,29 @@ class Reader(PackedReader):
         self._token_offsets = self.packs.token_offsets
         self._capacity = self._true_capacity(capacity)
 
-    def _true_capacity(self, said: int | None) -> int:
-        """The capacity that holds for every pack, and a note that says where it comes from."""
+    def _true_capacity(self, stated: int | None) -> int:
+        """The capacity that every pack keeps, given the stated one; notes where the two differ."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
         longest = int(lengths.max(initial=0))
-        if said is None:
+        if stated is None:
             self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
             return longest
-        if longest <= said:
-            return said
-        bad = lengths > said + sequences
-        if bad.any():
-            pack = int(np.argmax(bad))
-            reason = f"has {lengths[pack]} tokens in {sequences[pack]} sequences, too many for a capacity of {said}"
+        if longest <= stated:
+            return stated
+        too_long = lengths > stated + sequences
+        if too_long.any():
+            pack = int(np.argmax(too_long))
+            reason = f"has {lengths[pack]} tokens in {sequences[pack]} sequences, too many for a capacity of {stated}"
             raise SequenceError(self.path, pack, f"{reason}; give a larger capacity, or none for the longest pack")
         self.notes.append(
-            f"{int((lengths > said).sum())} of {len(lengths)} packs exceed the capacity {said} by up to one token a"
+            f"{int((lengths > stated).sum())} of {len(lengths)} packs exceed the capacity {stated} by up to one token a"
             f" sequence, as packers do that count length - 1: all tokens are kept, the capacity is set to {longest}"
         )
         return longest
 
     @property
     def spec(self) -> PackedSpec:
-        """Counts and dtypes; ids are int32, as the format does not say how large they may be."""
+        """The spec; ids are int32, as the format does not say how large they may be."""
         packs = self.packs
         longest = int(packs.pack_lengths.max(initial=0))
         return self._make_spec(len(packs.seq_starts), len(packs.tokens), longest, capacity=self._capacity)
@@ -228,9 +230,9 @@ class Reader(PackedReader):
 
 
 class LegacyPickleWriter(PackedWriter):
-    """Writes packs as a pickled ``.npy`` of dicts of lists, holding one pack in memory.
+    """Writes packs as a pickled ``.npy`` of dicts of lists, with one pack in memory.
 
-    Nothing is lost in this format but what it never says: capacity, dtypes and metadata.
+    The format does not state capacity, dtypes and metadata. It holds everything else but columns.
     """
 
     format = "npy"
@@ -247,15 +249,15 @@ class LegacyPickleWriter(PackedWriter):
         super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
 
     def _begin(self) -> None:
-        # An opcode and a byte for each id and each mask.
+        # At least an opcode and a byte for each id and each mask value.
         self._file = self._make_output(4 * self._spec.num_tokens if self._spec else 0).open()
         self._file.write(_beginning(0))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
-        """Append pack number ``bin_id``: packs are written in order.
+        """Write one pack.
 
         Args:
-            bin_id: how many packs were written before.
+            bin_id: number of the pack; packs must be written in order, from 0 on.
             input_ids: ids [length].
             loss_mask: label-aligned, 0/1 or weights [length].
             seq_start_id: where each sequence begins [sequences]; the first is 0.
@@ -281,18 +283,18 @@ class LegacyPickleWriter(PackedWriter):
         self._file.close()
 
     def finalize(self) -> dict[str, Any]:
-        """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
+        """Put the file at its path, and return ``{"format": "legacy_pickle", "num_bins": packs}``."""
         return {"format": "legacy_pickle", "num_bins": super().finalize()["num_packs"]}
 
 
 Writer = LegacyPickleWriter
 
 
-# ---- pickles read without running them: the opcodes that packs need and no other ----
+# ---- pickles, read without running what they name ----
 
 
 def unpickle_packs(file: BinaryIO, name: str) -> list[Any]:
-    """The elements of the object array in a ``.npy``.
+    """The elements of the object array in a ``.npy``, of which ``name`` is the path, for errors.
 
     Raises:
         FormatError: not such a file, or its pickle names anything but plain data.
@@ -303,34 +305,38 @@ def unpickle_packs(file: BinaryIO, name: str) -> list[Any]:
             return []  # numpy.save of an empty list: an array of float64
         raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
     try:
-        # An opcode that would have the unpickler take memory which it has no use for is a ValueError.
+        # ValueError where an opcode would have the unpickler allocate memory for nothing.
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             data = np.frombuffer(mapped, np.uint8)
             try:
                 _native.check_pickle(data[file.tell() :])
             finally:
                 del data  # or the map cannot be closed
-        whole = _Unpickler(file).load()
-        rows = whole.array().tolist() if isinstance(whole, PickledArray) else whole
+        content = _Unpickler(file).load()
+        objects = content.array().tolist() if isinstance(content, PickledArray) else content
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
     except Exception as error:
-        # A damaged or hostile pickle may fail in any way that its few names allow.
+        # A damaged or hostile pickle may make the stand-ins and the unpickler fail in any way.
         raise FormatError(f"{name}: no readable pickle: {type(error).__name__}: {error}") from None
-    if not isinstance(rows, list):
-        raise FormatError(f"{name}: found {type(rows).__name__}, expected a list of packs")
-    return rows
+    if not isinstance(objects, list):
+        raise FormatError(f"{name}: found {type(objects).__name__}, expected a list of packs")
+    return objects
 
 
 class _PickledDtype:
-    """What a pickled numpy dtype says, and no more."""
+    """The stand-in of ``numpy.dtype``: name and byte order of a type of numbers, or of objects.
 
-    _PLAIN = frozenset({"O8", "b1", "f2", "f4", "f8", *(kind + size for kind in "iu" for size in "1248")})
+    What a stand-in holds is set on its class, too: a pickle can make an object without calling its ``__init__``.
+    """
+
+    _NAMES = frozenset({"O8", "b1", "f2", "f4", "f8", *(kind + size for kind in "iu" for size in "1248")})
+    _name, _order = "u1", ""
 
     def __init__(self, name: str, *_: Any) -> None:
-        if name not in self._PLAIN:
+        if name not in self._NAMES:
             raise FormatError(f"an array of {name!r}, only numbers and objects are read")
-        self._name, self._order = name, ""
+        self._name = name
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         if state[1] in "<>":
@@ -341,13 +347,15 @@ class _PickledDtype:
 
 
 class PickledArray:
-    """What a pickled numpy array says; ``array`` makes one of it, checked by numpy's safe constructors."""
+    """The stand-in of ``numpy.ndarray``: what a pickle says of an array, of which ``array`` makes one."""
+
+    _shape: Sequence[int] = (0,)
+    _dtype = _PickledDtype("u1")
+    _fortran = False
+    _data: Any = b""
 
     def __init__(self, *_: Any) -> None:
-        self._shape: Sequence[int] = (0,)
-        self._dtype = _PickledDtype("u1")
-        self._fortran = False
-        self._data: Any = b""
+        pass
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self._shape, dtype, self._fortran, self._data = state
@@ -356,7 +364,7 @@ class PickledArray:
         self._dtype = dtype
 
     def array(self) -> NDArray[Any]:
-        """The array. ValueError, TypeError: what was said of it does not go together."""
+        """The array, made by numpy's safe constructors. ValueError or TypeError where what was said makes none."""
         dtype = self._dtype.dtype()
         if dtype.hasobject:
             flat = np.empty(len(self._data), dtype=object)
@@ -377,7 +385,7 @@ def _scalar(dtype: _PickledDtype, data: bytes) -> Any:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """The stand-in of ``codecs.encode``, by which protocol 2 writes bytes."""
     if encoding != "latin1":
         raise FormatError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")
@@ -395,13 +403,21 @@ _STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds a stand-in for each name that packs need, and refuses every other."""
+    """An unpickler with a stand-in for each name that packs need; any other name is a FormatError."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
-            return _STAND_INS[module_name, global_name]
+            stand_in = _STAND_INS[module_name, global_name]
         except KeyError:
             raise FormatError(
                 f"its pickle calls {module_name}.{global_name}, which plain packs do not need and which could run any"
                 " code: refused; write the packs again as lists with numpy.save if they are yours"
             ) from None
+        if isinstance(stand_in, type):
+            return stand_in
+
+        # A pickle can set attributes of a function that it names, so it gets one of its own.
+        def call(*arguments: Any) -> Any:
+            return stand_in(*arguments)
+
+        return call

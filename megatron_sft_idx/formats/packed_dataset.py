@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 
 
 class JoinedShards:
-    """Shards side by side, held open as a ``ShardSet`` holds them; it also pickles as one.
+    """Several shards, read as one by a ``ShardSet``: what ``PackedDataset`` uses of a ``JoinedReader``, for shards.
+
+    It pickles as the ``ShardSet`` does.
 
     Args:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
-        columns: that packs come with.
-        reading: ``advice`` and ``huge_pages`` of ``Shard``.
+        columns: names of the columns that packs come with.
+        read_options: ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         ShardNotFoundError: a shard is not there, or a column of it.
@@ -53,30 +55,30 @@ class JoinedShards:
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
         columns: Sequence[str] = (),
-        **reading: Any,
+        **read_options: Any,
     ) -> None:
-        options = ReadOptions.of(os.fspath(prefixes[0]), backend, **reading)
+        options = ReadOptions.of(os.fspath(prefixes[0]), backend, **read_options)
         self._shards = ShardSet(prefixes, backend=options, alike=False, columns=columns)
         self._copy = copy
         self.notes: list[str] = []
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Prefixes, in order."""
+        """The prefixes, in order."""
         return self._shards.prefixes
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Packs of each."""
+        """Number of packs of each shard."""
         return tuple(header.num_packs for header in self._shards.headers)
 
     @property
     def spec(self) -> PackedSpec:
-        """What is known of all of them together. FormatError: they come from different tokenizers."""
+        """The spec of all shards together. FormatError where they come from different tokenizers."""
         return joined_spec(self.paths[0], [spec_of(header) for header in self._shards.headers])
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Say which packs come next, counted through all shards; see ``ShardSet.schedule``."""
+        """Announce which packs will be read next, numbered through all shards; see ``ShardSet.schedule``."""
         self._shards.schedule(indices)
 
     def read(self, number: int, index: int) -> Pack:
@@ -91,12 +93,12 @@ class JoinedShards:
         return self._shards.shard(number)
 
 
-# What several shards read as one understand.
+# The options of ``JoinedShards``; with any other, several shards are opened by a ``JoinedReader``.
 _SHARED_OPTIONS = {"backend", "columns", "copy", *ReadOptions._fields}
 
 
 class Options(TypedDict, total=False):
-    """What readers of the one or the other format take besides; ``Reader`` of each format says what it means."""
+    """Options of the formats' readers; the ``Reader`` of a format documents those that it takes."""
 
     advice: Advice
     backend: BackendName | ReadOptions
@@ -121,18 +123,18 @@ def open_dataset(
 
     Args:
         source: a path, a shard's prefix, a folder, a glob, or a list of these; several of one format are read as one.
-        format: its name, such as ``"parquet"``; None has it recognised by content.
+        format: name of the format, such as ``"parquet"``; None has it recognised by content.
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
-        max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader, as its ``Reader`` says: for shards ``backend``, ``advice`` and
-            ``huge_pages`` of ``Shard``; for these, Parquet, memmap folders and JSON lines ``columns``, names of those
-            that packs come with. One that the format does not have is an error.
+        max_open: how many files or folders are held open at once; of shards a ``ShardSet`` decides that itself.
+        options: of the format's ``Reader``: for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``; for
+            shards, Parquet, memmap folders and JSON lines ``columns``, the names of columns that packs come with. An
+            option that the format does not have is an error.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.
-        FormatError: nothing known is there, a path could be two things, paths are of different formats, or what is
-            there breaks a rule of its format.
+        FormatError: no format recognises a path, several do, paths are of different formats, or a file breaks a rule
+            of its format.
         SequenceError: a pack breaks a rule; also later, when it is read.
 
     Example:
@@ -148,32 +150,33 @@ def open_dataset(
 
 
 class PackedDataset:
-    """Packs by number, whatever they are stored in; ``open_dataset`` makes one.
+    """Packs by number, in whichever format they are stored; ``open_dataset`` makes one.
 
     ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
-    ``seq_boundaries`` int32 with 0 and the pack's length. Negative indices count from the end of the last file; a
-    slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes; every process opens the files
-    for itself, and a file that is another one by then is an error. Threads may share one.
+    ``seq_boundaries`` int32, from 0 to the pack's length. Negative indices count from the end of the last file; a
+    slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes. Every process opens the files
+    for itself; one whose content has changed since is an error. Threads may share one.
 
     Args:
-        parts: the files.
+        files: the files, folders or shards, open.
     """
 
-    # One shard of ours is asked directly: nothing to find, and it is safe in threads and forks by itself.
-    _only: Shard | None = None
+    # Set where the dataset is one shard, which is asked directly: it is safe in threads and forks by itself.
+    _single_shard: Shard | None = None
 
-    def __init__(self, parts: JoinedReader | JoinedShards) -> None:
-        self._files = parts
+    def __init__(self, files: JoinedReader | JoinedShards) -> None:
+        self._files = files
 
     @cached_property
-    def _before(self) -> list[int]:
+    def _first_packs(self) -> list[int]:
+        """Number of the first pack of each file, and of all packs: [files + 1]."""
         return [0, *accumulate(self._files.lengths)]
 
     def __getstate__(self) -> JoinedReader | JoinedShards:
         return self._files
 
-    def __setstate__(self, parts: JoinedReader | JoinedShards) -> None:
-        self._files = parts
+    def __setstate__(self, files: JoinedReader | JoinedShards) -> None:
+        self._files = files
 
     @property
     def format(self) -> str:
@@ -197,19 +200,19 @@ class PackedDataset:
 
     @property
     def notes(self) -> list[str]:
-        """What the files do not say and was understood, or was set right, as sentences."""
+        """Sentences on what the files do not say and was assumed, and what was corrected."""
         return self._files.notes
 
     def __len__(self) -> int:
-        return self._before[-1]
+        return self._first_packs[-1]
 
     def __repr__(self) -> str:
         more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
         try:
-            held = shown_counts(self._files.spec)
-        except SFTIndexError:  # of different tokenizers, or gone by now
-            held = f"{len(self):,} packs"
-        return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {held}>"
+            counts = shown_counts(self._files.spec)
+        except SFTIndexError:  # the files are of different tokenizers, or are gone
+            counts = f"{len(self):,} packs"
+        return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {counts}>"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...
@@ -221,31 +224,32 @@ class PackedDataset:
         Raises:
             IndexError: no such pack.
             ValueError: a slice with another step.
-            SequenceError, FormatError: what is stored breaks a rule.
+            SequenceError: a pack breaks a rule.
+            FormatError: a file breaks a rule of its format, or has changed.
         """
-        if self._only is not None:
-            return self._only[index]
+        if self._single_shard is not None:
+            return self._single_shard[index]
         if isinstance(index, slice):
-            start, stop, step = index.indices(self._before[-1])
+            start, stop, step = index.indices(self._first_packs[-1])
             if step != 1:
                 raise ValueError(f"{self.paths[0]}: slice step {step}, slices of packs are contiguous: use step 1")
             return [self[i] for i in range(start, stop)]
         i = operator.index(index)
         if i < 0:
-            i += self._before[-1]
-        if not 0 <= i < self._before[-1]:
-            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._before[-1]}")
-        if len(self._before) == 2 and self._files.name == JoinedShards.name:
-            self._only = self._shard(0)
+            i += self._first_packs[-1]
+        if not 0 <= i < self._first_packs[-1]:
+            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._first_packs[-1]}")
+        if len(self._first_packs) == 2 and self._files.name == JoinedShards.name:
+            self._single_shard = self._shard(0)
             return self[i]
-        number = bisect_right(self._before, i) - 1
-        return self._files.read(number, i - self._before[number])
+        number = bisect_right(self._first_packs, i) - 1
+        return self._files.read(number, i - self._first_packs[number])
 
     def __iter__(self) -> Iterator[Pack]:
-        return (self[i] for i in range(self._before[-1]))
+        return (self[i] for i in range(self._first_packs[-1]))
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Say which packs come next, in order, as of ``Shard.schedule``; of other formats nothing is read ahead.
+        """Announce which packs will be read next, in order, as ``Shard.schedule``; only shards are read ahead.
 
         Raises:
             IndexError: no such pack.
@@ -256,11 +260,11 @@ class PackedDataset:
             shard.schedule(indices)
 
     def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
-        """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``, without a copy where mapped.
+        """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``; a view where it is mapped.
 
         Raises:
             IndexError: the range reaches outside the file, or there is no such shard.
-            FormatError: this format has no token file to point into.
+            FormatError: the dataset is of another format, which has no token file.
         """
         number = operator.index(part)
         if not 0 <= number < len(self.paths):
@@ -273,6 +277,7 @@ class PackedDataset:
         return shard.read(offset, nbytes)
 
     def _shard(self, number: int) -> Shard | None:
+        """Shard ``number``, open; None in other formats."""
         if isinstance(self._files, JoinedShards):
             return self._files.shard(number)
         reader = self._files.reader(number)

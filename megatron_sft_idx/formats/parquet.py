@@ -1,4 +1,4 @@
-"""Packs as Parquet: one row a pack, three list columns, as Megatron-Bridge and Nemotron's data preparation have it.
+"""Packs as Parquet: one row a pack, with three lists, as Megatron-Bridge and Nemotron's data preparation have it.
 
 =============  ==========================================================================
 ``input_ids``  list of int32 (Nemotron) or int64 (Megatron-Bridge)
@@ -6,12 +6,13 @@
 ``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
 =============  ==========================================================================
 
-A column of a shard is one more list column, of the same name: in each row the values of the pack's tokens, of its
-sequences, or of itself, end to end, so many for each as the column is wide. The schema's metadata say which columns
-these are, and the rest of what they are.
+What Parquet calls a column is a *field* here: a *column* is that of a shard. A column is stored as one more field of
+lists, of the same name: each row has the values of the pack's tokens, of its sequences, or of the pack, end to end,
+``width`` values for each.
 
-Other columns are left alone, and so are row groups of any size, compression and encoding that pyarrow reads. What the
-columns cannot say (capacity, padding id, dtypes) is in the schema's metadata, written here and optional when reading.
+The schema's metadata have the package metadata, which say which fields are columns, and what no field can say:
+capacity, padding id, dtypes. Files of other writers have none. Other fields are never read. Row groups may have any
+size, compression and encoding that pyarrow reads.
 
 Masks are label-aligned in what Megatron-Bridge's own packer writes, and in what its collate expects. Nemotron's data
 preparation first rolled them right over whole packs and later shifted them left inside sequences; its files do not say
@@ -44,6 +45,7 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     column_specs_of,
+    encode_json,
     int_within,
     require_same_length,
     spec_fields,
@@ -58,23 +60,23 @@ from megatron_sft_idx.storage.publish import Kind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
-# The key, in the schema's metadata, of what the columns cannot say.
+FIELDS = ("input_ids", "loss_mask", "seq_start_id")
+# The key of the package metadata in the schema's metadata, and the version of what is there.
 KEY = b"megatron_sft_idx"
 VERSION = 1
-# What the footer counts of every row group, beside its rows.
+# The fields whose values, by the footer, are the tokens and the sequences of a row group.
 _COUNTED_FIELDS = ("input_ids", "seq_start_id")
 
 _MAGIC = b"PAR1"
-# Memory for decoded row groups; the last one is kept whatever its size.
+# Memory for decoded row groups; the one that was read last is kept whatever its size.
 _CACHE_NBYTES = 256 << 20
 _READ_NBYTES = 1 << 20
-# A decoded row group above this is refused: a few bytes of run lengths may claim any number of values.
+# Row groups of more values in a field are not decoded: a few bytes of run lengths may claim any number of values.
 _MAX_GROUP_VALUES = 1 << 31
 
 
 def recognise(path: str) -> bool:
-    """Whether a file is packed Parquet: its magic and its three columns."""
+    """Whether a file is packed Parquet, by its magic and its three fields."""
     try:
         with open_regular(path) as file:
             if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
@@ -90,7 +92,7 @@ def recognise(path: str) -> bool:
 
 @contextlib.contextmanager
 def pyarrow_errors(path: str) -> Iterator[None]:
-    """What pyarrow raises of a file's content, as FormatError; errors of the system, which have a number, stay.
+    """Turn what pyarrow raises of a file's content into FormatError. Errors of the system, with an errno, pass.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -109,21 +111,21 @@ def pyarrow_errors(path: str) -> Iterator[None]:
 
 
 def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpec] | None = None) -> None:
-    """FormatError unless the three columns are there, once each, and are lists of numbers; and so those of a shard."""
+    """FormatError unless the three fields, and one for each column, are there once, and are lists of numbers."""
     import pyarrow as pa
 
     names, columns = schema.names, columns or {}
-    if wrong := [name for name in (*COLUMNS, *columns) if names.count(name) != 1]:
+    if wrong := [name for name in (*FIELDS, *columns) if names.count(name) != 1]:
         found = ", ".join(names[:20]) or "none"
         raise FormatError(
             f"{path}: no column {', '.join(wrong)} (or more than one of that name), expected one each of"
-            f" {', '.join((*COLUMNS, *columns))}; found {found}. Chats that are not tokenised yet go through preprocess"
+            f" {', '.join((*FIELDS, *columns))}; found {found}. Chats that are not tokenised yet go through preprocess"
         )
     for name, spec in columns.items():
         kind = schema.field(name).type
         if kind != (expected := pa.list_(pa.from_numpy_dtype(spec.dtype))):
             raise FormatError(f"{path}: column {name} is {kind}, expected {expected} as its metadata say")
-    for name in COLUMNS:
+    for name in FIELDS:
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         value = kind.value_type if is_list else None
@@ -139,26 +141,41 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
 def _column_of(
     rows: pa.Table | pa.RecordBatch, path: str, name: str, spec: ColumnSpec, first_pack: int, counts: NDArray[np.int64]
 ) -> Column:
-    """The values of a column of a shard. SequenceError unless each pack has as many as ``counts`` rows take."""
-    values, found = _list_field(rows.column(name), path, name, first_pack)
-    if (wrong := found != counts * spec.width).any():
-        row = int(np.argmax(wrong))
-        reason = f"{found[row]} values in {name}, expected {counts[row]} x {spec.width}: {spec.width} a {spec.per}"
-        raise SequenceError(path, first_pack + row, reason)
+    """A column of the packs in some rows.
+
+    Args:
+        rows: of a Parquet file, one a pack.
+        path: of the file, for errors.
+        name: of the column, and of its field.
+        spec: of the column.
+        first_pack: number of the first row in the file, for errors.
+        counts: of what has one row of the column, how many each pack has: int64 [packs].
+
+    Raises:
+        SequenceError: a pack has another number of values than that takes.
+    """
+    values, lengths = _list_field(rows.column(name), path, name, first_pack)
+    if (wrong := lengths != counts * spec.width).any():
+        pack = int(np.argmax(wrong))
+        reason = f"{lengths[pack]} values in {name}, expected {counts[pack]} x {spec.width}: {spec.width} a {spec.per}"
+        raise SequenceError(path, first_pack + pack, reason)
     return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
 
 
 def _list_field(
-    column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
+    field: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """A list column: all values end to end, and how many belong to each row.
+    """The values of a field of lists end to end, and the length of each row's list: int64 [rows].
 
-    Arrow cuts what has more than 2^31 values into chunks, and files come with chunks of their own.
+    A field comes in several chunks where it has more than 2^31 values, and where the file is written so.
+
+    Raises:
+        SequenceError: a list, or a value in one, is null.
     """
     import pyarrow as pa
 
     values, lengths = [], []
-    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+    for chunk in field.chunks if isinstance(field, pa.ChunkedArray) else [field]:
         if chunk.null_count:
             row = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
             raise SequenceError(path, first_pack + row, f"{name} is null; every pack has a list of numbers")
@@ -168,31 +185,31 @@ def _list_field(
             at = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
             row = int(np.searchsorted(np.cumsum(lengths[-1]), at, side="right"))
             raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
-        # Without a copy but for booleans, which Arrow keeps as bits.
+        # No copy is made but for booleans, which Arrow keeps as bits.
         values.append(flat.to_numpy(zero_copy_only=False))
         first_pack += len(chunk)
     if len(values) == 1:
         return values[0], lengths[0]
-    nothing = [np.empty(0, np.int64)]
-    return np.concatenate(values or nothing), np.concatenate(lengths or nothing)
+    no_chunks = [np.empty(0, np.int64)]
+    return np.concatenate(values or no_chunks), np.concatenate(lengths or no_chunks)
 
 
 class Reader(PackedReader):
     """One packed Parquet file.
 
-    Random reads decode a whole row group, the unit Parquet compresses, check it once, and keep it for the reads that
-    follow. Each process opens its own reader; threads may share one.
+    A read of one pack decodes the whole row group that it is in, which is the unit that Parquet compresses. The group
+    is checked once, and kept in memory for further reads. Each process opens its own reader; threads may share one.
 
     Args:
-        columns: names of those that packs come with; None for all that the file says it has.
+        columns: names of the columns that packs come with; None for all that the package metadata name.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
     """
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
-        self._cache: OrderedDict[int, PackRun] = OrderedDict()
-        self._cached_nbytes = 0
+        self._decoded_groups: OrderedDict[int, PackRun] = OrderedDict()
+        self._decoded_nbytes = 0
         self._lock = threading.Lock()
         with pyarrow_errors(self.path):
             import pyarrow as pa
@@ -201,53 +218,61 @@ class Reader(PackedReader):
             # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
             open_regular(self.path).close()
             source = pa.OSFile(self.path)
-            # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
+            # A group is read buffer by buffer instead of at once, for passes over files whose row groups are large.
             self._file = pq.ParquetFile(source, buffer_size=_READ_NBYTES, pre_buffer=False)
-            # Size, and checksum of the footer, which has place, size, counts and value range of every column chunk.
+            # The footer has place, size, counts and range of values of every field in every row group.
             size = source.size()
             source.seek(size - 8)
             nbytes = int.from_bytes(source.read(4), "little")
             source.seek(size - 8 - nbytes)
             self.identity = f"{size}-{xxhash.xxh3_128_hexdigest(source.read(nbytes))}"
             schema = self._file.schema_arrow
-            self._stated = self._decoded(schema.metadata)
-            self.columns = column_specs_of(self._stated, self.path, columns)
-            self._names = [*COLUMNS, *self.columns]
+            self._package_metadata = self._read_package_metadata(schema.metadata)
+            self.columns = column_specs_of(self._package_metadata, self.path, columns)
+            self._fields = [*FIELDS, *self.columns]
             checked_schema(schema, self.path, self.columns)
             self._count_groups()
             mask_type = str(schema.field("loss_mask").type.value_type)
-        self._take_alignment(self._stated.get("mask_alignment"))
-        token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
+        self._take_alignment(self._package_metadata.get("mask_alignment"))
+        token_dtype = np.uint16 if self._package_metadata.get("token_dtype") == "uint16" else np.int32
         # Arrow's names for floats are halffloat, float and double.
         mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
         self._dtypes = np.dtype(token_dtype), np.dtype(mask_dtype)
 
-    def _decoded(self, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
-        """What the schema's metadata say in our place; nothing in files of other writers."""
+    def _read_package_metadata(self, metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
+        """The package metadata in the schema's metadata; empty in files of other writers."""
         raw = (metadata or {}).get(KEY)
         if raw is None:
             return {}
         try:
-            stated = orjson.loads(raw)
+            values = orjson.loads(raw)
         except ValueError as error:
             raise FormatError(f"{self.path}: schema metadata {KEY.decode()!r} is not JSON: {error}") from None
-        if not isinstance(stated, dict) or stated.get("version") != VERSION:
+        if not isinstance(values, dict) or values.get("version") != VERSION:
             raise FormatError(
                 f"{self.path}: schema metadata {KEY.decode()!r} is not of version {VERSION};"
                 " upgrade megatron-sft-idx, or drop the key to read the columns alone"
             )
-        return stated
+        return values
 
     def _count_groups(self) -> None:
-        """Take from the footer the first pack of each row group, and its values of each list column.
+        """Read from the footer the first pack of each row group, and how many values each field has in it.
 
         Groups are uneven, and may be empty.
         """
         metadata = self._file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        columns = range(metadata.num_columns)
-        leaves = {metadata.schema.column(i).path.partition(".")[0]: i for i in reversed(columns)}
-        self._num_values = {name: [group.column(leaves[name]).num_values for group in groups] for name in self._names}
+        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        # The values of list ``a`` are at path ``a.list.element``; a field that is named ``a.b`` has the path ``a.b``.
+        leaves = {
+            name: min(
+                (path.count("."), i)
+                for i, path in enumerate(paths)
+                if f"{path}.".startswith(f"{name}.") and metadata.schema.column(i).max_repetition_level == 1
+            )[1]
+            for name in self._fields
+        }
+        self._num_values = {name: [group.column(leaves[name]).num_values for group in groups] for name in self._fields}
         rows = [group.num_rows for group in groups]
         for what, counts in ("rows", rows), *self._num_values.items():
             if wrong := [group for group, count in enumerate(counts) if not 0 <= count <= MAX_COUNT]:
@@ -264,131 +289,143 @@ class Reader(PackedReader):
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """Counts from the footer; the longest pack from the metadata where it fits them, else from one pass."""
-        stated = self._stated
+        """The spec by the footer and the package metadata.
+
+        Where those do not say the longest pack, or are of other packs, the first call costs one pass over the masks.
+        """
         tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
-        counts: dict[str, Any] = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
-        same = all(stated.get(key) == value for key, value in counts.items())
-        if stated and not same:
-            self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
-        longest = int_within(stated, "longest_pack", 0) if same else None
+        longest = self._stated_longest
         if longest is None:
-            # From the masks, the column that takes least to decode.
+            # By the masks, the field that takes least to decode.
             offsets = (batch.column(0).offsets.to_numpy() for batch in self._batches(["loss_mask"]))
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        return self._make_spec(sequences, tokens, longest, **spec_fields(stated, longest, 1))
+        return self._make_spec(sequences, tokens, longest, **spec_fields(self._package_metadata, longest, 1))
+
+    @cached_property
+    def _stated_longest(self) -> int | None:
+        """The longest pack by the package metadata; None where they have none, or are of other packs."""
+        values = self._package_metadata
+        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
+        counts: dict[str, Any] = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
+        if all(values.get(key) == value for key, value in counts.items()):
+            return int_within(values, "longest_pack", 0)
+        if values:
+            self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
+        return None
 
     def __len__(self) -> int:
         return self._first_packs[-1]
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``; its ids and mask are views into the decoded row group, all of which is checked."""
+        """Pack ``index``: views of the decoded row group, every pack of which is checked."""
         group = bisect_right(self._first_packs, index) - 1
         with self._lock:
-            run = self._cache.get(group)
+            run = self._decoded_groups.get(group)
             if run is None:
                 run = self._decode_group(group)
-                self._cache[group] = run
-                self._cached_nbytes += run.nbytes
-                while self._cached_nbytes > _CACHE_NBYTES and len(self._cache) > 1:
-                    self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
-            self._cache.move_to_end(group)
+                self._decoded_groups[group] = run
+                self._decoded_nbytes += run.nbytes
+                while self._decoded_nbytes > _CACHE_NBYTES and len(self._decoded_groups) > 1:
+                    self._decoded_nbytes -= self._decoded_groups.popitem(last=False)[1].nbytes
+            self._decoded_groups.move_to_end(group)
         return run.pack(index - self._first_packs[group])
 
     def _run_of_rows(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
-        """Rows that were read as packs; SequenceError where one breaks a rule, or has a null."""
-        columns = [_list_field(rows.column(name), self.path, name, first_pack) for name in COLUMNS]
-        (ids, lengths), (mask, mask_lengths), (starts, sequences) = columns
+        """Rows as packs, the first of which is number ``first_pack``. SequenceError where one breaks a rule."""
+        fields = [_list_field(rows.column(name), self.path, name, first_pack) for name in FIELDS]
+        (ids, lengths), (mask, mask_lengths), (starts, sequences) = fields
         if (wrong := lengths != mask_lengths).any():
-            row = int(np.argmax(wrong))
-            require_same_length(self.path, first_pack + row, input_ids=lengths[row], loss_mask=mask_lengths[row])
+            pack = int(np.argmax(wrong))
+            require_same_length(self.path, first_pack + pack, input_ids=lengths[pack], loss_mask=mask_lengths[pack])
         counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
-        beside = {
+        columns = {
             name: _column_of(rows, self.path, name, spec, first_pack, counts[spec.per])
             for name, spec in self.columns.items()
         }
-        return self._checked(first_pack, ids, mask, starts, lengths, sequences, columns=beside)
+        run = self._checked_run(first_pack, ids, mask, starts, lengths, sequences, columns=columns)
+        # Where the longest pack was not stated but counted, none exceeds the capacity.
+        if self._stated_longest is not None and (too_long := run.pack_lengths > self.spec.capacity).any():
+            pack = int(np.argmax(too_long))
+            reason = f"{lengths[pack]} tokens, the file states a capacity of {self.spec.capacity} (rule P1)"
+            raise SequenceError(self.path, first_pack + pack, reason)
+        return run
 
     def _decode_group(self, group: int) -> PackRun:
+        """The packs of a row group, all checked."""
         first = self._first_packs[group]
-        for name in self._names:
+        for name in self._fields:
             if (count := self._num_values[name][group]) > _MAX_GROUP_VALUES:
                 raise FormatError(
                     f"{self.path}: row group {group} claims {count} values in {name}, at most {_MAX_GROUP_VALUES};"
                     " write it again with smaller row groups"
                 )
         with pyarrow_errors(self.path):
-            # Without threads: a forked process has none of the pool's.
-            rows = self._file.read_row_group(group, columns=self._names, use_threads=False)
+            # Without threads: in a forked process those of pyarrow's pool are gone.
+            rows = self._file.read_row_group(group, columns=self._fields, use_threads=False)
             run = self._run_of_rows(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED_FIELDS))
         self._require_counts(f"row group {group}", (len(run), len(run.tokens), len(run.seq_starts)), expected)
         return run
 
     def _require_counts(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """FormatError unless the packs, tokens and sequences of a group or file are as many as the footer says."""
         if found != expected:
             raise FormatError(
                 f"{self.path}: {what} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
                 f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
             )
 
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are, fewer of many values each."""
+    def _batches(self, fields: list[str]) -> Iterator[pa.RecordBatch]:
+        """Some fields of all rows, in batches of about ``RUN_TOKENS`` tokens; fewer where token columns are wide."""
         with pyarrow_errors(self.path):
             import pyarrow as pa
 
             for groups, rows in self._groups_at_once():
-                for batch in self._file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
+                for batch in self._file.iter_batches(rows, row_groups=groups, columns=fields, use_threads=False):
                     yield batch
                     pa.default_memory_pool().release_unused()
 
     def _groups_at_once(self) -> Iterator[tuple[list[int], int]]:
-        """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""
+        """Row groups that are read together, with the rows of a batch: small groups together, each large one alone."""
         groups: list[int] = []
         tokens = packs = 0
-        most = fewer_tokens(RUN_TOKENS, self.columns)
+        max_tokens = fewer_tokens(RUN_TOKENS, self.columns)
         for group, count in enumerate(self._num_values["input_ids"]):
-            if groups and tokens + count > most:
-                yield groups, max(1, packs * most // max(tokens, most))
+            if groups and tokens + count > max_tokens:
+                yield groups, max(1, packs * max_tokens // max(tokens, max_tokens))
                 groups, tokens, packs = [], 0, 0
             groups.append(group)
             tokens += count
             packs += self._first_packs[group + 1] - self._first_packs[group]
         if groups:
-            yield groups, max(1, packs * most // max(tokens, most))
+            yield groups, max(1, packs * max_tokens // max(tokens, max_tokens))
 
     def _runs(self) -> Iterator[PackRun]:
-        """Memory is bounded by the mean length of the packs in a row group, not by its size."""
+        """All packs; memory is bounded by the mean length of the packs in a row group, not by its size."""
         counts = PackCounts()
-        for batch in self._batches(self._names):
-            first = counts.num_packs
-            run = self._run_of_rows(batch, first)
-            capacity = self.spec.capacity
-            if (over := run.pack_lengths > capacity).any():
-                pack = int(np.argmax(over))
-                reason = f"{run.pack_lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
-                raise SequenceError(self.path, first + pack, reason)
+        for batch in self._batches(self._fields):
+            run = self._run_of_rows(batch, counts.num_packs)
             counts.add(run)
             yield run
         expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED_FIELDS))
         self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 
-# A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
-# pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
+# Tokens of a row group at most, which a writer holds in memory, and the read of one pack decodes: 1000 packs of 4096.
+# A token takes 5 bytes while it is held, and 25 more in pyarrow's encoder.
 _MAX_GROUP_TOKENS = 4 << 20
 
 
 class Writer(PackedWriter):
-    """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, what Nemotron writes and Bridge reads.
+    """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, which Nemotron writes and Bridge reads.
 
     The same packs give the same bytes with the same release of pyarrow, which names itself in the file.
 
     Args:
-        row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
-            large ones the file small.
+        row_group_size: most packs in a row group, which has fewer where packs are long. Small groups make random reads
+            quick, large ones make the file small.
     """
 
     format = "parquet"
@@ -398,32 +435,32 @@ class Writer(PackedWriter):
 
     def _begin(self, *, row_group_size: int = 1000) -> None:
         assert self._spec is not None
-        self.stores_columns = BRIDGE_PADDING_KEY not in self._spec.metadata  # Megatron-Bridge knows none
+        self.stores_columns = BRIDGE_PADDING_KEY not in self._spec.metadata  # Bridge reads no columns
         spec = self._spec if self.stores_columns else dataclasses.replace(self._spec, columns={})
-        if taken := sorted(spec.columns.keys() & set(COLUMNS)):
-            raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have another of this name; rename it")
+        if taken := sorted(spec.columns.keys() & set(FIELDS)):
+            raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have a field of this name; rename it")
         if row_group_size < 1:
             raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
         self._row_group_size = row_group_size
         self._held: list[PackRun] = []
-        self._held_packs = self._held_tokens = 0
+        self._num_held_packs = self._num_held_tokens = 0
         with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
         self._max_group_tokens = fewer_tokens(_MAX_GROUP_TOKENS, spec.columns)
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
-        stated = {
+        package_metadata = {
             "format": "packed-sft",
             "version": VERSION,
             "mask_alignment": "label",
             "token_dtype": spec.token_dtype.name,
             "num_packs": spec.num_packs,
             "num_sequences": spec.num_sequences,
-            **spec.stated(),
+            **spec.package_metadata(),
         }
-        metadata = {KEY: orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)}
-        names = [*COLUMNS, *spec.columns]
+        metadata = {KEY: encode_json(self._path, package_metadata)}
+        names = [*FIELDS, *spec.columns]
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
         temporary = self._make_output().temporary
         with name_in_errors(temporary):
@@ -432,40 +469,43 @@ class Writer(PackedWriter):
     def _append(self, run: PackRun) -> None:
         first = 0
         while first < len(run):
-            # Row groups are cut by packs and tokens alone: runs of any size give the same file.
-            room = min(fitting(run.token_offsets[first:], self._max_group_tokens - self._held_tokens), len(run) - first)
-            last = first + max(0, min(room, self._row_group_size - self._held_packs))
+            # Where a group ends depends on its packs and tokens alone: runs of any size give the same file.
+            room = min(
+                fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held_tokens), len(run) - first
+            )
+            last = first + max(0, min(room, self._row_group_size - self._num_held_packs))
             if last == first and not self._held:
-                last = first + 1  # one pack that is longer than a group may be
+                last = first + 1  # a pack that is longer than a group may be is a group by itself
             self._hold(run.part(first, last))
-            if last < len(run) or self._held_packs == self._row_group_size:
+            if last < len(run) or self._num_held_packs == self._row_group_size:
                 self._write_group()
             first = last
 
-    def _hold(self, part: PackRun) -> None:
-        if len(part):
-            # Copies: a view would keep a whole run, and whoever handed it in may fill its arrays anew.
-            part = PackRun.joined([part])
-            self._held.append(dataclasses.replace(part, tokens=part.tokens.astype(np.int32, copy=False)))
-            self._held_packs += len(part)
-            self._held_tokens += len(part.tokens)
+    def _hold(self, packs: PackRun) -> None:
+        """Keep packs for the next row group."""
+        if len(packs):
+            # Copies: a view would keep a whole run in memory, and the caller may fill its arrays anew.
+            packs = PackRun.joined([packs])
+            self._held.append(dataclasses.replace(packs, tokens=packs.tokens.astype(np.int32, copy=False)))
+            self._num_held_packs += len(packs)
+            self._num_held_tokens += len(packs.tokens)
 
     def _write_group(self) -> None:
         import pyarrow as pa
 
-        held, self._held, self._held_packs, self._held_tokens = self._held, [], 0, 0
+        held, self._held, self._num_held_packs, self._num_held_tokens = self._held, [], 0, 0
         if not held:
             return
         run = PackRun.joined(held)
-        held.clear()  # the encoder needs several times as much: not both at once
+        held.clear()  # before the encoder runs, which needs several times as much
         starts = run.seq_starts.astype(np.int32)
-        columns = [(run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences)]
+        fields = [(run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences)]
         counts = {"token": run.pack_lengths, "sequence": run.pack_sequences, "pack": np.ones_like(run.pack_lengths)}
-        for name in self._schema.names[len(COLUMNS) :]:
-            kind, values = run.columns[name]
-            columns.append((values.reshape(-1), counts[kind.per] * kind.width))
+        for name in self._schema.names[len(FIELDS) :]:
+            spec, values = run.columns[name]
+            fields.append((values.reshape(-1), counts[spec.per] * spec.width))
         arrays = []
-        for (flat, lengths), type_ in zip(columns, self._types, strict=True):
+        for (flat, lengths), type_ in zip(fields, self._types, strict=True):
             offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(flat)), type=type_))
         table = pa.Table.from_arrays(arrays, schema=self._schema)
@@ -477,10 +517,10 @@ class Writer(PackedWriter):
         self._write_group()
         with name_in_errors(self._output.temporary):
             self._writer.close()
-        self._output.sync()  # a summary of what this replaces is taken away before this is published
+        self._output.sync()  # now, since the summary of an older file is removed before this one is published
 
     def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
+        """Remove what was written; does nothing after ``finalize`` or another ``abandon``."""
         with contextlib.suppress(Exception):  # on a full disk the footer cannot be written either
             self._writer.close()
         super().abandon()

@@ -17,16 +17,17 @@ no. written from   header byte order token           offsets count from         
 4   June 2024      12     little     1, 2 or 4 bytes the data's start               0
 === ============== ====== ========== =============== ============================== ========
 
-Evidence that tells them apart: a header of the right size and byte order gives a data length that ends inside the
-file, where a pickle begins that ends with the file; the wrong ones give astronomical lengths, or no pickle. Between 3
-and 4, and for certainty everywhere, the first offset decides. Where an index is empty nothing can differ: it is a 4.
+The right header size and byte order give a data length that ends inside the file, where a pickle begins that ends with
+the file. Wrong ones give astronomical lengths, or no pickle (``possible_framings``). Between generations 3 and 4 the
+first offset in the index decides. A file with an empty index counts as generation 4.
 
-Not read: what the first experiments of November 2023 wrote (a header of 4 bytes), and tokens of 3 bytes, which a few
-development versions of December 2024 chose for large vocabularies and no version's reader ever took.
+Two kinds of files are not read: those of the first experiments of November 2023, with a header of 4 bytes; and those
+with tokens of 3 bytes, which a few development versions of December 2024 wrote for large vocabularies, and which no
+version's reader ever took.
 
-Documents tile the data in the order of the index: every writer of the format only appends. That is what makes the
-damage of its merge tool visible: it moves the index entries of each further file by 12 bytes, a header, too little (see
-``DocumentIndex``).
+Every writer of the format only appends, so that documents tile the data in the order of the index. This shows the
+damage of Modalities' merge tool, which moves the index entries of each further file by 12 bytes, a header, too little
+(``DocumentIndex``).
 """
 
 from __future__ import annotations
@@ -58,13 +59,12 @@ from megatron_sft_idx.storage.publish import Kind
 MaskRule = Literal["all"]
 ByteOrder = Literal["big", "little"]
 
-# What a pickled list begins with: protocol 2 and later, then 0, then 1.
+# How a pickled list begins: by protocol 2 and later, 0, and 1.
 _LIST_HEADS = (b"\x80", b"(l", b"]")
 _LENGTH_NBYTES = 8
 _HEADER_NBYTES = 12  # of all generations but the first
 _TOKEN_NBYTES = (1, 2, 4)
-# By byte order and bytes of the header, newest first: what the index says of the data's first byte, and which
-# generation says so.
+# By byte order and bytes of the header, newest first: the generation for each offset that a first document may have.
 _GENERATIONS: dict[tuple[ByteOrder, int], dict[int, int]] = {
     ("little", _HEADER_NBYTES): {0: 4, _HEADER_NBYTES: 3},
     ("big", _HEADER_NBYTES): {_HEADER_NBYTES: 2},
@@ -73,7 +73,7 @@ _GENERATIONS: dict[tuple[ByteOrder, int], dict[int, int]] = {
 
 
 class Framing(NamedTuple):
-    """Where the three parts of a file are: all that can be told without the index.
+    """Where header, data and index of a file are, which can be told without reading the index.
 
     Attributes:
         byte_order: of the header and the tokens.
@@ -106,7 +106,7 @@ class Framing(NamedTuple):
         )
 
     def open_tokens(self, path: str) -> NDArray[Any]:
-        """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
+        """The data as a map [tokens]: unsigned integers in the file's byte order."""
         # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
         dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
         return np.asarray(open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes))
@@ -118,15 +118,15 @@ def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
 
 
 def possible_framings(path: str) -> list[Framing]:
-    """The ways to take a file for a ``.pbin``, newest first: none for other files, one for nearly every real one.
+    """The framings by which a file may be a ``.pbin``, newest first; nearly every ``.pbin`` has one, other files none.
 
-    Costs a few reads.
+    This costs a few reads.
 
     Raises:
         FormatError: it is no regular file.
         OSError: it cannot be read.
     """
-    found = []
+    framings = []
     with open_regular(path) as file:
         fd = file.fileno()
         size = os.fstat(fd).st_size
@@ -140,14 +140,14 @@ def possible_framings(path: str) -> list[Framing]:
             index = header_nbytes + data_nbytes
             believable = token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and index < size - 1
             if believable and os.pread(fd, 2, index).startswith(_LIST_HEADS):
-                found.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
-    return found
+                framings.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
+    return framings
 
 
 def require_framings(path: str) -> list[Framing]:
-    """The same, at least one. FormatError says what was found instead."""
-    if found := possible_framings(path):
-        return found
+    """``possible_framings``, of which there is at least one. FormatError says what the file has instead."""
+    if framings := possible_framings(path):
+        return framings
     with open_regular(path) as file:
         head = file.read(_HEADER_NBYTES)
         size = file.seek(0, os.SEEK_END)
@@ -167,19 +167,19 @@ def require_framings(path: str) -> list[Framing]:
 
 
 class DocumentIndex(NamedTuple):
-    """Documents of one file, in tokens from the data's start.
+    """The checked index of one file: where its documents are, in tokens from the start of the data.
 
     ``modalities data merge_packed_data`` joins files and gets the index wrong: it moves the entries of each further
     file by the data before it *less 12 bytes* a file, the size of a header that is not there. So every file but the
     first seems to begin inside the last document of the one before. The lengths are right and so is the data; since
-    documents tile the data, their places follow from the lengths alone.
+    documents tile the data, their starts follow from the lengths alone.
 
     Attributes:
         framing: of the file.
-        first_offset: what the index says of the data's first byte.
+        first_offset: the offset that the index gives to the data's first byte.
         starts: int64 [documents].
-        lengths: int64 [documents]; 0 is possible.
-        num_moved: documents whose place in the file was wrong and is set right here.
+        lengths: int64 [documents]; a document may be empty.
+        num_moved: documents whose start was wrong in the file and is corrected here.
     """
 
     framing: Framing
@@ -194,7 +194,7 @@ class DocumentIndex(NamedTuple):
         return _GENERATIONS[self.framing.byte_order, self.framing.header_nbytes][self.first_offset]
 
     def notes(self) -> Iterator[str]:
-        """What was understood, as sentences."""
+        """Sentences for ``PackedReader.notes``."""
         yield f".pbin of generation {self.generation} of 4: {self.framing}"
         yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
         if self.num_moved:
@@ -213,26 +213,27 @@ def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentInd
         repair_merge: place the documents of a file with merge damage by their lengths, instead of refusing it.
 
     Raises:
-        FormatError: no ``.pbin``; an index of anything but documents that lie in the data, in order; merge damage.
+        FormatError: no ``.pbin``; an index of anything but documents that lie in the data, in order; or merge damage
+            that is not to be repaired.
         OSError: the file cannot be read.
     """
-    refusals = []
+    errors = []
     for framing in require_framings(path):
         try:
             return _checked_index(path, framing, repair_merge)
         except FormatError as error:
-            refusals.append(error)
-    # The newest framing that is believable; a second one hardly ever is.
-    raise refusals[0]
+            errors.append(error)
+    raise errors[0]  # of the newest framing; there is hardly ever another
 
 
 def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentIndex:
+    """``read_document_index`` of a file with this framing."""
     begin, size, data_nbytes = framing.index_offset, framing.file_nbytes, framing.data_nbytes
     index = open_array(path, np.dtype(np.uint8), size - begin, nbytes=size, offset=begin)
     pairs = read_pairs(path, np.asarray(index))
     offsets, lengths = pairs[:, 0], pairs[:, 1]
     base = _first_offset(path, framing, offsets)
-    # Every length is at most the data's before they are added, and the sum is first taken in floats: no overflow.
+    # No sum may overflow: each length is checked before they are added, and the total is first taken in floats.
     too_long = (lengths < 0) | (lengths > data_nbytes)
     total = float(lengths.sum(dtype=np.float64))
     if too_long.any() or total > 2 * data_nbytes:
@@ -241,9 +242,11 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
             f"{path}: document {document} has {lengths[document]} bytes and all together {total:.0f}, the data has"
             f" {data_nbytes}; the index is not of this file, make it again"
         )
-    tiled = np.cumsum(lengths) - lengths
-    early = _merge_displacements(framing, offsets, tiled + base) if int(lengths.sum()) == data_nbytes else None
-    if early is None:
+    tiled_starts = np.cumsum(lengths) - lengths
+    early_by = None
+    if int(lengths.sum()) == data_nbytes:
+        early_by = _merge_damage(framing, offsets, tiled_starts + base)
+    if early_by is None:
         starts = offsets - base
         if (misplaced := first_bad_range(starts, lengths, data_nbytes)) is not None:
             raise FormatError(
@@ -252,13 +255,13 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
                 " of this file, make it again"
             )
     elif repair_merge:
-        starts = tiled
+        starts = tiled_starts
     else:
-        first = int(np.argmax(early != 0))
+        first = int(np.argmax(early_by != 0))
         raise FormatError(
-            f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the"
-            f" one in front ends, and {np.count_nonzero(early)} documents in all are too early, by at most"
-            f" {early.max()} bytes. Modalities' merge_packed_data loses {_HEADER_NBYTES} bytes a file in the index;"
+            f"{path}: an index damaged by merging: document {first} is said to begin {early_by[first]} bytes before the"
+            f" one in front ends, and {np.count_nonzero(early_by)} documents in all are too early, by at most"
+            f" {early_by.max()} bytes. Modalities' merge_packed_data loses {_HEADER_NBYTES} bytes a file in the index;"
             " data and lengths are whole: pass repair_merge=True (--repair-merge) to place the documents by their"
             " lengths, or merge with another tool"
         )
@@ -269,43 +272,44 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
             f"{path}: document {document} has {lengths[document]} bytes from {starts[document]} on, no whole tokens of"
             f" {nbytes} bytes"
         )
-    num_moved = 0 if early is None else int(np.count_nonzero(early))
+    num_moved = 0 if early_by is None else int(np.count_nonzero(early_by))
     return DocumentIndex(framing, base, starts // nbytes, lengths // nbytes, num_moved)
 
 
 def _first_offset(path: str, framing: Framing, offsets: NDArray[np.int64]) -> int:
-    """What the index says of the data's first byte, where some generation would say so."""
-    known = _GENERATIONS[framing.byte_order, framing.header_nbytes]
-    newest = next(iter(known))
+    """The offset that the index gives to the data's first byte. FormatError where no generation gives it this one."""
+    generations = _GENERATIONS[framing.byte_order, framing.header_nbytes]
+    newest = next(iter(generations))
     if not len(offsets):
         return newest
     first = int(offsets[0])
-    if first in known:
+    if first in generations:
         return first
-    # A merge whose first files are empty moves its first document, too.
+    # Where the first files of a merge are empty, its first document is moved as well.
     if newest == 0 and first < 0 and first % _HEADER_NBYTES == 0:
         return newest
-    expected = " or ".join(map(str, known))
+    expected = " or ".join(map(str, generations))
     raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
 
 
-def _merge_displacements(
-    framing: Framing, offsets: NDArray[np.int64], tiled: NDArray[np.int64]
+def _merge_damage(
+    framing: Framing, offsets: NDArray[np.int64], tiled_offsets: NDArray[np.int64]
 ) -> NDArray[np.int64] | None:
-    """By how many bytes each document begins too early in an index that was damaged by merging; None for others.
+    """By how many bytes each document begins too early, where an index was damaged by merging; None for any other.
 
-    Every place is whole headers earlier than the lengths before it say, some at least one. No sound index looks so: a
-    document that begins before the one before it ends shares bytes with it.
+    In a damaged index every offset is zero or more headers before the one that the lengths give, and some offset at
+    least one header. No good index looks so: two of its documents would share bytes.
     """
-    # Bounds first, so that the difference cannot overflow.
+    # Within these bounds the difference cannot overflow.
     if ((offsets < -framing.file_nbytes) | (offsets > framing.file_nbytes)).any():
         return None
-    early = tiled - offsets
-    return early if early.any() and ((early >= 0) & (early % _HEADER_NBYTES == 0)).all() else None
+    early_by = tiled_offsets - offsets
+    is_damage = early_by.any() and ((early_by >= 0) & (early_by % _HEADER_NBYTES == 0)).all()
+    return early_by if is_damage else None
 
 
 def recognise(path: str) -> bool:
-    """Whether a file may be taken for a ``.pbin``."""
+    """Whether a file may be a ``.pbin``, by its framing."""
     try:
         return bool(possible_framings(path))
     except (OSError, FormatError):
@@ -313,19 +317,24 @@ def recognise(path: str) -> bool:
 
 
 def _is_readable(path: str) -> bool:
-    """Whether the reader opens a file: it has no magic, but an index that fits its data."""
+    """Whether a file is a ``.pbin`` with an index that fits its data; the format has no magic to go by."""
     try:
         read_document_index(path, repair_merge=True)
-    except Exception:  # whatever a stranger's bytes do to the reader
+    except Exception:  # a foreign file may break the reader in any way
         return False
     return True
 
 
 def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
-    """Tokens as they are on disk as uint16 or int32 of this machine; the same memory where nothing differs.
+    """Tokens of a file as uint16 or int32 of this machine; a view where neither dtype nor byte order differs.
+
+    Args:
+        path: of the file, for errors.
+        position: number of the pack or block, for errors.
+        tokens: as they are in the file.
 
     Raises:
-        SequenceError: an id past int32, with the position given.
+        SequenceError: an id that int32 does not hold.
     """
     if tokens.dtype.itemsize <= 2:
         return tokens.astype(np.uint16, copy=False)
@@ -341,10 +350,10 @@ class Reader(PackedReader):
     """The documents of a ``.pbin`` of any generation.
 
     Args:
-        mask_alignment: of masks in the file; there are none, so that only "label" makes sense.
-        mask_rule: what to train on. "all" trains every token of a document but its first, which nothing predicts.
-            There is no default: a chat whose questions are trained like its answers is rarely what is wanted.
-        repair_merge: read a file with an index that ``merge_packed_data`` damaged (see ``DocumentIndex``).
+        mask_alignment: must be "label", as the file has no masks.
+        mask_rule: what is trained on. "all" trains every token of a document but its first, which nothing predicts.
+            There is no default: to train the questions of chats like their answers is rarely what is wanted.
+        repair_merge: read a file whose index ``merge_packed_data`` damaged (see ``DocumentIndex``).
     """
 
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
@@ -356,29 +365,29 @@ class Reader(PackedReader):
                 ' pass mask_rule="all" (--mask-rule all) to train every token, questions too, or convert from what it'
                 " was made of"
             )
-        placement = read_document_index(self.path, repair_merge=repair_merge)
-        if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
-            longest = int(np.argmax(placement.lengths))
-            reason = f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)"
+        index = read_document_index(self.path, repair_merge=repair_merge)
+        if len(index.lengths) and index.lengths.max() > MAX_CAPACITY:
+            longest = int(np.argmax(index.lengths))
+            reason = f"has {index.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)"
             raise SequenceError(self.path, longest, reason)
         # Packs hold at least one token.
-        self._starts = placement.starts[placement.lengths > 0]
-        self._lengths = placement.lengths[placement.lengths > 0]
+        self._starts = index.starts[index.lengths > 0]
+        self._lengths = index.lengths[index.lengths > 0]
         self._token_offsets = np.append(0, np.cumsum(self._lengths))
-        self._tokens = placement.framing.open_tokens(self.path)
+        self._tokens = index.framing.open_tokens(self.path)
         small = self._tokens.dtype.itemsize <= 2
         self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.uint8)
-        self.identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
-        self._generation = placement.generation
-        self.notes += placement.notes()
+        self.identity = file_identity(self.path) + " repaired" * (index.num_moved > 0)
+        self._generation = index.generation
+        self.notes += index.notes()
 
     @property
     def spec(self) -> PackedSpec:
-        """Counts and dtypes; the capacity is the longest document."""
+        """The spec; its capacity is the longest document."""
         longest = int(self._lengths.max(initial=0))
-        made = {"pbin": {"generation": self._generation, "mask_rule": "all"}}
+        metadata = {"pbin": {"generation": self._generation, "mask_rule": "all"}}
         tokens = int(self._token_offsets[-1])
-        return self._make_spec(len(self), tokens, longest, capacity=max(longest, 1), metadata=made)
+        return self._make_spec(len(self), tokens, longest, capacity=max(longest, 1), metadata=metadata)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -393,8 +402,8 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """A ``.pbin`` of the current generation; every sequence becomes a document.
 
-    Keeps 8 bytes a sequence in memory until the index is written. Without ``allow_loss`` nothing is written at all:
-    loss masks and which sequences shared a pack are always lost.
+    It keeps 8 bytes a sequence in memory until the index is written. It must be given ``allow_loss``: loss masks, and
+    which sequences share a pack, are always lost.
     """
 
     format = "pbin"
@@ -430,7 +439,7 @@ class Writer(PackedWriter):
     def _finish(self) -> None:
         data_nbytes = self._file.nbytes - _HEADER_NBYTES
         write_pairs(self._file.write, self._pairs())
-        # Last, as the real writer: a file without its length is one that was not finished.
+        # Last, as in Modalities: a header without the length of the data says that the file was not finished.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
 
@@ -445,19 +454,19 @@ class Writer(PackedWriter):
 
 # ---- the index: a pickled list of pairs, read without unpickling ----
 
-# Pairs that are tuples of Python's at once.
+# Pairs that are pickled at once, as tuples of Python.
 _PAIRS_AT_ONCE = 1 << 12
 
 
 def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The list in a pickle of any protocol, int64 [pairs, 2].
+    """Read a pickle of one list of pairs, of any protocol, without unpickling it: int64 [pairs, 2].
 
     Args:
-        path: of the file the pickle is in, for the error.
-        data: all of the pickle.
+        path: of the file that the pickle is in, for errors.
+        data: the bytes of the pickle.
 
     Raises:
-        FormatError: anything but one list of pairs of 64-bit integers.
+        FormatError: the pickle holds anything but pairs of 64-bit integers.
     """
     try:
         return parse_pickled_pairs(data)
@@ -480,6 +489,6 @@ def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.in
     for block in blocks:
         for i in range(0, len(block), _PAIRS_AT_ONCE):
             pairs = list(zip(*block[i : i + _PAIRS_AT_ONCE].T.tolist(), strict=True))
-            # What appends them to the list that is there already.
+            # Without the opcode of a new list, the others append the pairs to the one that is there.
             write(pickle_opcodes(pairs).removeprefix(empty_list))
     write(b".")

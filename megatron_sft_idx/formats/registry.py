@@ -1,4 +1,4 @@
-"""The formats by name, and what is at a path, told by its content."""
+"""The formats by name, which of them is at a path, and several files of one format read as one (``JoinedReader``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_sft_idx.storage.publish import Place, check_place, places_at, reso
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
-# The module of each format, and what it is in a few words. A module is imported when a file is looked at or written:
+# For each format its module, and a description for people. A module is imported when a file is looked at or written:
 # some need libraries that take a second to import.
 _MODULES = {
     "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
@@ -42,9 +42,9 @@ _MODULES = {
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
-# A stock dataset has no place for masks or for sequences inside a pack, and shards are stock datasets already.
+# A stock dataset cannot hold masks, nor packs of several sequences; and a shard is a stock dataset, with more.
 WRITABLE = tuple(name for name in _MODULES if name != "megatron")
-# Formats whose paths are prefixes: several files that differ in their suffixes.
+# Formats of several files that differ in their suffixes: their path is the prefix that the files share.
 _PREFIX_FORMATS = ("sft-idx", "megatron")
 _MAX_LISTED = 5
 
@@ -58,19 +58,21 @@ def _module(name: str) -> Any:
 
 def options_of_reader(name: str) -> set[str]:
     """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
-    made = _module(name).Reader
-    return _keywords(made) | _keywords(made._open)
+    reader_class = _module(name).Reader
+    return _keywords(reader_class) | _keywords(reader_class._open)
 
 
-def _keywords(made: Any) -> set[str]:
-    return {name for name, of in signature(made).parameters.items() if of.kind is of.KEYWORD_ONLY}
+def _keywords(function: Any) -> set[str]:
+    return {
+        name for name, parameter in signature(function).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
-    """The reader of one file, folder or shard; options are those of its format.
+    """Open one file, folder or shard; options are those of its format's ``Reader``.
 
     Raises:
-        FormatError: no such format, an option that it does not have, or a path that is not of it.
+        FormatError: no such format, an option that it does not have, or a path that is not of this format.
     """
     if unknown := sorted(options.keys() - options_of_reader(name)):
         raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
@@ -81,139 +83,144 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
 def create(
     path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False, **options: Any
 ) -> PackedWriter:
-    """The writer of one file, folder or shard; options are those of its format.
+    """Begin to write one file, folder or shard; options are those of its format's ``Writer``.
 
     Raises:
-        FormatError: no such format, one that is only read, or something is at ``path`` already.
+        FormatError: no such format, one that is only read, an option that it does not have, or something is at
+            ``path`` already.
     """
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
-    made = _module(name).Writer
-    if unknown := sorted(options.keys() - _keywords(made) - _keywords(made._begin)):
+    writer_class = _module(name).Writer
+    if unknown := sorted(options.keys() - _keywords(writer_class) - _keywords(writer_class._begin)):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
-    writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
+    writer: PackedWriter = writer_class(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
     return writer
 
 
 def check_destination(path: str, name: str, *, overwrite: bool) -> None:
-    """FormatError where ``create`` would refuse the place: a source may be read for minutes before that is called."""
+    """FormatError where ``create`` would refuse the path; called early, as sources are read for minutes before it."""
     if name == "sft-idx":
         check_free(ShardPaths.of(path), overwrite=overwrite)
     elif name in WRITABLE:
-        made = _module(name).Writer
-        check_place(resolve(path, folder=made.folder), made.kind, overwrite=overwrite, folder=made.folder)
+        writer_class = _module(name).Writer
+        folder = writer_class.is_folder
+        check_place(resolve(path, folder=folder), writer_class.kind, overwrite=overwrite, folder=folder)
 
 
 def recognise(path: str) -> list[str]:
-    """Formats that the content at ``path`` is of: none, one, or several."""
-    # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
-    # device is not opened: that may never end.
-    names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIX_FORMATS
-    found: list[str] = []
-    for name in names:
-        # A shard has a stock dataset's files too, and is none.
-        if not (name == "megatron" and "sft-idx" in found) and _module(name).recognise(path):
-            found.append(name)
-    return found
+    """Names of the formats that the content at ``path`` may be of: none, one, or several."""
+    # Where no file and no folder has this name, it can only be a prefix, and no other module has to be imported. Pipes
+    # and devices are not opened, which may never end.
+    candidates = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIX_FORMATS
+    names: list[str] = []
+    for name in candidates:
+        # Every shard has the files of a stock dataset, but does not count as one.
+        if not (name == "megatron" and "sft-idx" in names) and _module(name).recognise(path):
+            names.append(name)
+    return names
 
 
 def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[str]]:
-    """The format of what ``source`` names, and the paths to open, which are one or more of that one format.
+    """The format of what ``source`` names, and the paths to open: one or more, all of that format.
 
-    A folder that is no format of its own stands for what lies right in it, a glob for what it matches; both in
-    numeric-aware order of their names. A list keeps its own order. A path with or without one of a shard's suffixes
-    stands for the shard.
+    A folder that no format recognises stands for its entries, a glob for its matches, both in numeric-aware order of
+    their names. A list keeps its order. A path with or without one of a shard's suffixes stands for the shard.
 
     Args:
         source: path, glob, folder, or a list of these.
-        name: the format, where it is known; None has it recognised by content.
+        name: of the format; None has it recognised by content.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.
-        FormatError: nothing known is there, a path could be two things, or paths are of different formats.
+        FormatError: no format recognises a path, several do, or paths are of different formats.
     """
     entries = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not entries:
         raise FormatError("an empty list of paths; name at least one")
     if name is not None:
         _module(name)
-    found = [pair for entry in entries for pair in _matches(os.fspath(entry), name)]
-    formats = dict(reversed(found))
+    matches = [match for entry in entries for match in _matches(os.fspath(entry), name)]
+    formats = dict(reversed(matches))
     if len(formats) > 1:
-        listed = ", ".join(f"{path} is {kind}" for kind, path in sorted(formats.items()))
+        listed = ", ".join(f"{path} is {format_name}" for format_name, path in sorted(formats.items()))
         raise FormatError(f"{listed}; one dataset is of one format: convert some, or open them one by one")
-    return found[0][0], [path for _, path in found]
+    return matches[0][0], [path for _, path in matches]
 
 
 def _matches(path: str, name: str | None) -> list[tuple[str, str]]:
-    """Formats and paths of what one entry stands for, in order."""
+    """Format and path of everything that one path, glob or folder stands for, in order."""
     if is_remote(path):
         if name not in (None, "sft-idx"):
             require_local(path, f"reading {name}")
         return [("sft-idx", prefix) for prefix in find_prefixes(path)]
-    if (itself := _match(path, name)) is not None:
-        return [itself]
-    inside: list[str] = []
+    if (match := _match(path, name)) is not None:
+        return [match]
+    entries: list[str] = []
     if os.path.isdir(path):
-        inside = [os.path.join(path, entry) for entry in os.listdir(path) if not entry.startswith(".")]
+        entries = [os.path.join(path, entry) for entry in os.listdir(path) if not entry.startswith(".")]
     elif glob.has_magic(path):
-        inside = glob.glob(path) or glob.glob(path + ".seq.idx") or glob.glob(path + ".idx")
-    if found := (_only_shards(inside) if name in (None, "sft-idx") else []) or _matches_among(inside, name):
-        return found
+        entries = glob.glob(path) or glob.glob(path + ".seq.idx") or glob.glob(path + ".idx")
+    if matches := (_only_shards(entries) if name in (None, "sft-idx") else []) or _matches_among(entries, name):
+        return matches
     if name is not None:
-        return [(name, path)]  # its reader says what is wrong with it
-    raise _unknown_error(path, inside)
+        return [(name, path)]  # the format's reader will say what is wrong with it
+    raise _unknown_error(path, entries)
 
 
 def _match(path: str, name: str | None) -> tuple[str, str] | None:
-    """Format and path of the one thing that a path is, None where it is nothing known."""
-    found = recognise(path) if name is None else [name] * _module(name).recognise(path)
-    if len(found) > 1:
-        listed = "; ".join(f"{kind}: {_MODULES[kind][1]}" for kind in found)
+    """Format of a path, and the path to open; None where no format recognises it. FormatError where several do."""
+    names = recognise(path) if name is None else [name] * _module(name).recognise(path)
+    if len(names) > 1:
+        listed = "; ".join(f"{one}: {_MODULES[one][1]}" for one in names)
         raise FormatError(f"{path}: could be several things ({listed}); say which with format (--from)")
-    for kind in found:
-        return kind, prefix_of(path) if kind in _PREFIX_FORMATS else path
-    return None
+    if not names:
+        return None
+    return names[0], prefix_of(path) if names[0] in _PREFIX_FORMATS else path
 
 
 def _only_shards(paths: list[str]) -> list[tuple[str, str]]:
-    """The shards that all of these files are of, told by their names: there may be thousands. Else nothing."""
-    found = {prefix_of(path) for path in paths if path.endswith(SUFFIXES[-1])}
-    if any(prefix_of(path) not in found for path in paths):
+    """The shards that files belong to by their names, none of which is opened; empty where one belongs to no shard."""
+    prefixes = {prefix_of(path) for path in paths if path.endswith(SUFFIXES[-1])}
+    if any(prefix_of(path) not in prefixes for path in paths):
         return []
-    return [("sft-idx", prefix) for prefix in sorted(found, key=natural_key)]
+    return [("sft-idx", prefix) for prefix in sorted(prefixes, key=natural_key)]
 
 
 def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
-    """What is known among the entries of a folder or the matches of a glob."""
-    known: dict[str, str] = {}
-    unknown = []
+    """Format and path of what is recognised among the entries of a folder or the matches of a glob.
+
+    Raises:
+        FormatError: a file has the suffix of one that is recognised, and is not recognised itself.
+    """
+    recognised: dict[str, str] = {}
+    unrecognised = []
     for path in sorted(paths, key=natural_key):
-        if known.get(prefix_of(path)) in _PREFIX_FORMATS:
+        if recognised.get(prefix_of(path)) in _PREFIX_FORMATS:
             continue  # another file of a shard
-        if (one := _match(path, name)) is not None:
-            known[one[1]] = one[0]
+        if (match := _match(path, name)) is not None:
+            recognised[match[1]] = match[0]
         else:
-            unknown.append(path)
-    # A file beside the data may be anything, but one that is named like the data and is not like it is damaged.
-    suffixes = {".idx" if kind in _PREFIX_FORMATS else os.path.splitext(path)[1] for path, kind in known.items()}
-    for path in unknown:
+            unrecognised.append(path)
+    # A file beside the data may be anything; only one that is named like the data must be damaged data.
+    suffixes = {".idx" if kind in _PREFIX_FORMATS else os.path.splitext(path)[1] for path, kind in recognised.items()}
+    for path in unrecognised:
         if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:
-            kinds = ", ".join(sorted(set(known.values())))
+            kinds = ", ".join(sorted(set(recognised.values())))
             raise FormatError(
                 f"{path}: it is named like what is beside it, which is {kinds}, but it is no such thing;"
                 " it may be damaged or incomplete: restore it, or move it away"
             )
-    return [(kind, path) for path, kind in known.items()]
+    return [(kind, path) for path, kind in recognised.items()]
 
 
-def _unknown_error(path: str, tried: Sequence[str] = ()) -> SFTIndexError:
-    """What was looked for, and what is there instead."""
-    looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
-    if tried:
-        names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_MAX_LISTED])
-        there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _MAX_LISTED else ''}"
+def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
+    """The error for a path that no format recognises: which formats there are, and what is at the path instead."""
+    formats = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
+    if entries:
+        names = ", ".join(os.path.basename(entry) for entry in sorted(entries, key=natural_key)[:_MAX_LISTED])
+        there = f"{len(entries)} entries, none of them known: {names}{', ...' if len(entries) > _MAX_LISTED else ''}"
     elif os.path.isfile(path):
         with open_regular(path) as file:
             head = file.read(16)
@@ -227,19 +234,19 @@ def _unknown_error(path: str, tried: Sequence[str] = ()) -> SFTIndexError:
     else:
         there = "nothing of this name"
     return FormatError(
-        f"{path}: no known packed data; found {there}. Looked for {looked}."
+        f"{path}: no known packed data; found {there}. Looked for {formats}."
         " Say which it is with format (--from) to hear what is wrong with it"
     )
 
 
 def prefix_of(path: str) -> str:
-    """The path without one of the suffixes that a shard's files have."""
+    """The path without the suffix of a shard's file, where it has one."""
     paths = _shard_paths(path)
     return path if paths is None else paths.prefix
 
 
 def _shard_paths(path: str) -> ShardPaths | None:
-    """The files of a shard that this may be a path of; None for a folder, or nothing but a suffix."""
+    """The files of the shard that a path may be a prefix or file of; None where its name cannot be that of one."""
     try:
         return ShardPaths.of(path)
     except FormatError:
@@ -247,16 +254,16 @@ def _shard_paths(path: str) -> ShardPaths | None:
 
 
 def places(path: str, name: str, role: str, *, written: bool = False) -> list[Place]:
-    """The files that a path of a format stands for, there or not, for ``require_apart``.
+    """The places of a path of a format, for ``require_apart``; its files need not exist.
 
     Args:
         path: as the user gave it.
         name: of the format.
-        role: what the path is to the run, for sentences.
-        written: it is going to be written: a folder as a whole.
+        role: of the path in error messages, such as "the destination".
+        written: whether the path is going to be written; a folder is one place then.
     """
     if name not in _PREFIX_FORMATS:
-        return [Place(path, role, folder=_module(name).Writer.folder)] if written else places_at(path, role)
+        return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
     if written:
         return places_of(path, role, written=True)
     return [Place(file, role) for file in ShardPaths.of(path).all]
@@ -267,20 +274,21 @@ MAX_OPEN = 64
 
 
 class JoinedReader:
-    """Readers of one format side by side, opened when needed, the one unused for longest closed first.
+    """Several files, folders or shards of one format, read as one.
 
-    Each process opens its own; threads may share one, and then read one after the other. It pickles as paths, options
-    and identities, and finds the same content when it is unpickled, or says that it is not the same.
+    A file is opened when it is needed; beyond ``max_open``, the one that was not used for longest is closed. Each
+    process opens its own files. Threads may share a joined reader; one of them reads at a time. It pickles as paths,
+    options and identities, and a file whose identity has changed since is an error.
 
     Args:
-        name: the format.
-        paths: of one or more.
+        name: of the format.
+        paths: of one or more files, folders or shards.
         mask_alignment: of the loss masks in them.
         max_open: how many are held open at once.
-        options: of the format's reader.
+        options: of the format's ``Reader``.
 
     Raises:
-        FormatError: they do not go together, or one is not what its format says.
+        FormatError: a file is not what its format says.
     """
 
     def __init__(
@@ -297,30 +305,30 @@ class JoinedReader:
         self.name, self.paths, self.mask_alignment, self.max_open = name, tuple(paths), mask_alignment, max_open
         self.options = dict(options or {})
         self._identities: tuple[str, ...] = ()
-        self._begin()
+        self._forget_readers()
         readers = (self.reader(number) for number in range(len(self.paths)))
-        found = [(reader.identity, len(reader)) for reader in readers]
-        self._identities = tuple(identity for identity, _ in found)
-        self.lengths = tuple(length for _, length in found)
+        identities_and_lengths = [(reader.identity, len(reader)) for reader in readers]
+        self._identities = tuple(identity for identity, _ in identities_and_lengths)
+        self.lengths = tuple(length for _, length in identities_and_lengths)
 
-    def _begin(self) -> None:
-        """Hold nothing open. A forked process must not use what was: file positions and locks would be shared."""
+    def _forget_readers(self) -> None:
+        """Begin without open readers. A forked process must not use its parent's: the two share file positions."""
         self._lock = threading.Lock()
         self._readers: dict[int, PackedReader] = {}
-        self._closed_notes: dict[str, None] = {}  # notes of readers closed by now, each once and in order
+        self._closed_notes: dict[str, None] = {}  # of readers that are closed again, each note once and in order
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was learned of the content is found again where it is asked for.
-        kept = ("name", "paths", "mask_alignment", "max_open", "options", "_identities", "lengths")
-        return {key: self.__dict__[key] for key in kept}
+        # Not the cached spec and columns, which may be large: they are read again where they are asked for.
+        pickled = ("name", "paths", "mask_alignment", "max_open", "options", "_identities", "lengths")
+        return {key: self.__dict__[key] for key in pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._forget_readers()
 
     def reader(self, number: int) -> PackedReader:
-        """Reader ``number``, open; it belongs to this process. FormatError where its file is another one by now."""
+        """Reader ``number``, opened by this process. FormatError where the content of its file has changed."""
         with self._process_lock():
             return self._opened_reader(number)
 
@@ -330,12 +338,13 @@ class JoinedReader:
             return self._opened_reader(number).read(index)
 
     def _process_lock(self) -> threading.Lock:
-        """The lock of this process."""
+        """The lock of this process; one that was forked gets a lock of its own, and no reader yet."""
         if self._process != os.getpid():
-            self._begin()
+            self._forget_readers()
         return self._lock
 
     def _opened_reader(self, number: int) -> PackedReader:
+        """``reader`` without the lock, which the caller must hold."""
         reader = self._readers.pop(number, None)
         if reader is None:
             reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
@@ -347,12 +356,12 @@ class JoinedReader:
             while len(self._readers) >= self.max_open:
                 oldest = self._readers.pop(next(iter(self._readers)))
                 self._closed_notes.update(dict.fromkeys(oldest.notes))
-        self._readers[number] = reader  # last: in the order of their use
+        self._readers[number] = reader  # at the end: readers stand in the order of their last use
         return reader
 
     @cached_property
     def spec(self) -> PackedSpec:
-        """What is known of all of them together.
+        """The spec of all files together.
 
         Raises:
             FormatError: they come from different tokenizers.
@@ -361,30 +370,33 @@ class JoinedReader:
 
     @cached_property
     def unjoinable_columns(self) -> dict[str, str]:
-        """Columns of the files that cannot be one of all of them, by name: a sentence each."""
-        specs = [self.reader(number).columns for number in range(len(self.paths))]
-        joined, apart = joined_columns(specs), {}
-        for path, columns in zip(self.paths, specs, strict=True):
+        """Why columns of single files are not columns of all of them together: a sentence for each, by name."""
+        columns_of_files = [self.reader(number).columns for number in range(len(self.paths))]
+        joined, reasons = joined_columns(columns_of_files), {}
+        for path, columns in zip(self.paths, columns_of_files, strict=True):
             for name in columns.keys() - joined.keys():
                 remedy = "sources with it are converted one by one, or made one shard first (merge)"
-                apart[name] = f"{path}: column {name} is not that of all sources, or counts anew in each; {remedy}"
-        return dict(sorted(apart.items()))
+                reasons[name] = f"{path}: column {name} is not that of all sources, or counts anew in each; {remedy}"
+        return dict(sorted(reasons.items()))
 
     @property
     def notes(self) -> list[str]:
-        """What was understood of the files opened so far; each sentence once."""
+        """The notes of the files that were opened so far; each sentence once."""
         with self._process_lock():
-            open_now = (note for reader in self._readers.values() for note in reader.notes)
-            return list(self._closed_notes | dict.fromkeys(open_now))
+            notes = (note for reader in self._readers.values() for note in reader.notes)
+            return list(self._closed_notes | dict.fromkeys(notes))
 
     def runs(self) -> Iterator[PackRun]:
-        """All packs of all files in order, each file closed before the next is opened."""
+        """All packs of all files in order."""
         for number in range(len(self.paths)):
             yield from self.reader(number).runs()
 
 
 def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
-    """The columns that packs of several files have as one: alike in all, and with no numbers that begin anew."""
+    """The columns that packs of several files have together: those that every file has, with the same spec.
+
+    ``pair`` is none of them, as the numbers of its pairs begin anew in each file.
+    """
     if len(specs) == 1:
         return dict(specs[0])
     return {
@@ -395,17 +407,21 @@ def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, Colum
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
-    """What is known of files together, the first of which is at ``path``. FormatError: of different tokenizers."""
+    """The spec of several files together; ``path`` is the first one's, for errors.
+
+    Raises:
+        FormatError: pad ids or fingerprints of tokenizers differ.
+    """
     first = specs[0]
     trained = [spec.num_trained_tokens for spec in specs]
-    pads = {spec.pad_id for spec in specs} - {None}
-    said = (spec.metadata.get("tokenizer") for spec in specs)
-    prints = (tokenizer.get("fingerprint") for tokenizer in said if isinstance(tokenizer, Mapping))
-    tokenizers = {fingerprint for fingerprint in prints if isinstance(fingerprint, str)}
-    for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
+    pad_ids = {spec.pad_id for spec in specs} - {None}
+    tokenizers = [spec.metadata.get("tokenizer") for spec in specs]
+    fingerprints = [tokenizer.get("fingerprint") for tokenizer in tokenizers if isinstance(tokenizer, Mapping)]
+    known_fingerprints = {fingerprint for fingerprint in fingerprints if isinstance(fingerprint, str)}
+    for shown, values in (("pad ids", pad_ids), ("tokenizers", known_fingerprints)):
         if len(values) > 1:
             listed = ", ".join(sorted(map(str, values)))
-            raise FormatError(f"{path} and others: different {what} ({listed}); keep them apart")
+            raise FormatError(f"{path} and others: different {shown} ({listed}); keep them apart")
     return dataclasses.replace(
         first,
         num_packs=sum(spec.num_packs for spec in specs),
@@ -416,11 +432,10 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
         capacity=max(spec.capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
-        pad_id=next(iter(pads), None),
+        pad_id=next(iter(pad_ids), None),
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
         columns=joined_columns([spec.columns for spec in specs]),
-        # What all of them say.
-        metadata={
+        metadata={  # the entries that all files have
             key: value
             for key, value in first.metadata.items()
             if all(key in spec.metadata and spec.metadata[key] == value for spec in specs)

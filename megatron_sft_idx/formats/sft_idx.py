@@ -1,4 +1,8 @@
-"""Our own shards, as one of the formats."""
+"""Shards of this package, as one of the formats.
+
+Reading and writing is all in ``shard``; these classes only say it in the terms of ``PackedReader`` and
+``PackedWriter``.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,14 @@ def recognise(path: str) -> bool:
     try:
         read_header(ShardPaths.of(path))
     except StorageError:
-        raise  # whether there is one is not known
+        raise  # an object store did not answer: a shard may be there or not
     except (SFTIndexError, OSError):
         return False
     return True
 
 
 def spec_of(header: Header) -> PackedSpec:
-    """What a shard's header says, as every format says it."""
+    """The spec of a shard, by its header; without columns, which have headers of their own."""
     return PackedSpec(
         num_packs=header.num_packs,
         num_sequences=header.num_sequences,
@@ -46,7 +50,7 @@ def spec_of(header: Header) -> PackedSpec:
         sequence_multiple=header.sequence_multiple,
         pad_id=header.pad_id,
         num_trained_tokens=header.num_trained_tokens,
-        # The writer's revision and the list of columns are of the files that were read, not of what will be written.
+        # What the writer's version and the columns' checksums say is true of these files only, not of a copy.
         metadata={key: value for key, value in header.metadata.items() if key not in ("format_writer", "columns")},
     )
 
@@ -55,13 +59,13 @@ class Reader(PackedReader):
     """One shard; its header is read at once, its other files when they are needed.
 
     Args:
-        path: its prefix, or one of its files; or the paths of a shard that is not published yet.
-        backend: of ``Shard``.
+        path: the shard's prefix, or one of its files; or the paths of a shard that is not published yet.
+        backend: of ``Shard``, as are the next four.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
-        advice: of ``Shard``, as are the next two.
+        advice: in which order the shard will be read.
         huge_pages: ask for huge pages.
-        columns: that packs come with; None for all that the shard has.
+        columns: names of the columns that packs come with; None for all that the shard has.
     """
 
     label_only = (
@@ -96,26 +100,26 @@ class Reader(PackedReader):
 
     @cached_property
     def shard(self) -> Shard:
-        """The shard, open."""
+        """The shard, opened on first use. FormatError where another one is at the prefix by then."""
         shard = self._opening()
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 
     @property
     def spec(self) -> PackedSpec:
-        """What the header says, and the headers of the columns."""
+        """The spec, by the headers of the shard and of its columns."""
         return dataclasses.replace(spec_of(self.header), columns=self.columns)
 
     def __len__(self) -> int:
         return self.header.num_packs
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``: views of the maps."""
+        """Pack ``index``: views of the mapped files."""
         return self.shard[index]
 
     def _runs(self) -> Iterator[PackRun]:
         for window in windows(self.shard, fewer_tokens(RUN_TOKENS, self.columns), self.columns):
-            yield self._checked(
+            yield self._checked_run(
                 window.first,
                 *window.content(),
                 window.starts(),
@@ -126,7 +130,7 @@ class Reader(PackedReader):
 
 
 class Writer(PackedWriter):
-    """A shard being written at a prefix; the spec's metadata go to its header. Nothing is lost in this format."""
+    """A shard being written at a prefix; the spec's metadata go to its header. The format holds everything."""
 
     format = "sft-idx"
     reader = Reader
@@ -141,7 +145,7 @@ class Writer(PackedWriter):
             self._path,
             token_dtype=spec.token_dtype,
             mask_dtype=spec.mask_dtype,
-            capacity=spec.capacity or None,  # no pack, no capacity
+            capacity=spec.capacity or None,  # 0 where there are no packs
             sequence_multiple=spec.sequence_multiple,
             pad_id=spec.pad_id,
             overwrite=self._overwrite,
@@ -166,5 +170,5 @@ class Writer(PackedWriter):
 
     def abandon(self) -> None:
         """Remove what was written."""
-        if hasattr(self, "_writer"):  # else it was refused before anything was made
+        if hasattr(self, "_writer"):  # else _begin refused before anything was made
             self._writer.abandon()

@@ -1,8 +1,8 @@
 """A stock Megatron dataset, ``X.bin`` and ``X.idx``: one sequence an item, and no loss masks.
 
-What is trained on has to be said: ``mask_rule="all"`` for every token, or ``mask_path`` for a second dataset of the
-same lengths whose items are the masks. Each item becomes a pack of one sequence; pack them afterwards (the ``pack``
-verb). ``layout.mmididx`` has the layout of the index.
+The caller must say what is trained on: ``mask_rule="all"`` for every token, or ``mask_path`` for a second dataset of
+the same lengths whose items are the masks. Each item becomes a pack of one sequence; the ``pack`` verb packs them
+afterwards. ``layout.files`` has the layout of the index.
 """
 
 from __future__ import annotations
@@ -43,13 +43,21 @@ def recognise(path: str) -> bool:
             head = file.read(len(_MAGIC))
     except (FormatError, OSError):
         return False
-    # With any of the other three it is a shard, whole or not.
+    # With any of the other three files it is a shard, complete or not.
     return head == _MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
 
 
 @dataclass(frozen=True)
 class _StockItems:
-    """A stock dataset, open: its bytes mapped, lengths and byte positions of its items int64 [items]."""
+    """A stock dataset, open.
+
+    Attributes:
+        path: its prefix.
+        raw: the bytes of its ``.bin``, mapped.
+        dtype: of its items.
+        lengths: values in each item, int64 [items].
+        offsets: where each item begins, in bytes, int64 [items].
+    """
 
     path: str
     raw: NDArray[np.uint8]
@@ -59,7 +67,7 @@ class _StockItems:
 
     @classmethod
     def open(cls, paths: ShardPaths) -> _StockItems:
-        """Open and check both files. FormatError says what does not go together."""
+        """Open both files. FormatError where one is missing or incomplete, or an item is not inside the ``.bin``."""
         for path in (paths.idx, paths.tokens):
             if not os.path.isfile(path):
                 raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
@@ -77,13 +85,17 @@ class _StockItems:
         return cls(paths.prefix, raw, dtype, lengths, pointers)
 
     def values(self, first: int, last: int) -> NDArray[Any]:
-        """The items ``first`` up to ``last``, end to end."""
+        """The values of the items ``first`` up to ``last``, end to end."""
         starts = self.offsets[first:last]
         return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
 def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Dtype of the items, their lengths and their positions in bytes. FormatError where the file is not whole."""
+    """Dtype of the items, their lengths and where they begin in bytes, int64 [items] each.
+
+    Raises:
+        FormatError: no index of Megatron's, an incomplete one, or one of a multimodal dataset.
+    """
     size = os.path.getsize(path)
     with open_regular(path) as file:
         head = file.read(IDX_HEADER_NBYTES)
@@ -92,7 +104,7 @@ def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.i
         _, version, code, items, documents = IDX_HEADER.unpack(head)
         if version != 1 or code not in _DTYPES:
             raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
-        # Python's numbers do not overflow, so a count of any size fails here and not in an allocation.
+        # Python's integers do not overflow, so that a count of any size fails here, before memory is allocated for it.
         expected = idx_nbytes(items) + 8 * (documents - items - 1)
         if size == expected + items and items:
             raise FormatError(
@@ -116,7 +128,8 @@ class Reader(PackedReader):
         path: its prefix, or one of its two files.
         mask_alignment: of the masks at ``mask_path``.
         mask_rule: ``all`` trains on every token.
-        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights. One of the two.
+        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights. Exactly one of
+            ``mask_rule`` and ``mask_path`` must be given.
     """
 
     def _open(self, *, mask_rule: MaskRule | None = None, mask_path: str | os.PathLike[str] | None = None) -> None:
@@ -145,17 +158,17 @@ class Reader(PackedReader):
             self.notes.append("every token is trained on, as the mask rule says")
             self.alignment = "label"
         else:
-            beside = ShardPaths.of(mask_path)
-            self._masks = _StockItems.open(beside)
-            files += [beside.idx, beside.tokens]
+            mask_paths = ShardPaths.of(mask_path)
+            self._masks = _StockItems.open(mask_paths)
+            files += [mask_paths.idx, mask_paths.tokens]
             if len(self._masks.lengths) != len(self):
                 raise FormatError(
-                    f"{beside.prefix}: {len(self._masks.lengths)} masks for the {len(self)} items of {self.path}"
+                    f"{mask_paths.prefix}: {len(self._masks.lengths)} masks for the {len(self)} items of {self.path}"
                 )
             if (different := self._masks.lengths != self._items.lengths).any():
                 item = int(np.argmax(different))
                 reason = f"{self._masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
-                raise SequenceError(beside.prefix, item, reason)
+                raise SequenceError(mask_paths.prefix, item, reason)
             self._take_alignment()
         self.identity = file_identity(*files)
         self._token_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
@@ -165,7 +178,7 @@ class Reader(PackedReader):
 
     @property
     def spec(self) -> PackedSpec:
-        """Counts by the index."""
+        """The spec; its capacity is the longest item."""
         return self._make_spec(len(self), int(self._token_offsets[-1]), int(self._items.lengths.max(initial=0)))
 
     def __len__(self) -> int:
@@ -175,4 +188,4 @@ class Reader(PackedReader):
         lengths = self._items.lengths[first:last]
         masks = all_trained_mask(lengths) if self._masks is None else self._masks.values(first, last)
         ones = np.ones(last - first, np.int64)
-        return self._checked(first, self._items.values(first, last), masks, ones - 1, lengths, ones)
+        return self._checked_run(first, self._items.values(first, last), masks, ones - 1, lengths, ones)
