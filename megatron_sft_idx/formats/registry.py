@@ -372,7 +372,7 @@ class JoinedReader:
     def unjoinable_columns(self) -> dict[str, str]:
         """Why columns of single files are not columns of all of them together: a sentence for each, by name."""
         columns_of_files = [self.reader(number).columns for number in range(len(self.paths))]
-        joined, reasons = joined_columns(columns_of_files), {}
+        joined, reasons = columns_in_common(columns_of_files), {}
         for path, columns in zip(self.paths, columns_of_files, strict=True):
             for name in columns.keys() - joined.keys():
                 remedy = "sources with it are converted one by one, or made one shard first (merge)"
@@ -392,7 +392,7 @@ class JoinedReader:
             yield from self.reader(number).runs()
 
 
-def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
+def columns_in_common(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
     """The columns that packs of several files have together: those that every file has, with the same spec.
 
     ``pair`` is none of them, as the numbers of its pairs begin anew in each file.
@@ -434,7 +434,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pad_ids), None),
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
-        columns=joined_columns([spec.columns for spec in specs]),
+        columns=columns_in_common([spec.columns for spec in specs]),
         metadata={  # the entries that all files have
             key: value
             for key, value in first.metadata.items()
