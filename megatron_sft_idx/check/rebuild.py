@@ -1,9 +1,8 @@
-"""``rebuild``: what is left of a shard, to a shard again.
+"""``rebuild`` makes a shard whole again from what is left of it.
 
-Indexes come back from each other, from the data, or from a killed build's journal; columns come back from nothing, and
-are left as they are. ``restore`` says what can be brought back; here is what is
-done about it: what is wrong is found, new files are written beside the old ones, and take their places complete, synced
-and checked.
+Indexes come back from each other, from the data, or from a killed build's journal. Columns cannot be derived and are
+left as they are. This module finds what is wrong and reports what was done; ``restore`` derives the files. New files
+are written beside the old ones, and take their places only when they are complete and synced.
 """
 
 from __future__ import annotations
@@ -27,20 +26,19 @@ from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
 
-_AS_WRITTEN = "every file is as its header says"
-# Read of any header; more only where it says that it is larger.
+# So much is read of every header, and more only if the header says that it is larger.
 _USUAL_HEADER_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class FileState:
-    """One of the files of a shard: of the five, or a column.
+    """What a rebuild found and did about one of the five files, or a column.
 
     Attributes:
         path: of the file.
-        state: ``good`` and left alone, ``rebuilt``, or ``lost``: it cannot be derived from what is left.
-        fault: what was wrong; empty where it was good.
-        remedy: how it was rebuilt, or what to do.
+        state: ``good`` and left alone; ``rebuilt``; or ``lost``, since it cannot be derived from what is left.
+        fault: what was wrong; empty for a good file.
+        remedy: of a rebuilt file how it came back, of a lost one what the user can do.
     """
 
     path: str
@@ -51,14 +49,14 @@ class FileState:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a rebuild found and did.
+    """The report of a rebuild.
 
     Attributes:
         prefix: of the shard.
         files: the five, in the order of publication, then the columns.
-        kept: where the files are that rebuilt ones took the place of.
-        note: what else there is to say.
-        dry_run: nothing was written; ``rebuilt`` then means that it would be.
+        kept: the names under which replaced files still are.
+        note: what else the user should know.
+        dry_run: nothing was written; the state ``rebuilt`` then means that the file would be.
     """
 
     prefix: str
@@ -85,7 +83,7 @@ class Rebuilt:
 
 def rebuild(
     prefix: str | os.PathLike[str],
-    known: GivenFacts | None = None,
+    facts: GivenFacts | None = None,
     *,
     copied: bool = False,
     dry_run: bool = False,
@@ -93,73 +91,76 @@ def rebuild(
 ) -> Rebuilt:
     """Bring back what can be derived of a shard whose files are damaged or missing.
 
-    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. With a
-    good ``.seq.idx`` header every other file is brought back exactly or not at all. Without one the indexes are
-    derived from the data and marked as rebuilt, except where the damaged header's own checksum proves what it said.
-    Where a killed build left a journal, its complete packs become the shard. What is ambiguous is refused. A column
-    that is damaged, or listed and not there, is said to be lost. Where the ``.seq.idx`` is derived and nothing proves
-    what it listed, columns that belong to the shard are from then on like attached ones. Memory does not grow with the
-    number of packs.
+    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. Memory
+    does not grow with the number of packs.
+
+    - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all.
+    - Without one, the indexes are derived from the data and marked as rebuilt, unless the damaged header's own checksum
+      proves what it said. If several shards could have given the same data, none is chosen: that is an error.
+    - Where a killed build left a journal, its complete packs become the shard.
+    - A column that is damaged, or listed and missing, is reported as lost. If a ``.seq.idx`` is derived and nothing
+      proves which columns it listed, those at the prefix count as attached from then on.
 
     Args:
         prefix: the path that the five files share.
-        known: what the files do not say any more.
-        copied: the journal and the temporary files of a killed build were copied here: take them for the build's.
+        facts: what the user knows of the shard and the files do not say any more.
+        copied: the journal and temporary files of a killed build are copies: let the journal name them.
         dry_run: only find out what would happen.
-        watch: shows how far long work is.
+        watch: shows the progress of each stage.
 
     Raises:
         ShardNotFoundError: nothing of a shard is at the prefix.
-        FormatError: what is left does not tell enough, or another writer is at work; says what is missing. Or no
-            byte was changed since the shard was written, and it breaks a rule all the same.
-        OSError: the disk says no.
+        FormatError: the files that are left do not tell enough, and the message says what is missing. Or another writer
+            is at work. Or every file is what its writer wrote, and breaks a rule all the same.
+        OSError: of the disk.
     """
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
     if copied and not dry_run:
         adopt_remains(paths)
-    head = read_journal(paths)
-    # A journal that is only a lock, or that of a killed rebuild, has nothing of a build.
+    journal = read_journal(paths)
+    # An empty journal is only a lock, and that of a rebuild which was killed before its renames names no packs.
     if os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0:
-        unfinished = head is not None and head.work == "rebuild" and head.done is None
-        if not unfinished and (remains := find_remains(prefix)) is not None:
-            return _recovered(paths, remains, dry_run, watch)
+        is_rebuild = journal is not None and journal.work == "rebuild" and journal.done is None
+        if not is_rebuild and (remains := find_remains(prefix)) is not None:
+            return _recover_build(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     with _locked(paths, dry_run=dry_run) as lock:
         raw, header, error = _read_header(paths)
-        faults, checked = _faults(paths, header, error, watch)
+        faults, report = _faults(paths, header, error, watch)
         if not faults:
-            return _untouched(paths, header, checked, "", dry_run)
-        with contextlib.closing(Repair(paths, faults, known or GivenFacts(), watch, lock)) as repair:
+            return _all_good(paths, header, report, "", dry_run)
+        with contextlib.closing(Repair(paths, faults, facts or GivenFacts(), watch, lock)) as repair:
             if header is not None:
-                done = restore_under_header(repair, header)
+                how_restored = restore_under_header(repair, header)
             elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
                 lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
                 raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
             else:
-                done = derive_indexes(repair, raw, error)
+                how_restored = derive_indexes(repair, raw, error)
             kept = repair.publish()
         note = ""
-        if not dry_run and faults.keys() <= done.keys():
-            _require_rules(paths, checked := _verified(paths, watch, "verifying"), "rebuilt")
+        if not dry_run and faults.keys() <= how_restored.keys():
+            report = _verified(paths, watch, "verifying")
+            _require_rules(paths, report, "rebuilt")
             if header is None:
                 header = read_header(paths)
-                note = _unlisted(paths, header)
-        return Rebuilt(paths.prefix, _states(paths, header, faults, done, checked), tuple(kept), note, dry_run)
+                note = _column_note(paths, header)
+        return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
 
 
 # ---- what is wrong ----
 
 
 def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
-    """The first bytes of ``.seq.idx``, the header where it breaks no rule, and which one it breaks."""
+    """The first bytes of ``.seq.idx``, None if it is missing; and its header, or else the error of decoding it."""
     for path in paths.present():
         if not os.path.isfile(path):
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
     try:
-        said = int.from_bytes(read_beginning(paths.seq_idx, 16)[12:], "little")
-        raw = read_beginning(paths.seq_idx, min(max(said, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
+        header_nbytes = int.from_bytes(read_beginning(paths.seq_idx, 16)[12:], "little")
+        raw = read_beginning(paths.seq_idx, min(max(header_nbytes, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
     except FileNotFoundError:
         return None, None, None
     try:
@@ -171,21 +172,21 @@ def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTInd
 def _faults(
     paths: ShardPaths, header: Header | None, error: SFTIndexError | None, watch: Watch
 ) -> tuple[dict[str, str], Report]:
-    """What is wrong with the five files, by path, and all that was found.
+    """What is wrong with the five files, by path, and the report of their verification.
 
-    A path that is not in it is good, as far as can be told.
+    A path that is not in it is good, as far as the other files tell.
 
     Raises:
-        FormatError: every file is what a good header says, and breaks a rule all the same.
+        FormatError: every file is what a good header says, and a rule is broken all the same.
     """
     missing = {path: "missing (rule F1)" for path in paths.all if not os.path.lexists(path)}
     if header is None:
-        faults = missing if error is None else missing | {paths.seq_idx: _detail(error)}
+        faults = missing if error is None else missing | {paths.seq_idx: _fault_of(error)}
         if not {paths.idx, paths.tokens} & missing.keys():
             try:
                 idx_lengths(paths.idx, os.stat(paths.tokens).st_size)
             except CorruptShardError as corrupt:
-                faults[paths.idx] = _detail(corrupt)
+                faults[paths.idx] = _fault_of(corrupt)
         return faults, verify_shard(paths.prefix)
     report = _verified(paths, watch, "reading")
     faults = dict(missing)
@@ -193,24 +194,25 @@ def _faults(
         if finding.rule in ("F2", "F3"):
             faults.setdefault(finding.path, finding.what)
     if not faults:
-        _require_rules(paths, report, _AS_WRITTEN)
+        _require_rules(paths, report, "every file is as its header says")
     return faults, report
 
 
-def _detail(error: SFTIndexError) -> str:
-    """What is wrong, without the path and the remedy that stand in the message."""
+def _fault_of(error: SFTIndexError) -> str:
+    """What an error says is wrong, without the path and the remedy."""
     if isinstance(error, CorruptShardError):
         return f"byte {error.offset}: {error.detail.split(';')[0]} (rule {error.rule})"
     return str(error).split(": ", 1)[-1].split(";")[0]
 
 
-def _verified(paths: ShardPaths, watch: Watch, what: str) -> Report:
-    with watch(what, sum(os.stat(path).st_size for path in with_present(paths).present())) as advance:
+def _verified(paths: ShardPaths, watch: Watch, stage: str) -> Report:
+    """The report of a full verification."""
+    with watch(stage, sum(os.stat(path).st_size for path in with_present(paths).present())) as advance:
         return verify_shard(paths.prefix, full=True, advance=advance)
 
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
-    """FormatError unless the five files keep every rule, which checksums alone do not tell."""
+    """FormatError if the five files break a rule; ``what`` begins its message. Right checksums do not exclude that."""
     if first := next((finding for finding in report.findings if column_of(finding.path) is None), None):
         raise FormatError(
             f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
@@ -220,19 +222,20 @@ def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
 
 
 def _states(
-    paths: ShardPaths, header: Header | None, faults: dict[str, str], done: dict[str, str], checked: Report
+    paths: ShardPaths, header: Header | None, faults: dict[str, str], how_restored: dict[str, str], report: Report
 ) -> tuple[FileState, ...]:
-    """Of the five files, and of the columns that are there or listed, which nothing else holds."""
+    """The states of the five files, and of the columns that are at the prefix or listed."""
     states = []
     for path in paths.all:
         fault = faults.get(path, "")
-        if path in done:
-            states.append(FileState(path, "rebuilt", fault or "not as Megatron writes it (rule I1)", done[path]))
+        if path in how_restored:
+            fault = fault or "not as Megatron writes it (rule I1)"
+            states.append(FileState(path, "rebuilt", fault, how_restored[path]))
         elif fault:
             states.append(FileState(path, "lost", fault, _why_lost(paths, path, header)))
         else:
             states.append(FileState(path, "good"))
-    broken = {finding.path: finding for finding in reversed(checked.findings)}
+    broken = {finding.path: finding for finding in reversed(report.findings)}
     paths = with_present(paths.with_columns({} if header is None else listed_columns(header.metadata)))
     for path in map(paths.column, paths.columns):
         if finding := broken.get(path):
@@ -242,24 +245,24 @@ def _states(
     return tuple(states)
 
 
-def _untouched(paths: ShardPaths, header: Header | None, checked: Report, more: str, dry_run: bool) -> Rebuilt:
-    """The five files are good; columns may be lost."""
-    found = Rebuilt(paths.prefix, _states(paths, header, {}, {}, checked), dry_run=dry_run)
-    note = "nothing to do" if found.whole else "the five files are good, and nothing was rebuilt"
-    return replace(found, note=note + more)
+def _all_good(paths: ShardPaths, header: Header | None, report: Report, note: str, dry_run: bool) -> Rebuilt:
+    """The result if the five files are good, columns or not; ``note`` is added to what it says."""
+    rebuilt = Rebuilt(paths.prefix, _states(paths, header, {}, {}, report), dry_run=dry_run)
+    verdict = "nothing to do" if rebuilt.whole else "the five files are good, and nothing was rebuilt"
+    return replace(rebuilt, note=verdict + note)
 
 
-def _unlisted(paths: ShardPaths, header: Header) -> str:
-    """What became of the columns of a shard whose ``.seq.idx`` is derived; empty where it lists them as before."""
+def _column_note(paths: ShardPaths, header: Header) -> str:
+    """What became of the columns, for people, if the ``.seq.idx`` is derived and lists none any more; else empty."""
     if not header.rebuilt:
         return ""
     notes = []
-    if there := with_present(paths).columns:
-        notes.append(f"the new .seq.idx lists no columns; {', '.join(there)} stay beside it, like attached ones")
+    if present := with_present(paths).columns:
+        notes.append(f"the new .seq.idx lists no columns; {', '.join(present)} stay beside it, like attached ones")
     rebuilt = header.metadata.get("rebuilt")
     unproven = rebuilt.get("unproven", {}).get("metadata", {}) if isinstance(rebuilt, dict) else {}
-    if gone := sorted(listed_columns(unproven).keys() - {*there}):
-        notes.append(f"the damaged one listed {', '.join(gone)}, which are not here")
+    if missing := sorted(listed_columns(unproven).keys() - {*present}):
+        notes.append(f"the damaged one listed {', '.join(missing)}, which are not here")
     return "; ".join(notes)
 
 
@@ -274,6 +277,7 @@ _NOT_DERIVED = {
 
 
 def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
+    """Why a file could not be derived, and what the user can do."""
     suffix = path.removeprefix(paths.prefix)
     if suffix == ".idx" or (suffix == ".seq.idx" and header is None):
         return "restore what is lost first, then run again"
@@ -282,10 +286,10 @@ def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
 
 @contextlib.contextmanager
 def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
-    """The lock of a prefix where no build is half done; a dry run only asks whether one is at work, and yields None.
+    """Lock the prefix and yield the lock's descriptor; in a dry run only look at the lock, and yield None.
 
     Raises:
-        FormatError: another writer is at work, or its folder may not be written.
+        FormatError: another writer has the lock, a build was killed here, or the folder is not writable.
     """
     if dry_run:
         with contextlib.suppress(FileNotFoundError):
@@ -306,35 +310,35 @@ def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
 # ---- what a killed build left ----
 
 
-def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
-    """The shard of a killed build; nothing to do where that was to replace a shard which is here, and good.
+def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
+    """Make a shard of a killed build's packs; nothing is done if it was to replace a shard that is here and good.
 
     Raises:
-        FormatError: there is nothing to recover. Or the shard that is here is damaged, and either may be wanted.
+        FormatError: there is nothing to recover. Or a damaged shard is here, and the user may want either.
     """
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
     replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
     if paths.present() and (not remains.done or replaces):
         _, header, error = _read_header(paths)
-        faults, checked = _faults(paths, header, error, watch)
+        faults, report = _faults(paths, header, error, watch)
         if faults:
             raise FormatError(
                 f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs}"
                 " packs left that was to replace it; move the five files away to recover the build, or the .journal"
                 " and .tmp files to rebuild the shard"
             )
-        beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
-        return _untouched(paths, header, checked, f"; {beside}", dry_run)
+        note = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
+        return _all_good(paths, header, report, f"; {note}", dry_run)
     if not remains.done and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
             " build it again with overwrite (--overwrite)"
         )
-    what = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
-    how = f"from the journal of a build that was {'complete but for renames' if remains.done else 'killed'}: {what}"
+    counts = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
+    state = "complete but for renames" if remains.done else "killed"
     if not dry_run:
         with watch("recovering", remains.num_tokens) as advance:
             recover(paths.prefix, overwrite=remains.done, progress=advance)
         _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
     files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in named_by(paths, remains.head).all)
-    return Rebuilt(paths.prefix, files, note=how, dry_run=dry_run)
+    return Rebuilt(paths.prefix, files, note=f"from the journal of a build that was {state}: {counts}", dry_run=dry_run)

@@ -467,35 +467,25 @@ def check_column(
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
         if listed is not None and listed != checksum:
             add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
-    has_rows = name in ("source", "pair")
+    rows_of = name  # "source" and "pair" have rules for their rows
     if name == "source" and not is_source(column.spec):
-        has_rows = False
+        rows_of = ""
         expected = "uint32 x 2 a sequence, and files with names in its JSON"
         add("C9", FIXED_NBYTES, "a source that names no files", expected)
     elif name == "pair" and column.spec.kind != PAIR.kind:
-        has_rows = False
+        rows_of = ""
         add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
     if meter is not None:
-        stream = Stream(file, meter, len(raw))
-        if has_rows:
-            _check_rows(stream, column, name, findings, add)
-        _check_values(stream, column, add)
+        _check_values(Stream(file, meter, len(raw)), column, rows_of, findings, add)
 
 
-def _check_values(stream: Stream, column: ColumnHeader, add: Callable[[str, int, object, object], None]) -> None:
-    """Read the values to their end and hold them to their checksum (C7)."""
-    checksum = stream.finish()
-    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and checksum != column.checksum:
-        add("C7", stream.begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())
-
-
-def _check_rows(
+def _check_values(
     stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
 ) -> None:
-    """Hold rows of ``source`` to the files that its JSON names (C9), and rows of ``pair`` to be whole pairs (C10)."""
+    """Hold ``source`` to the files that it names (C9), ``pair`` to whole pairs (C10), and all values to C7."""
     num_files = len(column.spec.metadata["files"]) if name == "source" else 0
     # The length of a chunk is even, so that both rows of a pair are in one.
-    while len(rows := stream.take("<u8", _CHUNK_ROWS).view("<u4").reshape(-1, 2)):
+    while name in ("source", "pair") and len(rows := stream.take("<u8", _CHUNK_ROWS).view("<u4").reshape(-1, 2)):
         begin = stream.position - rows.nbytes
         if name == "pair":
             rule, wrong, expected = "C10", torn_pairs(rows), "[n, 0] and [n, 1], chosen and rejected"
@@ -505,3 +495,6 @@ def _check_rows(
             found = f"rows {rows[i : i + 2].tolist()}" if name == "pair" else f"file {rows[i, 0]}"
             add(rule, begin + 8 * i, found, expected)
         findings.counts[rule] += len(wrong[findings.most :])
+    checksum = stream.finish()
+    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and checksum != column.checksum:
+        add("C7", stream.begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())

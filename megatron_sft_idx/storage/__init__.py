@@ -1,7 +1,8 @@
-"""Where bytes lie, on local disks or in object stores (``remote``), how they are read, hashed, locked and put in place.
+"""Bytes in files and object stores: read, hashed, locked, and put in place.
 
-Bytes have no meaning here: nothing knows a token from a mask. What a user finds appears whole, through ``publish``, or
-through ``shard.publication`` where five files belong together.
+Nothing here knows what the bytes mean: no module may tell a token from a mask. ``local`` opens local files, ``remote``
+objects in stores, and ``advice`` tells the kernel what is read next. Whatever is put at a place that a user named goes
+through ``publish``. ``progress`` shows how far work is.
 """
 
 from megatron_sft_idx.storage.advice import (

@@ -1,7 +1,7 @@
-"""Local bytes: how they may be read, a file as an array, writing that is really on disk, and hashing what goes by.
+"""Local files: how they are opened, read as arrays, written and hashed.
 
-Every read goes through ``open_array``: the file's size is checked before the first byte is touched, so a file that
-was cut short is an error when opening and not a SIGBUS later.
+No file is mapped or read as an array before its size was checked (``open_array``, ``ReopenedArray``): a file that was
+cut short is then an error when it is opened, and does not kill the process with a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import FileDigest
 
 _BUFFER_NBYTES = 1 << 16
-_PIECE_NBYTES = 1 << 18
+_CHUNK_NBYTES = 1 << 18
 
 # ---- what is local ----
 
-# What paths in object stores begin with. msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI
-# and plain folders.
+# What paths in object stores begin with. msc is NVIDIA's multi-storage-client.
 SCHEME_STARTS = ("s3://", "msc://")
 _ANY_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names something in an object store rather than a file.
+    """Whether a path names an object, or several, in an object store rather than a local file.
 
     Raises:
-        FormatError: it names something in a store of another kind, where a folder called ``gs:`` would surprise.
+        FormatError: it names an object in a store of another kind. As a local path it would make a folder ``gs:``.
     """
     text = os.fspath(path)
     if text.startswith(SCHEME_STARTS):
@@ -53,11 +52,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-_WORK_THERE = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
+_COPY = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
 
 
-def require_local(path: str | os.PathLike[str], what: str, remedy: str = _WORK_THERE) -> None:
-    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
+def require_local(path: str | os.PathLike[str], what: str, remedy: str = _COPY) -> None:
+    """FormatError for a path in an object store; ``what``, such as ``merge``, names what needs local files."""
     if is_remote(path):
         raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
 
@@ -70,16 +69,16 @@ Advice = Literal["normal", "sequential", "random"]
 
 
 class ReadOptions(NamedTuple):
-    """How the tokens and masks of a shard, or of several together, are read.
+    """How the tokens and masks of shards are read.
 
     Attributes:
-        backend: ``mmap`` for views of memory maps: nothing is copied, and processes share the pages. ``pread`` where
-            mapping is slow or refused. ``reopen`` to hold neither maps nor descriptors. ``mmap`` is the default, being
-            several times faster on warm pages.
-        advice: what the kernel is told of the order of reads. ``random`` switches its read-ahead off, which makes cold
-            reads slower unless what comes is announced (``schedule``), so ``normal`` is the default.
-        huge_pages: ask for huge pages for maps. Where a file system has them the kernel reads 2 MiB at a fault: cold
-            packs in random order took twice as long, warm ones no less time. So it is off by default.
+        backend: ``mmap`` gives views of memory maps: nothing is copied, and processes share the pages. ``pread``
+            copies, for file systems where mapping is slow or refused. ``reopen`` copies too, and holds neither maps nor
+            descriptors between reads. ``mmap`` is several times faster on warm pages, and the default.
+        advice: the order of reads, as a hint to the kernel. ``random`` switches its read-ahead off, which makes cold
+            reads slower unless they are announced (``schedule``), so ``normal`` is the default.
+        huge_pages: ask the kernel to map by huge pages. On a file system that has them, a fault reads 2 MiB: cold packs
+            in random order took twice as long, warm ones no less time. So it is off by default.
     """
 
     backend: Backend = "mmap"
@@ -88,36 +87,36 @@ class ReadOptions(NamedTuple):
 
     @classmethod
     def of(cls, where: str, backend: BackendName | ReadOptions = "mmap", **options: Any) -> ReadOptions:
-        """Options as users give them: all of them, or the name of a backend and the other fields.
+        """Checked options, from all of them at once, or from the name of a backend and the other fields.
 
         Raises:
-            FormatError: no such choice; the message begins with ``where`` and lists those there are.
+            FormatError: no such choice; the message begins with ``where`` and lists the choices.
         """
-        made = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
-        if cast(str, made.backend) == "os":
-            made = made._replace(backend="mmap")
-        if cast(str, made.backend) == "process":
+        read = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
+        if cast(str, read.backend) == "os":
+            read = read._replace(backend="mmap")
+        if cast(str, read.backend) == "process":
             raise FormatError(
                 f"{where}: backend 'process' was removed, as reading by pread what is announced is faster: choose pread"
             )
         for what, value, choices in (
-            ("backend", made.backend, get_args(BackendName)),
-            ("advice", made.advice, get_args(Advice)),
+            ("backend", read.backend, get_args(BackendName)),
+            ("advice", read.advice, get_args(Advice)),
         ):
             if value not in choices:
                 raise FormatError(f"{where}: {what} {value!r}, choose one of {', '.join(choices)}")
-        return made
+        return read
 
 
 # ---- arrays in files ----
 
 
 class Array(Protocol):
-    """A one-dimensional array on disk: slices give numpy arrays."""
+    """A one-dimensional array on disk or in a store, whose slices are numpy arrays."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its items."""
+        """The dtype of the items."""
         ...
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]: ...
@@ -125,7 +124,7 @@ class Array(Protocol):
 
 
 class CopiedArray:
-    """An array whose slices are fresh copies: ``count`` items of a dtype, read by ``read_bytes``."""
+    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes``."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
@@ -141,15 +140,14 @@ class CopiedArray:
         return out
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Bytes from ``offset`` on, counted from the first item and all there, into ``out``."""
+        """Fill ``out`` with the array's bytes from ``offset`` on; the caller must not ask for more than it has."""
         raise NotImplementedError
 
 
 class PreadArray(CopiedArray):
-    """An array read with ``pread``: every slice is a fresh copy.
+    """An array read by ``pread``, whose first item begins at byte ``offset`` of the file.
 
-    For file systems where mapping is slow or refused. The descriptor is shared by threads and forked processes:
-    pread has no file position. The first item begins at ``offset``, in bytes.
+    Threads and forked processes may share it, since ``pread`` uses no file position.
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
@@ -158,19 +156,19 @@ class PreadArray(CopiedArray):
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
-        """Give the kernel ``posix_fadvise`` on bytes from ``offset`` on; 0 bytes are all that follow."""
+        """Call ``posix_fadvise`` for the array's bytes from ``offset`` on; ``nbytes`` 0 means to the file's end."""
         os.posix_fadvise(self._fd, self._offset + offset, nbytes, advice)
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``CopiedArray``. CorruptShardError: the file ends before (rule F2). OSError, with its path."""
-        view, offset, done = out.data, self._offset + offset, 0
-        while done < len(view):
+        """As ``CopiedArray``. CorruptShardError: the file was cut short since it was opened (rule F2)."""
+        view, offset, num_read = out.data, self._offset + offset, 0
+        while num_read < len(view):
             with name_in_errors(self._path):
-                got = os.preadv(self._fd, [view[done:]], offset + done)
-            if not got:
+                count = os.preadv(self._fd, [view[num_read:]], offset + num_read)
+            if not count:
                 detail = "the file ends here since it was opened; it was cut short: restore it"
                 raise CorruptShardError(self._path, os.fstat(self._fd).st_size, "F2", detail)
-            done += got
+            num_read += count
 
     def __del__(self) -> None:
         # A constructor that failed has no descriptor to close.
@@ -179,21 +177,21 @@ class PreadArray(CopiedArray):
 
 
 def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
-    """The bytes of a buffer, which is one-dimensional and contiguous; it may be empty, which ``cast`` refuses."""
+    """The bytes of a one-dimensional, contiguous buffer. Unlike ``memoryview.cast`` it takes an empty array."""
     if isinstance(data, np.ndarray):
         return data.view(np.uint8).data
     return memoryview(data)
 
 
 def check_size(path: str, found: int, expected: int) -> None:
-    """CorruptShardError (rule F2) unless a file has the size that the header says."""
+    """CorruptShardError (rule F2) unless a file has the size that its shard's header says."""
     if found != expected:
         detail = f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard"
         raise CorruptShardError(path, min(found, expected), "F2", f"{detail}: restore it")
 
 
 class name_in_errors:  # noqa: N801
-    """A context in which errors of the disk that name no file, as those of a descriptor, get the path of one."""
+    """A context that adds a path to each OSError that names no file, as errors of calls on a descriptor do not."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -208,14 +206,15 @@ class name_in_errors:  # noqa: N801
             error.filename, error.strerror = os.fspath(self._path), os.strerror(error.errno)
 
 
-def read_beginning(path: str | os.PathLike[str], nbytes: int) -> bytes:
-    """The first bytes of a file, in no more memory than it has bytes; errors as ``open_regular``."""
+def read_beginning(path: str | os.PathLike[str], max_nbytes: int) -> bytes:
+    """Up to ``max_nbytes`` first bytes of a file. Errors as of ``open_regular``."""
     with open_regular(path) as file:
-        return file.read(min(nbytes, os.fstat(file.fileno()).st_size))
+        # Python allocates what is asked for before it reads.
+        return file.read(min(max_nbytes, os.fstat(file.fileno()).st_size))
 
 
 class _NamedFile(io.FileIO):
-    """A file whose errors name it, those of reading too."""
+    """A file whose path is in all of its errors, also in those of reading."""
 
     def readinto(self, buffer: Any, /) -> int | None:
         with name_in_errors(self.name):
@@ -227,16 +226,18 @@ class _NamedFile(io.FileIO):
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file that a user named, open for reading. Errors as ``open_descriptor``."""
+    """Open a file that a user named for reading. Errors as of ``open_descriptor``."""
     return io.BufferedReader(_NamedFile(path, "rb", opener=lambda name, _: open_descriptor(name)[0]), _BUFFER_NBYTES)
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
-    """A file open for reading, which the caller closes; never waits, as opening a FIFO does for its other end.
+    """Open a file for reading; return its descriptor, which the caller must close, and its status.
+
+    Never waits, as opening a FIFO otherwise does for its other end.
 
     Raises:
-        FormatError: what is there is no file.
-        OSError: there is nothing, a folder, or what may not be read.
+        FormatError: a FIFO, a socket or a device is there.
+        OSError: nothing or a folder is there, or the file may not be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(fd)
@@ -251,18 +252,17 @@ def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
 def open_array(
     path: str, dtype: np.dtype[Any], count: int, *, nbytes: int, offset: int = 0, backend: Backend = "mmap"
 ) -> NDArray[Any] | PreadArray:
-    """A file's items as a read-only array.
+    """Open a file as a read-only array.
 
-    With ``mmap`` the array and every slice of it keep the map alive, and nothing else does: views stay valid after
-    whoever opened the file is gone, also when another file is renamed over it.
+    With ``mmap`` the map lives as long as the array or any slice of it, also after the file was removed or replaced.
 
     Args:
         path: the file.
         dtype: of the items.
         count: number of items.
-        nbytes: size the whole file must have.
-        offset: where the items begin, in bytes; a multiple of the item size.
-        backend: ``mmap`` for zero-copy views, ``pread`` for copies.
+        nbytes: the size that the whole file must have.
+        offset: byte where the items begin; a multiple of the item size.
+        backend: ``mmap`` or ``pread``, as in ``ReadOptions``.
 
     Raises:
         CorruptShardError: the file has another size (rule F2).
@@ -308,22 +308,22 @@ class OutputFile:
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def truncate(self, nbytes: int) -> None:
-        """Drop what lies behind the first ``nbytes``, and go on there."""
+        """Remove all but the first ``nbytes``, and go on writing there."""
         assert nbytes <= self.nbytes
         if nbytes == self.nbytes:
-            return  # ext4 writes a file out when it is closed that was ever cut to nothing
+            return  # not for nothing: when a file closes that was ever truncated to 0, ext4 writes it to disk at once
         with name_in_errors(self.path):
             os.ftruncate(self._fd, nbytes)
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Bytes already written; fewer where the file ends before."""
-        pieces = []
+        """Up to ``nbytes`` bytes from ``offset`` on, fewer if the file ends before."""
+        blocks = []
         with name_in_errors(self.path):
-            while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
-                pieces.append(piece)
-                offset, nbytes = offset + len(piece), nbytes - len(piece)
-        return b"".join(pieces)
+            while nbytes and (block := os.pread(self._fd, nbytes, offset)):
+                blocks.append(block)
+                offset, nbytes = offset + len(block), nbytes - len(block)
+        return b"".join(blocks)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
@@ -335,15 +335,15 @@ class OutputFile:
                 view = view[written:]
 
     def write_at(self, data: bytes, offset: int) -> None:
-        """Replace bytes already written."""
+        """Replace bytes from ``offset`` on that were written before."""
         assert offset + len(data) <= self.nbytes
-        done = 0
+        num_written = 0
         with name_in_errors(self.path):
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], offset + done)
+            while num_written < len(data):
+                num_written += os.pwrite(self._fd, data[num_written:], offset + num_written)
 
     def sync(self) -> None:
-        """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
+        """Wait until all bytes are on disk, unless the file is not ``durable``."""
         if self._durable:
             with name_in_errors(self.path):
                 os.fsync(self._fd)
@@ -360,7 +360,7 @@ class OutputFile:
 
 
 def sync_folder(folder: str | Path, durable: bool = True) -> None:
-    """Make renames and unlinks in ``folder`` durable, unless they need not be."""
+    """Wait until renames and unlinks in ``folder`` are on disk; does nothing if they need not be ``durable``."""
     if not durable:
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -371,36 +371,36 @@ def sync_folder(folder: str | Path, durable: bool = True) -> None:
         os.close(fd)
 
 
-# ---- hashing: xxh3_128, the checksum that every header of the package stores ----
+# ---- hashing ----
 
 
 class StreamHash:
-    """The hash of bytes that come one after the other; ``nbytes`` is how many there were."""
+    """The xxh3_128 of a stream of bytes, the checksum of all headers; ``nbytes`` is the number of bytes so far."""
 
     def __init__(self) -> None:
         self.nbytes, self._hash = 0, xxhash.xxh3_128()
 
     def update(self, data: bytes | memoryview | NDArray[Any]) -> None:
-        """The next bytes: of a buffer, or of an array that is one-dimensional and contiguous."""
+        """Hash the next bytes: a buffer, or a one-dimensional, contiguous array."""
         raw = as_bytes(data) if isinstance(data, np.ndarray) else data
         self._hash.update(raw)
         self.nbytes += len(raw)
 
     def checksum(self) -> bytes:
-        """16 bytes, as headers store them."""
+        """The checksum as headers store it, 16 bytes."""
         return self._hash.digest()
 
     def hex(self) -> str:
-        """The checksum for people and JSON."""
+        """The checksum in hex, for people and JSON."""
         return self._hash.hexdigest()
 
     def digest(self) -> FileDigest:
-        """Size and checksum, of a file that is all that went by."""
+        """Number of bytes and checksum, as a header has them of a file."""
         return FileDigest(self.nbytes, self.checksum())
 
 
 class HashedFile(StreamHash):
-    """Writes to ``file`` and hashes what it writes; ``update`` takes in what the file held before."""
+    """Hashes what it writes to ``file``. If that has bytes already, the caller must ``update`` with them first."""
 
     def __init__(self, file: OutputFile) -> None:
         super().__init__()
@@ -414,36 +414,42 @@ class HashedFile(StreamHash):
 
 
 def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
-    """Size and checksum of a local file from a byte offset on; ``advance`` is told how many bytes more were read."""
+    """Size and checksum of a local file from byte ``offset`` on; ``advance`` is called with the bytes of each read."""
     stream = StreamHash()
     with open_regular(path) as file:
         file.seek(offset)
-        while piece := file.read(_PIECE_NBYTES):
+        while piece := file.read(_CHUNK_NBYTES):
             stream.update(piece)
             advance(len(piece))
     return stream.digest()
 
 
 def has_digest(path: str, digest: FileDigest) -> bool:
-    """Whether a local file is what a digest says; it is read only where the size fits."""
+    """Whether a local file has this size and checksum; it is read only if it has the size."""
     return os.stat(path).st_size == digest.nbytes and digest_file(path) == digest
 
 
 # ---- files that are opened for each read ----
 
-# A file that is another one at every look is being written over and over.
-_MOST_LOOKS = 5
+# A file that has changed at so many looks in a row is being written all the time.
+_MAX_LOOKS = 5
 
 
 class ReopenedArray(CopiedArray):
-    """An array in a file that is opened for each slice, which is a fresh copy; between them nothing is held open.
+    """An array in a file that is opened for each slice; between slices no descriptor and no map is held.
 
-    Each time the file must be the one that was looked at when this was made, by device, inode, size and times. Where
-    it is not, ``confirm`` decides: it raises if the array is not what it was; else the file is looked at again.
+    At each read the file must be the same as at the last look, by device, inode, size and times (``StampedFile``). If
+    it is not, for example because the shard was copied over itself, ``confirm`` decides whether the array is still what
+    it was. If so, the file is looked at and read again.
 
-    ``confirm`` raises where other content was published at the path. It is called after a look at the file, so what it
-    finds published is what was looked at, or the file changes again. ``nbytes`` is the size that the file must have
-    (rule F2), and ``offset`` where the first item begins in it.
+    Args:
+        path: the file.
+        dtype: of the items.
+        count: number of items.
+        nbytes: the size that the file must have (rule F2).
+        confirm: must raise if other content has been published at the path. It is called after a look at the file, so
+            that what it confirms is what was looked at.
+        offset: byte of the file where the first item begins.
     """
 
     def __init__(
@@ -459,12 +465,12 @@ class ReopenedArray(CopiedArray):
         return file
 
     def look_again(self, looks: int) -> None:
-        """After a read that met another file, and so many looks in vain.
+        """Look at the file after a read that found it changed; ``looks`` is how often that was in vain for this read.
 
         Raises:
-            FormatError, OSError: what is there now is not this array, or is another file at every look.
+            FormatError, OSError: what is there now is not this array, or changes at every look.
         """
-        if looks == _MOST_LOOKS:
+        if looks == _MAX_LOOKS:
             raise FormatError(f"{self._path}: the file was changed at every one of {looks} looks; let its writer end")
         try:
             file = self._look()
@@ -473,7 +479,7 @@ class ReopenedArray(CopiedArray):
         self.file = file
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``CopiedArray``. FormatError, OSError: what is there now is not this array."""
+        """As ``CopiedArray``. FormatError, OSError: what is in the file now is not this array."""
         looks = 0
         while not self.file.read(self.offset + offset, out):
             self.look_again(looks)
@@ -483,13 +489,13 @@ class ReopenedArray(CopiedArray):
 def read_extents(
     arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
 ) -> None:
-    """Items ``[start, start + count)`` of each array, end to end, into ``out``, which they fill.
+    """Fill ``out`` with items ``[start, start + count)`` of each array, end to end.
 
-    One native call where all files are opened for each read.
+    Takes one native call if all arrays are ``ReopenedArray``.
 
     Raises:
-        ValueError: runs that lie outside their arrays, or do not fill ``out``.
-        FormatError, OSError: as of a slice of one.
+        ValueError: an extent lies outside its array, or all of them together do not fill ``out``.
+        FormatError, OSError: as of a slice of an array.
     """
     lengths = np.array([len(array) for array in arrays], np.int64)
     if (outside := (starts < 0) | (counts < 0) | (counts > lengths) | (starts > lengths - counts)).any():
@@ -500,9 +506,10 @@ def read_extents(
         )
     if int(counts.sum()) != len(out):
         raise ValueError(f"runs of {counts.sum()} items do not fill an output of {len(out)}")
-    files = [array for array in arrays if isinstance(array, ReopenedArray)]
-    size, end, done, looks = out.dtype.itemsize, 0, 0, 0
-    if len(files) < len(arrays):
+    reopened = [array for array in arrays if isinstance(array, ReopenedArray)]
+    size = out.dtype.itemsize
+    if len(reopened) < len(arrays):
+        end = 0
         for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
             if isinstance(array, CopiedArray):
                 array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
@@ -510,12 +517,14 @@ def read_extents(
                 out[end : end + count] = array[start : start + count]
             end += count
         return
-    begins, nbytes = np.array([array.offset for array in files], np.int64) + starts * size, counts * size
-    while done < len(files):
-        stamped = tuple([array.file for array in files[done:]])
-        room = out[int(counts[:done].sum()) :] if done else out
-        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], room)
-        done, looks = done + more, 0 if more else looks
-        if done < len(files):
-            files[done].look_again(looks)
+    begins, nbytes = np.array([array.offset for array in reopened], np.int64) + starts * size, counts * size
+    num_read = looks = 0
+    while num_read < len(reopened):
+        files = tuple([array.file for array in reopened[num_read:]])
+        room = out[int(counts[:num_read].sum()) :] if num_read else out
+        # It ends before the first file that has changed.
+        more = _native.read_ranges(files, begins[num_read:], nbytes[num_read:], room)
+        num_read, looks = num_read + more, 0 if more else looks
+        if num_read < len(reopened):
+            reopened[num_read].look_again(looks)
             looks += 1

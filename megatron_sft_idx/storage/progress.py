@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere; both with rate and time left."""
+"""Progress of long work: a bar on a terminal, lines of text elsewhere, both with the rate and the time left."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
-# What long work calls as it goes on, with what was done since the last call, never with sums: units, such as bytes; or
-# units and items, such as tokens and packs.
+# Work calls these with what was done since the last call, never with a sum. Advance takes units, such as bytes; Update
+# takes units and items, such as tokens and packs.
 Advance: TypeAlias = Callable[[int], None]
 Update: TypeAlias = Callable[[int, int], None]
-# What work of several stages, or of a size that it alone knows, calls as a stage begins: with the stage, as a verb, and
-# its units in all.
+# Work of several stages calls this when a stage begins, with its name, as a verb, and its total in units. The stage is
+# the context, which gives the stage's Advance.
 Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @contextmanager
-def unwatched(_what: str, _total: int) -> Iterator[Advance]:
-    """Nobody looks."""
+def unwatched(_stage: str, _total: int) -> Iterator[Advance]:
+    """The ``Watch`` that shows nothing."""
     yield lambda units: None
 
 
 class Progress:
-    """Counts ``total`` units of one stage of the work.
+    """Shows the progress of one stage.
 
     Args:
         what: the stage, as a verb: ``tokenising``.
         total: units in all.
         unit: their name; ``B`` is shown in powers of 1024, others of 1000.
-        log_interval: units of ``items`` between two plain lines where stderr is no terminal; 0 for silence.
-        items: what ``log_interval`` and the second number of a line count.
+        log_interval: items between two lines if stderr is no terminal; 0 to show nothing.
+        items: the name of the items, which are counted beside the units.
     """
 
     def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
@@ -61,12 +61,12 @@ class Progress:
             self._log()
 
     def count_earlier(self, units: int, items: int) -> None:
-        """An earlier run has done so much: part of the total, not of the rate."""
+        """Count what an earlier job had done: it is part of the total and not of the rate."""
         self._before = self._before[0] + units, self._before[1] + items
         self.update(units, items)
 
     def update(self, units: int, items: int) -> None:
-        """``units`` more of the total are done, which were ``items``."""
+        """Count ``units`` more of the total, and the ``items`` that they are."""
         self._done += units
         self._count += items
         if self._bar is not None:
@@ -77,7 +77,7 @@ class Progress:
             self._log()
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done; items are MiB."""
+        """Count ``nbytes`` more, if units are bytes and items MiB."""
         self.update(nbytes, (self._done + nbytes >> 20) - (self._done >> 20))
 
     def _log(self) -> None:
@@ -87,7 +87,7 @@ class Progress:
         done, count = self._done - self._before[0], self._count - self._before[1]
         rate = done / seconds
         left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
-        # Where items are the units, one rate says it.
+        # One rate is enough if items are the units.
         beside = "" if done == count else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
         share = 100 * self._done / self._total if self._total else 100.0
         print(
@@ -99,7 +99,7 @@ class Progress:
 
 
 def show_progress(log_interval: int) -> Watch:
-    """Stages of work as a person sees them, in bytes; ``log_interval`` in MiB."""
+    """The ``Watch`` that shows stages whose units are bytes; ``log_interval`` is in MiB."""
 
     @contextmanager
     def watch(what: str, total: int) -> Iterator[Advance]:

@@ -1,10 +1,12 @@
-"""The one way to write: files and folders that appear whole or not at all, and never in the place of a stranger's.
+"""How files and folders of the user are written: they appear whole or not at all, and replace nothing of a stranger's.
 
-What is written lies under a temporary name beside its place, made exclusively and never through a link, until it is
-whole and synced. What is at the place must then still be what was looked at before the first byte: nothing, something
-empty, or something that is recognised as what is being written and may be replaced. Links are followed above the last
-component of a path and never at it. Where more than one process may write, a lock on a file says which does: a killed
-one leaves the file, and no lock.
+A ``PendingOutput`` is written under a temporary name beside its place. When it is whole and synced, ``publish`` renames
+it, provided that the place still has what was there before the first byte: nothing, something empty, or an older thing
+of the same ``Kind`` that may be replaced. Links are followed above the last component of a path that is written, and
+refused as the last component. Where several processes may write, ``lock_file`` lets one of them: the lock of a killed
+process is gone, and its file stays.
+
+No other module may put a file at a place that a user named, but for the five files of a shard (``shard.publication``).
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ _TYPES = {
 
 
 class Kind(NamedTuple):
-    """What is being written, as sentences call it, and whether a regular file is an older one of the kind.
+    """A kind of file, or of folder of files, that the package writes.
 
-    Of a folder every entry is asked for. ``recognize`` opens without following links or waiting (``head_of``), and
-    answers False rather than raise.
+    Attributes:
+        name: in error messages, with its article: ``a Parquet file``.
+        recognize: whether the file at a path is of this kind, or, of a folder, is one of its files. It may neither
+            follow links nor wait for a FIFO, so it reads through ``head_of``; and it returns False rather than raise.
     """
 
     name: str
@@ -54,7 +58,13 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A path that a run reads or writes, its role in sentences, and whether it is a folder, written as a whole."""
+    """A path that a command reads or writes.
+
+    Attributes:
+        path: the path.
+        role: in error messages: ``the input``, ``--summary``.
+        folder: whether it is a folder that is written, and replaced, as a whole.
+    """
 
     path: str
     role: str
@@ -62,14 +72,14 @@ class Place(NamedTuple):
 
 
 def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
-    """The absolute name of what is to be written, links followed above it; makes nothing.
+    """The absolute path of what is to be written, with links followed above the last component; makes nothing.
 
     Args:
         path: as the user gave it.
-        folder: a folder is to be written: slashes at the end are dropped, and ``.`` and ``..`` are followed.
+        folder: whether a folder is to be written. Its name may end with slashes, and may be ``.`` or ``..``.
 
     Raises:
-        FormatError: no name that could be written, or something above it is no folder.
+        FormatError: nothing can be written under that name, or what should be a folder above it is none.
     """
     text = os.fspath(path)
     what = "a folder" if folder else "a file"
@@ -99,7 +109,7 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
 
 
 def places_at(path: str, role: str) -> list[Place]:
-    """What is read of a path, for ``require_apart``: the file, or the files that lie right in the folder."""
+    """The files that reading a path reads, for ``require_apart``: the file, or those in the folder, not deeper."""
     try:
         return [Place(os.path.join(path, name), role) for name in sorted(os.listdir(path))]
     except OSError:
@@ -107,21 +117,21 @@ def places_at(path: str, role: str) -> list[Place]:
 
 
 def identity(path: str) -> Identity | None:
-    """Device and inode of what is at a path, which may be a link; None for nothing."""
+    """Device and inode of what is at a path; of a link its own, not its target's. None for nothing."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def describe(path: str) -> str:
-    """What is at a path, for sentences."""
+    """What is at a path, for error messages: ``a folder``."""
     return _TYPES.get(stat.S_IFMT(os.lstat(path).st_mode), "a device")
 
 
 def head_of(path: str, nbytes: int) -> bytes:
-    """The first bytes of a regular file; none of anything else, of a link, or of what cannot be read."""
+    """The first bytes of a regular file; empty for anything else, a link included, and for what cannot be read."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -133,67 +143,72 @@ def head_of(path: str, nbytes: int) -> bytes:
 
 
 def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
-    """FormatError where a run would write what it reads, or two things to one place.
+    """FormatError if a command would write what it reads, or two things to one place.
 
-    Files are compared by their resolved names and, where they exist, by device and inode, so that links and hard links
-    count. A folder that is written may neither hold anything else of the run nor be, or hold, the working folder.
-    A verb calls this once, before its first byte, with all files that it touches.
+    Files are the same if their resolved paths are, or if device and inode are, as of hard links. A folder that is
+    written may not hold another file of the command, nor be or hold the working folder. Every command must call this
+    once, before it writes its first byte, with all files that it reads and writes.
     """
     writes = list(writes)
     seen: dict[str | Identity, Place] = {}
-    names: list[tuple[str, Place]] = []
+    resolved: list[tuple[str, Place]] = []
     for place in (*writes, *reads):
+        is_read = len(resolved) >= len(writes)
         head, base = os.path.split(place.path.rstrip("/"))
-        # The last component of what is written is not followed, since a link there is refused.
-        followed = len(names) >= len(writes) or base in ("", ".", "..")
-        name = os.path.realpath(place.path) if followed else os.path.join(os.path.realpath(head), base)
-        keys: list[str | Identity] = [name]
+        # The last component of what is written is not followed: a link there is refused.
+        follow = is_read or base in ("", ".", "..")
+        path = os.path.realpath(place.path) if follow else os.path.join(os.path.realpath(head), base)
+        keys: list[str | Identity] = [path]
         with contextlib.suppress(OSError, ValueError):
-            found = os.stat(name)
-            keys.append((found.st_dev, found.st_ino))
+            status = os.stat(path)
+            keys.append((status.st_dev, status.st_ino))
         for key in keys:
-            other = seen.setdefault(key, place)
-            if other is not place and (len(names) < len(writes) or other in writes):
-                both = f"both {other.role} and {place.role}" if other.role != place.role else f"{place.path} too"
-                raise FormatError(f"{other.path}: is {both}; {_OTHER_NAME}")
-        names.append((name, place))
-    for folder, outer in names[: len(writes)]:
+            same = seen.setdefault(key, place)
+            if same is not place and (not is_read or same in writes):
+                both = f"both {same.role} and {place.role}" if same.role != place.role else f"{place.path} too"
+                raise FormatError(f"{same.path}: is {both}; {_OTHER_NAME}")
+        resolved.append((path, place))
+    for folder, outer in resolved[: len(writes)]:
         if outer.folder and _holds(folder, os.getcwd()):
             raise FormatError(
                 f"{outer.path or repr('')}: holds the working folder, which would be replaced; {_OTHER_NAME}"
             )
-        for name, inner in names if outer.folder else ():
-            if inner is not outer and _holds(folder, name):
+        for path, inner in resolved if outer.folder else ():
+            if inner is not outer and _holds(folder, path):
                 raise FormatError(
                     f"{outer.path}: {inner.role} ({inner.path}) lies in this folder, which would be replaced;"
                     f" {_OTHER_NAME}"
                 )
 
 
-def _holds(folder: str, name: str) -> bool:
-    return os.path.commonpath([folder, name]) == folder
+def _holds(folder: str, path: str) -> bool:
+    return os.path.commonpath([folder, path]) == folder
 
 
 def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> Identity | None:
-    """Find out whether something may be written at a path, which is as ``resolve`` gives it.
+    """Find out whether something may be written at a path, before anything is.
 
-    With ``overwrite`` it may replace one of its kind; a folder is of the kind if all its files are.
+    Args:
+        path: as ``resolve`` gives it.
+        kind: of what is to be written.
+        overwrite: whether something of that kind may be replaced. Anything else that is not empty is never replaced.
+        folder: whether a folder is to be written.
 
     Returns:
-        What is there now, to be held against what is there in the end; None for nothing.
+        What is there now, for ``move_into_place``; None for nothing.
 
     Raises:
-        FormatError: what is there is no file (or folder), is not of the kind, or may not be replaced. Says which.
+        FormatError: what is there may not be replaced. The message says what it is.
     """
-    found = identity(path)
-    if found is None:
+    present = identity(path)
+    if present is None:
         return None
-    wanted = stat.S_IFDIR if folder else stat.S_IFREG
-    if stat.S_IFMT(os.lstat(path).st_mode) != wanted:
+    expected = stat.S_IFDIR if folder else stat.S_IFREG
+    if stat.S_IFMT(os.lstat(path).st_mode) != expected:
         raise FormatError(f"{path}: {describe(path)} is here, expected {kind.name} or nothing; {_OTHER_NAME}")
     files = _files_in(path, kind) if folder else [path]
     if not files or (not folder and not os.lstat(path).st_size):
-        return found
+        return present
     for file in files:
         if not kind.recognize(file):
             head = head_of(file, _SHOWN_NBYTES)
@@ -202,24 +217,24 @@ def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False)
             raise FormatError(f"{path}: {holds}; expected {kind.name}, anything else is never replaced: {_OTHER_NAME}")
     if not overwrite:
         raise FormatError(f"{path}: exists already; {_OTHER_NAME}, or pass overwrite (--overwrite)")
-    return found
+    return present
 
 
 def _files_in(folder: str, kind: Kind) -> list[str]:
-    """All entries of a folder, which are files; FormatError at anything else, folders among it."""
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+    """Paths of the files in a folder; FormatError if it holds anything but files."""
+    with os.scandir(folder) as scan:
+        entries = sorted(scan, key=lambda entry: entry.name)
+    for entry in entries:
         if not entry.is_file(follow_symlinks=False):
             raise FormatError(
                 f"{folder}: holds {entry.name}, {describe(entry.path)}, which no {kind.name.split(' ', 1)[-1]} has;"
                 f" {_OTHER_NAME}"
             )
-    return [entry.path for entry in found]
+    return [entry.path for entry in entries]
 
 
 def make_folders(path: str) -> None:
-    """Make the folder that a path lies in, and those above it. FormatError where something else is in the way."""
+    """Make the folder that a path lies in, and those above it. FormatError if something else has one of their names."""
     parent = os.path.dirname(path) or "."
     try:
         os.makedirs(parent, exist_ok=True)
@@ -228,22 +243,29 @@ def make_folders(path: str) -> None:
 
 
 class PendingOutput:
-    """A file or folder in the making, at ``temporary``; a context that removes it again unless it was published."""
+    """A file or folder that is being written under a temporary name; made by ``new_file`` and ``new_folder``.
+
+    As a context it removes what was written, unless that was published.
+
+    Attributes:
+        path: the place where it will be.
+        temporary: where it is until then.
+    """
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
-        self.path, self._kind, self._overwrite, self._folder = path, kind, overwrite, folder
-        self._found = check_place(path, kind, overwrite=overwrite, folder=folder)
+        self.path, self._kind, self._folder = path, kind, folder
+        self._replaced = check_place(path, kind, overwrite=overwrite, folder=folder)
         require_space(path, 0)
         make_folders(path)
         parent, base = os.path.split(path)
-        # Room for what is added to it; hidden, so that no pattern for the finished thing finds it.
+        # Hidden, so that no pattern for finished files matches; cut, so that there is room for what is appended.
         stem = os.path.join(parent, "." + os.fsencode(base)[:200].decode(errors="ignore"))
         self.temporary = f"{stem}.{secrets.token_hex(8)}.tmp"
         self._lock = -1
         self._files: list[OutputFile] = []
         if folder:
             os.mkdir(self.temporary)
-        elif (lock := _take_left_over(f"{stem}.tmp", kind)) is not None:
+        elif (lock := _lock_leftover(f"{stem}.tmp", kind)) is not None:
             self.temporary, self._lock = f"{stem}.tmp", lock
         else:
             OutputFile(self.temporary).close()
@@ -258,13 +280,13 @@ class PendingOutput:
         self.abandon()
 
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
-        """The file, or a new file of the folder, to write to; closed in the end."""
+        """Open the file, or a new file ``name`` in the folder, for writing. ``publish`` and ``abandon`` close it."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
         self._files.append(OutputFile(path, durable=durable, append=not self._folder))
         return self._files[-1]
 
     def sync(self) -> None:
-        """Bring all of it to the disk, which ``publish`` does too: for what has to be there before other steps."""
+        """Close all files and wait until they are on disk; ``publish`` begins with this."""
         for file in self._files:
             file.close()
         for path in [*(_files_in(self.temporary, self._kind) if self._folder else ()), self.temporary]:
@@ -276,30 +298,30 @@ class PendingOutput:
                 os.close(fd)
 
     def publish(self) -> None:
-        """Sync all of it, put it in its place, and remove what it replaces.
+        """Sync what was written, rename it to ``path``, and remove what was there.
 
         Raises:
-            FormatError: what is at the place is not what was there before the first byte.
-            OSError: the disk says no.
+            FormatError: something else is at ``path`` now than before the first byte. It is left alone.
+            OSError: of the disk.
         """
         self.sync()
-        old = move_into_place(self.temporary, self.path, self._found)
+        old_folder = move_into_place(self.temporary, self.path, self._replaced)
         self._close()
-        if old is None:
+        if old_folder is None:
             sync_folder(os.path.dirname(self.path))
             return
         try:
             sync_folder(os.path.dirname(self.path))
-            check_place(old, self._kind, overwrite=True, folder=True)
+            check_place(old_folder, self._kind, overwrite=True, folder=True)
         except (OSError, FormatError):
-            # Bring the old folder back: the disk says no, or a stranger's file has come into it.
-            if _rename(old, self.path, _EXCHANGE):
-                shutil.rmtree(old, ignore_errors=True)  # it holds the new one now
+            # An error of the disk, or a stranger's file that has come into the old folder: exchange the two again.
+            if _rename(old_folder, self.path, _EXCHANGE):
+                shutil.rmtree(old_folder, ignore_errors=True)  # the new folder, after the exchange
             raise
-        _remove_files(old)
+        _remove_folder(old_folder)
 
     def abandon(self) -> None:
-        """Remove what was written; nothing where it is published or abandoned already."""
+        """Remove what was written; does nothing after ``publish``, or a second time."""
         if self._closed:
             return
         if self._folder:
@@ -317,8 +339,8 @@ class PendingOutput:
             os.close(self._lock)
 
 
-def _remove_files(folder: str) -> None:
-    """Remove a folder of files, as far as that goes; what a busy network file system refuses is tried once more."""
+def _remove_folder(folder: str) -> None:
+    """Remove a folder of files. What fails is tried once more, since network file systems may be busy for a moment."""
     for _ in range(2):
         try:
             for name in os.listdir(folder):
@@ -330,11 +352,11 @@ def _remove_files(folder: str) -> None:
     raise OSError(failed.errno, f"{failed.strerror}: it was replaced, and can be removed now", folder)
 
 
-def _take_left_over(path: str, kind: Kind) -> int | None:
-    """Make a temporary file, or take what a killed writer of the same thing left, so that there is never more than one.
+def _lock_leftover(path: str, kind: Kind) -> int | None:
+    """Make an empty temporary file, or empty the one that a killed writer left, so that these never pile up.
 
     Returns:
-        Its descriptor, locked: the file is empty. None where a living writer has it, or something else is there.
+        Its descriptor, locked. None if a living writer has the lock, or the file is not of the package.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -343,16 +365,18 @@ def _take_left_over(path: str, kind: Kind) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.fstat(fd)
-        # Whoever had it may have published it between the two calls.
-        named = (found.st_dev, found.st_ino) == identity(path) and stat.S_ISREG(found.st_mode) and found.st_nlink == 1
-        if named and (not found.st_size or kind.recognize(path)):
-            if found.st_size:  # ext4 hurries the bytes of a file that was ever truncated to disk as it is closed
-                os.ftruncate(fd, 0)
-            return fd
+        status = os.fstat(fd)
+        # Between the two calls the writer that had the lock may have published the file.
+        is_here = (status.st_dev, status.st_ino) == identity(path)
+        if is_here and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            if not status.st_size:
+                return fd
+            if kind.recognize(path):
+                os.ftruncate(fd, 0)  # never of an empty file: ext4 writes one that was truncated to disk when it closes
+                return fd
     except BlockingIOError:
         pass
-    except OSError:  # no locks here, and so nobody who uses this name
+    except OSError:  # the file system has no locks, so no writer uses this name
         if stat.S_ISREG(os.fstat(fd).st_mode) and not os.fstat(fd).st_size:
             os.unlink(path)
     os.close(fd)
@@ -360,73 +384,74 @@ def _take_left_over(path: str, kind: Kind) -> int | None:
 
 
 def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """A file to be written. FormatError as in ``resolve`` and ``check_place``."""
+    """Begin to write a file. FormatError as of ``resolve`` and ``check_place``."""
     return PendingOutput(resolve(path), kind, overwrite=overwrite, folder=False)
 
 
 def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """A folder of files to be written. FormatError as in ``resolve`` and ``check_place``, or it holds where we are."""
+    """Begin to write a folder of files. FormatError as of ``resolve``, ``check_place`` and ``require_apart``."""
     name = resolve(path, folder=True)
     require_apart([Place(name, "the output", folder=True)])
     return PendingOutput(name, kind, overwrite=overwrite, folder=True)
 
 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
-    """Write a small file whole: pages, summaries, catalogs, acknowledgements. Errors as of ``new_file``."""
+    """Write and publish a small file, such as a page or a summary. Errors as of ``new_file`` and ``publish``."""
     with new_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()
 
 
-def remove_file(path: str, found: Identity | None) -> None:
-    """Remove a file for good, provided that it is what was found there before; nothing where nothing is.
+def remove_file(path: str, expected: Identity | None) -> None:
+    """Remove a file, if there is one and it is the expected one.
 
     Raises:
-        FormatError: something else is there now, which is left alone.
+        FormatError: something else is there, which is left alone.
     """
-    if (now := identity(path)) is None:
+    if (present := identity(path)) is None:
         return
-    if now != found:
+    if present != expected:
         raise _changed(path)
     os.unlink(path)
     sync_folder(os.path.dirname(path))
 
 
-def move_into_place(temporary: str, path: str, found: Identity | None) -> str | None:
-    """Give a file or folder its name, provided that what has the name now is what was found there before.
+def move_into_place(temporary: str, path: str, expected: Identity | None) -> str | None:
+    """Rename a file or folder to ``path``, if nothing or the expected thing is there. The caller must have synced it.
 
     Returns:
-        Where the folder is that it took the place of; None for a file, which is gone, or for nothing.
+        Where the replaced folder is now, which the caller must remove; None for a replaced file, which is gone, and for
+        nothing.
 
     Raises:
-        FormatError: something else is there now. All is left as it was.
+        FormatError: something else is there. Everything is left as it was.
     """
     folder = os.path.isdir(temporary)
-    if found is not None and (now := identity(path)) != found:
-        if now is not None:
-            raise _changed(path)
-        found = None
+    present = identity(path) if expected is not None else None
+    if present is not None and present != expected:
+        raise _changed(path)
     try:
-        if found is None:
-            _put_in_free_place(temporary, path, folder=folder)
+        if present is None:
+            _move_to_free_place(temporary, path, folder=folder)
             return None
         if not folder:
             os.rename(temporary, path)
             return None
         if _rename(temporary, path, _EXCHANGE):
             return temporary
-        os.rename(path, old := f"{temporary}.old")
+        os.rename(path, old_folder := f"{temporary}.old")
         try:
             os.rename(temporary, path)
         except OSError:
-            os.rename(old, path)
+            os.rename(old_folder, path)
             raise
-        return old
+        return old_folder
     except (FileExistsError, IsADirectoryError, NotADirectoryError):
         raise _changed(path) from None
 
 
-def _put_in_free_place(temporary: str, path: str, *, folder: bool) -> None:
+def _move_to_free_place(temporary: str, path: str, *, folder: bool) -> None:
+    """Rename a file or folder to ``path``. FileExistsError or FormatError if anything is there but an empty folder."""
     if _rename(temporary, path, _NOREPLACE):
         return
     if folder:
@@ -451,7 +476,7 @@ def _changed(path: str) -> FormatError:
 
 
 def _rename(old: str, new: str, flags: int) -> bool:
-    """``renameat2``; False where the library, the kernel or the file system does not have it."""
+    """Call ``renameat2``; False if the C library, the kernel or the file system does not have it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -464,7 +489,7 @@ def _rename(old: str, new: str, flags: int) -> bool:
 
 
 def require_space(path: str, nbytes: int, files: int = 1) -> None:
-    """OSError (ENOSPC) where the disk of a path has too little room, or too few inodes; nothing need be there yet."""
+    """OSError (ENOSPC) if the disk that a path will be on has too few free bytes, or too few inodes for ``files``."""
     folder = os.path.abspath(path)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -472,32 +497,33 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     free, full = room.f_bavail * room.f_frsize, os.strerror(errno.ENOSPC)
     if free < nbytes:
         raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed and {free:,} are free", path)
-    # File systems without a fixed number of inodes say that they have none at all.
+    # A file system without a fixed number of inodes reports 0 of them.
     if room.f_files and room.f_favail < files:
         raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)
 
 
 # ---- one writer a place ----
 
-# What file systems answer that have no locks: Lustre mounted without them, some FUSE and NFS mounts.
+# Errors of file systems without locks: Lustre mounted without them, some FUSE and NFS mounts.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str | None) -> int:
-    """Open a file and lock it, until the descriptor is closed. What is not of this package is left alone.
+    """Open a file and lock it; the lock lasts until the caller closes the descriptor, or is killed.
 
     Args:
-        path: of the file; a link there is refused.
-        magics: what the file may begin with, all of one length; it may also be empty.
-        create: make the file where there is none.
-        shared: only look: keeps writers out, not other lookers, and needs no right to write.
-        busy: the error where another process holds it; None waits for that process.
+        path: of the file. A link there is refused.
+        magics: what a file of the package begins with, all of one length; the file may also be empty.
+        create: make the file if there is none.
+        shared: for a reader: keeps writers out and no other reader, and needs no right to write.
+        busy: the message of the error if another process has the lock; None to wait for that process.
 
     Raises:
-        FormatError: another process holds it, the file system knows no locks, or something else is at ``path``.
-        FileNotFoundError: there is no file, and none is to be made.
+        FormatError: another process has the lock, the file system has no locks, or what is at ``path`` is not of the
+            package and is left alone.
+        FileNotFoundError: there is no file, and ``create`` is false.
     """
-    # Not to wait for the other end where somebody has put a pipe there.
+    # O_NONBLOCK: opening a FIFO would wait for its other end.
     access = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     while True:
         check_lock(path, magics, shared=shared)
@@ -505,7 +531,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
             check_lock(path, magics, shared=shared)
-            # A writer that was done between the two calls has removed the file this lock is on.
+            # Between open and flock, the writer that had the lock may have removed the file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(path)):
                     return fd
@@ -516,7 +542,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
                 raise FormatError(busy) from None
             if not isinstance(error, OSError) or error.errno not in _NO_LOCKS:
                 raise
-            if empty:  # made by the attempt
+            if empty:  # most likely made by the call above
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise FormatError(
@@ -528,19 +554,19 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
 
 
 def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) -> None:
-    """FormatError where what is at a path is nothing that ``lock_file`` would take."""
+    """FormatError if something is at a path that ``lock_file`` would refuse."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    found = head_of(path, max(map(len, magics), default=1))
-    what = ""
+    head = head_of(path, max(map(len, magics), default=1))
     if not stat.S_ISREG(status.st_mode):
         what = f"{describe(path)} is here"
-    elif found and not any(magic.startswith(found) for magic in magics):
+    elif head and not any(magic.startswith(head) for magic in magics):
         what = "a file that megatron-sft-idx did not write is here"
     elif status.st_nlink > 1 and not shared:
         what = "this file has another name too (a hard link)"
-    if what:
-        wanted = f"where {os.path.basename(path)} of this command would be"
-        raise FormatError(f"{path}: {what}, {wanted}; move it away, or choose another name")
+    else:
+        return
+    where = f"where {os.path.basename(path)} of this command would be"
+    raise FormatError(f"{path}: {what}, {where}; move it away, or choose another name")

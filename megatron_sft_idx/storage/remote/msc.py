@@ -1,7 +1,8 @@
-"""NVIDIA's multi-storage-client: profiles that reach S3, GCS, Azure, OCI and plain folders."""
+"""One profile of NVIDIA's multi-storage-client, which may reach S3, GCS, Azure, OCI or a plain folder."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class MultiStorage:
-    """One profile.
+    """The transport of one profile; every method makes one attempt and raises a ``Failure``.
 
     Args:
         profile: its name in the configuration of multi-storage-client.
@@ -32,7 +33,7 @@ class MultiStorage:
         FormatError: the library is not installed, or does not know the profile.
     """
 
-    # Its reads take no condition.
+    # Reads cannot demand an etag.
     conditional = False
 
     def __init__(self, profile: str) -> None:
@@ -54,70 +55,69 @@ class MultiStorage:
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
-        found = translated(lambda: self._client.info(key, strict=False))
-        if found.type != "file":
-            raise NoSuchObject(found.type)
-        return _info(key, found)
+        answer = _translated(lambda: self._client.info(key, strict=False))
+        if answer.type != "file":
+            raise NoSuchObject(answer.type)
+        return _info(key, answer)
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
-        """Bytes of an object; ``etag`` is left to the store."""
+        """Bytes of an object, whatever its etag; there may be fewer than ``nbytes``."""
         del etag
-        wanted = self._range(offset=offset, size=nbytes)
-        return translated(lambda: bytes(self._client.read(key, byte_range=wanted)))
+        extent = self._range(offset=offset, size=nbytes)
+        return _translated(lambda: bytes(self._client.read(key, byte_range=extent)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with a prefix."""
-        # It lists folders, not prefixes.
+        """The objects whose keys begin with a prefix."""
+        # The library lists a folder, not a prefix.
         folder = prefix.rpartition("/")[0]
-        for found in translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
-            key = found.key.lstrip("/")
-            if found.type == "file" and key.startswith(prefix):
-                yield _info(key, found)
+        for entry in _translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
+            key = entry.key.lstrip("/")
+            if entry.type == "file" and key.startswith(prefix):
+                yield _info(key, entry)
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object; the library knows when in parts, and how long to try."""
+        """Write an object. Whether it is sent in parts, and for how long, is up to the library."""
         del nbytes, seconds
-        # It sends parts from files only, and all of the data has been checked before the first byte is sent.
+        # The library sends parts of a file only. So all data is also checked before the first byte is sent.
         with tempfile.NamedTemporaryFile(prefix="megatron-sft-idx-") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
-            translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
+            _translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
 
     def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object where there is none.
+        """Write an object. EtagMismatch if there is one.
 
-        The library has no way to ask for that, so this looks first: of two that try in the same moment both may believe
-        that they succeeded.
+        The library cannot demand that there is none, so this looks first: of two that try at once both may succeed.
         """
         try:
             self.head(key)
         except NoSuchObject:
-            translated(lambda: self._client.write(key, data, attributes={CHECKSUM: checksum}))
+            _translated(lambda: self._client.write(key, data, attributes={CHECKSUM: checksum}))
         else:
             raise EtagMismatch("there already")
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
+        """Remove an object, if there is one."""
         try:
-            translated(lambda: self._client.delete(key))
+            _translated(lambda: self._client.delete(key))
         except NoSuchObject:
             return
 
     def abort_uploads(self, key: str) -> int:
-        """None: profiles do not tell of uploads that never ended. Stores have rules that remove their parts."""
+        """Does nothing: profiles do not list unfinished uploads. A rule of the store may remove their parts."""
         del key
         return 0
 
 
-def _info(key: str, found: Any) -> ObjectInfo:
-    # Plain folders have no etags: size and time of change tell as much as they can.
-    etag = found.etag or f"{found.content_length}-{found.last_modified.timestamp()}"
-    return ObjectInfo(key, int(found.content_length), etag.strip('"'), (found.metadata or {}).get(CHECKSUM))
+def _info(key: str, entry: Any) -> ObjectInfo:
+    # A plain folder has no etags: size and time of change stand for one.
+    etag = entry.etag or f"{entry.content_length}-{entry.last_modified.timestamp()}"
+    return ObjectInfo(key, int(entry.content_length), etag.strip('"'), (entry.metadata or {}).get(CHECKSUM))
 
 
-def translated(request: Callable[[], _T]) -> _T:
-    """What a request gives; its exceptions as failures."""
+def _translated(request: Callable[[], _T]) -> _T:
+    """Make a request of the library, and raise its exceptions as failures."""
     try:
         return request()
     except Exception as error:
@@ -136,13 +136,10 @@ def _failure_of(error: Exception) -> Failure:
         return EtagMismatch(name)
     if isinstance(error, RetryableError):
         return TemporaryFailure(name)
-    # Whatever else S3 answers comes as a RuntimeError over botocore's own, which says more.
-    try:
+    # Other answers of S3 come as a RuntimeError whose cause is botocore's own exception.
+    with contextlib.suppress(ModuleNotFoundError):
         from megatron_sft_idx.storage.remote.s3 import failure_of
 
-        known = failure_of(error)
-    except ModuleNotFoundError:
-        known = None
-    if known is not None:
-        return known
+        if (failure := failure_of(error)) is not None:
+            return failure
     return TemporaryFailure(name) if isinstance(error, OSError) else RequestRefused(name)

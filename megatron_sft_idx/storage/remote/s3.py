@@ -1,7 +1,7 @@
-"""S3 through boto3, whose usual chain finds endpoint, region and credentials; data through obstore where it is there.
+"""One bucket of S3: requests through boto3, ranges and uploads through obstore if that is installed.
 
-Reading a range costs boto3 some 3 ms of processor time under the interpreter's lock, obstore a sixth of that and no
-lock. What obstore needs to know it is told by boto3, so that both go by the same configuration.
+boto3 finds endpoint, region and credentials in its usual places, and obstore is given the same. A read of a range costs
+boto3 some 3 ms of processor time under the interpreter's lock; obstore takes a sixth of that, without the lock.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _PART_NBYTES = 8 * _MIB
 # Amazon takes 10,000 parts an object; other stores, where nobody has told them to, 1,000.
 _MAX_PARTS = 1000
 _PARTS_AT_ONCE = 6
-# How long one part may take: a minute, and what it takes at a quarter of a MiB a second.
+# The timeout of one part: a minute, and 4 seconds a MiB for slow lines.
 _SECONDS, _SECONDS_A_MIB = 60, 4
 _SMALL_SECONDS = 5.0
-# The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
-_runs_in: int | None = None
+# The process that runs obstore's threads. A fork has none of them, and would wait for them for ever.
+_obstore_process: int | None = None
 
-# For the largest ranges that are read, at a quarter of a MiB a second.
+# The largest range, 8 MiB, takes this long at a quarter of a MiB a second.
 _TRANSFER_SECONDS = 32
 _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
@@ -52,23 +52,31 @@ _BY_STATUS: dict[int, type[Failure]] = {
     401: AccessDenied, 403: AccessDenied, 404: NoSuchObject, 408: TemporaryFailure, 412: EtagMismatch,
     416: RangePastEnd, 429: TemporaryFailure,
 }  # fmt: skip
-# Some stores say these with a status of 400.
-_PASSING = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
-# Credentials that were good once.
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
+# Codes that some stores send with status 400.
+_TEMPORARY = {
+    "RequestTimeout",
+    "SlowDown",
+    "InternalError",
+    "ServiceUnavailable",
+    "Throttling",
+    "ThrottlingException",
+}
+# Codes of credentials that were good once.
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
 
 class S3:
-    """One bucket.
+    """The transport of one bucket of S3; every method makes one attempt and raises a ``Failure``.
 
     Args:
         bucket: its name.
-        fast: read ranges through obstore; None where it is installed, and runs in this process.
+        fast: whether to read ranges through obstore; None to do so if it is installed and usable in this process.
 
     Raises:
         FormatError: boto3 is not installed.
     """
 
+    # Reads demand the etag.
     conditional = True
 
     def __init__(self, bucket: str, *, fast: bool | None = None) -> None:
@@ -85,60 +93,60 @@ class S3:
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
             max_pool_connections=CONNECTIONS,
-            retries={"total_max_attempts": 1},  # the store retries
+            retries={"total_max_attempts": 1},  # ``RemoteStore`` retries
         )
         self.client = _translated(lambda: self.session.client("s3", config=config))
         self.fast = _usable() and find_spec("obstore") is not None if fast is None else fast
         if self.fast:
-            # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+            # ``RemoteStore`` retries. obstore's timeout is that of the whole answer.
             seconds = _READ_SECONDS + _TRANSFER_SECONDS
             self._ranges = self._obstore(timeout=f"{seconds}s", retry_config={"max_retries": 0})
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
-        found = _translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
-        checksum = found.get("Metadata", {}).get(CHECKSUM)
-        return ObjectInfo(key, int(found["ContentLength"]), found["ETag"].strip('"'), checksum)
+        answer = _translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
+        checksum = answer.get("Metadata", {}).get(CHECKSUM)
+        return ObjectInfo(key, int(answer["ContentLength"]), answer["ETag"].strip('"'), checksum)
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
-        """Bytes of an object."""
+        """Bytes of an object, of the one with ``etag`` if that is given; there may be fewer than ``nbytes``."""
         if self.fast:
             import obstore
 
             options: dict[str, Any] = {"range": (offset, offset + nbytes)}
             options |= {"if_match": f'"{etag}"'} if etag is not None else {}
             try:
-                found = obstore.get(self._ranges, key, options=options)
-                begin, end = found.range
+                answer = obstore.get(self._ranges, key, options=options)
+                begin, end = answer.range
                 if (begin, end) != (offset, offset + nbytes):
                     raise TemporaryFailure(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
-                return memoryview(found.bytes())
+                return memoryview(answer.bytes())
             except (obstore.exceptions.BaseError, OSError) as error:
                 raise _obstore_failure(error) from None
-        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
-        wanted |= {"IfMatch": f'"{etag}"'} if etag is not None else {}
+        headers = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        headers |= {"IfMatch": f'"{etag}"'} if etag is not None else {}
 
         def request() -> bytes:
-            found = self.client.get_object(Bucket=self.bucket, Key=key, **wanted)
-            body = found["Body"]
-            # A server that knows no ranges sends the whole object: that is not read.
-            if found["ContentLength"] > nbytes:
+            answer = self.client.get_object(Bucket=self.bucket, Key=key, **headers)
+            body = answer["Body"]
+            # A server that knows no ranges sends the whole object, which may be large.
+            if answer["ContentLength"] > nbytes:
                 body.close()
-                raise RequestRefused(f"{found['ContentLength']} bytes for a range of {nbytes}")
+                raise RequestRefused(f"{answer['ContentLength']} bytes for a range of {nbytes}")
             raw: bytes = body.read()
             return raw
 
         return _translated(request)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with a prefix."""
+        """The objects whose keys begin with a prefix."""
         pages = iter(self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
         while (page := _translated(lambda: next(pages, None))) is not None:
-            for found in page.get("Contents", ()):
-                yield ObjectInfo(found["Key"], int(found["Size"]), found["ETag"].strip('"'))
+            for entry in page.get("Contents", ()):
+                yield ObjectInfo(entry["Key"], int(entry["Size"]), entry["ETag"].strip('"'))
 
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object; in parts where it is large."""
+        """Write an object, a large one in parts; obstore retries for at most ``seconds``."""
         part_nbytes = max(_PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
         if nbytes <= part_nbytes:
             self._put(key, b"".join(chunks), checksum, part_nbytes, seconds, mode="overwrite")
@@ -146,13 +154,14 @@ class S3:
         try:
             self._put(key, iter(chunks), checksum, part_nbytes, seconds, chunk_size=part_nbytes)
         except BaseException:
-            # obstore gives parts up, but may have met the same trouble doing so; then the next upload clears them.
+            # obstore removes the parts itself, but the store may have failed that request too. Then the next upload
+            # to the key removes them.
             with contextlib.suppress(Failure):
                 self.abort_uploads(key)
             raise
 
     def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object where there is none."""
+        """Write an object. EtagMismatch if there is one."""
         self._put(key, data, checksum, len(data), _SMALL_SECONDS, mode="create")
 
     def _put(self, key: str, data: Any, checksum: str, part_nbytes: int, seconds: float, **options: Any) -> None:
@@ -174,32 +183,32 @@ class S3:
             raise _obstore_failure(error) from None
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
+        """Remove an object, if there is one."""
         _translated(lambda: self.client.delete_object(Bucket=self.bucket, Key=key))
 
     def abort_uploads(self, key: str) -> int:
-        """Remove the parts of uploads to a key that never ended."""
+        """Remove the stored parts of unfinished uploads to a key; return the number of uploads."""
         pages = self.client.get_paginator("list_multipart_uploads").paginate(Prefix=key, Bucket=self.bucket)
-        found = _translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
-        left = [upload["UploadId"] for upload in found if upload["Key"] == key]
-        for upload in left:
-            abort = functools.partial(self.client.abort_multipart_upload, Key=key, UploadId=upload, Bucket=self.bucket)
+        uploads = _translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
+        ids = [upload["UploadId"] for upload in uploads if upload["Key"] == key]
+        for each in ids:
+            abort = functools.partial(self.client.abort_multipart_upload, Key=key, UploadId=each, Bucket=self.bucket)
             with contextlib.suppress(NoSuchObject):  # ended meanwhile
                 _translated(abort)
-        return len(left)
+        return len(ids)
 
     def _obstore(self, *, timeout: str, **options: Any) -> Any:
-        """The S3Store of obstore for the bucket, which goes where boto3 does, as the same user.
+        """The bucket as S3Store of obstore, with boto3's endpoint, region and credentials.
 
         Args:
             timeout: of one request, such as ``20s``.
-            **options: others that S3Store takes.
+            **options: further ones of S3Store.
         """
         from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
 
-        global _runs_in  # noqa: PLW0603
-        _runs_in = os.getpid()
+        global _obstore_process  # noqa: PLW0603
+        _obstore_process = os.getpid()
         meta = self.client.meta
         if self.session.get_credentials() is None:
             options["skip_signature"] = True
@@ -220,15 +229,15 @@ class S3:
 
 
 def _usable() -> bool:
-    """Whether obstore runs here: not in a fork of a process that has used it."""
-    return _runs_in in (None, os.getpid())
+    """Whether obstore can be used: not in a fork of a process that has used it."""
+    return _obstore_process in (None, os.getpid())
 
 
-# ---- what their errors mean ----
+# ---- failures ----
 
 
 def _translated(request: Callable[[], _T]) -> _T:
-    """What a request gives; its exceptions as failures."""
+    """Make a request of boto3, and raise its exceptions as failures; those of other code come out as they are."""
     try:
         return request()
     except (Failure, ModuleNotFoundError):
@@ -240,24 +249,24 @@ def _translated(request: Callable[[], _T]) -> _T:
 
 
 def failure_of(error: BaseException | None) -> Failure | None:
-    """What an exception of botocore, or one that it caused, means; None for those that are of something else."""
+    """The failure that an exception of botocore, or one caused by it, means; None for any other exception."""
     from botocore import exceptions as of
     from urllib3.exceptions import HTTPError
 
     denied = of.NoCredentialsError, of.PartialCredentialsError, of.CredentialRetrievalError, of.ProfileNotFound
-    passing = of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, HTTPError, OSError
+    temporary = of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, HTTPError, OSError
     while error is not None:
         name = type(error).__name__
         if isinstance(error, of.ClientError):
             code = str(error.response.get("Error", {}).get("Code", ""))
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            if code.isdigit():  # of a HEAD, whose answer has no body
-                # There is nothing in it that could be wrong but who asks.
+            if code.isdigit():  # no code: the answer to a HEAD has no body
+                # Nothing in a HEAD but its signature can make a status of 400.
                 return AccessDenied("HTTP 400") if status == 400 else _failure_of_status(status, "")
             return _failure_of_status(status, code)
         if isinstance(error, (*denied, of.TokenRetrievalError)):
             return AccessDenied(name)
-        if isinstance(error, passing):
+        if isinstance(error, temporary):
             return TemporaryFailure(name)
         if isinstance(error, of.BotoCoreError | ValueError):
             return RequestRefused(name)
@@ -266,13 +275,13 @@ def failure_of(error: BaseException | None) -> Failure | None:
 
 
 def _failure_of_status(status: int, code: str) -> Failure:
-    """What an answer of S3 means; ``code`` is the word in its body, empty where there is none."""
-    kind = _BY_STATUS.get(status, TemporaryFailure if status >= 500 or code in _PASSING else RequestRefused)
-    return (AccessDenied if code in _EXPIRED else kind)(f"HTTP {status} {code}".rstrip())
+    """The failure that an answer of S3 means; ``code`` is that in its body, empty if there is none."""
+    kind = _BY_STATUS.get(status, TemporaryFailure if status >= 500 or code in _TEMPORARY else RequestRefused)
+    return (AccessDenied if code in _EXPIRED_CODES else kind)(f"HTTP {status} {code}".rstrip())
 
 
 def _obstore_failure(error: Exception) -> Failure:
-    """What obstore's exceptions mean, some by the status in the message, which is all that it tells of them."""
+    """The failure that an exception of obstore means; for some, only its message has the status."""
     from obstore import exceptions
 
     if isinstance(error, exceptions.PreconditionError | exceptions.AlreadyExistsError):
@@ -281,7 +290,7 @@ def _obstore_failure(error: Exception) -> Failure:
         return NoSuchObject("HTTP 404")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return AccessDenied(type(error).__name__)
-    found, code = _STATUS.search(str(error)), _CODE.search(str(error))
-    if not found:
+    status, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if not status:
         return TemporaryFailure(type(error).__name__)
-    return _failure_of_status(int(found[1]), code[1] if code else "")
+    return _failure_of_status(int(status[1]), code[1] if code else "")

@@ -1,9 +1,8 @@
-"""``RemoteStore``: objects by key, read by ranges and written, with retries and errors that people understand.
+"""``RemoteStore``: the objects of one bucket, read by ranges and written, with retries and errors for people.
 
-Below it is a transport, ``S3`` or ``MultiStorage``: what one library can do with one bucket, a single attempt at a
-time. Threads may share one, processes may not. It translates between its library and some failures, which say what
-whoever called can do. They carry a status or the name of an exception, never a library's own message: those may quote
-request headers. Above it are objects as arrays and as files.
+Below it is a transport, ``S3`` or ``MultiStorage``, which makes a single attempt at each request and raises a
+``Failure``. A failure's text is a status or the name of an exception, never a library's own message: that may quote
+request headers. Threads may share a transport, processes may not.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RemotePath(NamedTuple):
-    """A path in an object store, taken apart: ``s3`` or ``msc``, bucket (or profile), and key, empty for the bucket."""
+    """A path in an object store: scheme (``s3`` or ``msc``), bucket (or profile), and key, which may be empty."""
 
     scheme: str
     bucket: str
@@ -44,7 +43,7 @@ class RemotePath(NamedTuple):
         """Take a path apart; ``str`` puts it together again.
 
         Raises:
-            FormatError: another scheme, no bucket, or a key that not every library can send as it is.
+            FormatError: another scheme, no bucket, or a key that libraries understand in different ways.
         """
         text = os.fspath(path)
         scheme, found, rest = text.partition("://")
@@ -54,7 +53,7 @@ class RemotePath(NamedTuple):
         if not bucket:
             what = "bucket" if scheme == "s3" else "profile"
             raise FormatError(f"{text}: no {what} is named; expected {scheme}://{what.upper()}/path")
-        # Some libraries take these for steps through folders, others refuse them, and stores know no folders.
+        # Some libraries resolve these as in a file system, others refuse them; to a store they are part of the key.
         folders = key.split("/")[:-1]
         if "" in folders or {".", ".."} & {*folders, key.rpartition("/")[2]} or not key.isprintable():
             raise FormatError(
@@ -67,7 +66,7 @@ class RemotePath(NamedTuple):
         return f"{self.scheme}://{self.bucket}/{self.key}"
 
 
-# ---- what a library does ----
+# ---- what transports take and give ----
 
 Chunks = Iterable["bytes | memoryview"]
 
@@ -76,13 +75,13 @@ CHECKSUM = "xxh3-128"
 
 
 class ObjectInfo(NamedTuple):
-    """An object without its content.
+    """What a store tells of an object.
 
     Attributes:
         key: inside its bucket.
         nbytes: its size.
-        etag: differs where the content does; without quotes.
-        checksum: the hex xxh3_128 that its writer recorded; None in a listing, or where something else wrote it.
+        etag: another one for other content; without quotes.
+        checksum: the hex xxh3_128 that its writer recorded; None in a listing, or if another program wrote it.
     """
 
     key: str
@@ -92,11 +91,11 @@ class ObjectInfo(NamedTuple):
 
 
 class Failure(Exception):  # noqa: N818 - it never reaches a caller
-    """What came of a request instead of an answer; its text is a status or the name of an exception."""
+    """Why one attempt at a request failed; its text is a status or the name of an exception."""
 
 
 class TemporaryFailure(Failure):
-    """No answer, or half of one: the same request may do next time."""
+    """No answer, or a part of one: the same request may succeed later."""
 
 
 class NoSuchObject(Failure):
@@ -104,34 +103,34 @@ class NoSuchObject(Failure):
 
 
 class AccessDenied(Failure):
-    """The credentials are not accepted, are not enough, or there are none."""
+    """There are no credentials, or they are not accepted or do not allow the request."""
 
 
 class EtagMismatch(Failure):
-    """The object is another one than the etag names, or there is one where none should be."""
+    """The object does not have the requested etag, or there is one although none should be."""
 
 
 class RangePastEnd(Failure):
-    """The object ends before the range begins."""
+    """The requested range begins behind the object's end."""
 
 
 class RequestRefused(Failure):
-    """Any other answer, which the same request would get again."""
+    """Any other refusal: the same request would get it again."""
 
 
-# ---- trying again ----
+# ---- retries ----
 
 _T = TypeVar("_T")
 _SECONDS = "SFT_IDX_STORAGE_SECONDS"
 
 
 class RetryPolicy(NamedTuple):
-    """Back-off that doubles, with jitter, under a bound of the whole.
+    """How long a request is retried: delays double, with jitter, up to a limit for all attempts together.
 
     Attributes:
         total_seconds: no attempt begins later than this after the first one.
-        first_delay: seconds before the second attempt, at most.
-        longest_delay: seconds between two attempts, at most.
+        first_delay: most seconds before the second attempt.
+        longest_delay: most seconds between two attempts.
     """
 
     total_seconds: float = 120.0
@@ -140,7 +139,7 @@ class RetryPolicy(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> RetryPolicy:
-        """The usual one, with the total bound that ``SFT_IDX_STORAGE_SECONDS`` names, where it does."""
+        """The default policy, with the ``total_seconds`` of ``SFT_IDX_STORAGE_SECONDS`` if that is set."""
         if not (text := os.environ.get(_SECONDS, "")):
             return cls()
         with contextlib.suppress(ValueError):
@@ -149,23 +148,23 @@ class RetryPolicy(NamedTuple):
         raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
 
     def run(self, attempt: Callable[[], _T]) -> _T:
-        """What ``attempt`` gives once it does not raise ``TemporaryFailure``.
+        """Call ``attempt`` until it does not raise ``TemporaryFailure``, and return what it returns.
 
         Raises:
-            TemporaryFailure: the last one's, with the number of attempts and the time they took.
+            TemporaryFailure: of the last attempt, with the number of attempts and the time they took.
             Failure: any other kind, at once.
         """
         begin, delay, attempts = time.monotonic(), self.first_delay, 0
         while True:
             attempts += 1
-            # The interpreter waits for this thread before it exits: nothing is worth another attempt.
+            # The interpreter waits for this thread before it exits.
             if _ending and threading.current_thread() is not threading.main_thread():
                 raise TemporaryFailure("the process ends")
             try:
                 return attempt()
             except TemporaryFailure as failure:
                 spent = time.monotonic() - begin
-                # Half of it is by chance, so that many readers do not come back together.
+                # Random, so that many readers do not come back at the same moment.
                 pause = delay * random.uniform(0.5, 1)
                 if spent + pause > self.total_seconds:
                     raise TemporaryFailure(f"{attempts} attempts in {spent:.1f} s, the last one: {failure}") from None
@@ -173,7 +172,7 @@ class RetryPolicy(NamedTuple):
             delay = min(2 * delay, self.longest_delay)
 
 
-# Requests under way at once. A request to S3 takes 10 to 100 ms whatever its size, so it takes many to fill a network.
+# Requests at once. One to S3 takes 10 to 100 ms whatever its size, so a fast network needs many.
 CONNECTIONS = 64
 
 _pool: tuple[int, ThreadPoolExecutor] | None = None
@@ -181,26 +180,24 @@ _ending = False
 
 
 def request_pool() -> ThreadPoolExecutor:
-    """The pool of this process; a fork makes its own, as threads stay behind in the parent.
-
-    What runs in it must not wait for more that runs in it.
-    """
+    """The threads that make requests, one pool a process. What runs in it may not wait for more that runs in it."""
     global _pool  # noqa: PLW0603
     pool = _pool
+    # The threads of a pool do not exist in a fork of its process.
     if pool is None or pool[0] != os.getpid():
         pool = _pool = os.getpid(), ThreadPoolExecutor(CONNECTIONS, "storage")
     return pool[1]
 
 
 def _end() -> None:
-    """Drop what is queued: else the interpreter exits once each request has been tried for as long as they may be."""
+    """Drop requests that have not begun: the interpreter would wait until all retries of all of them are over."""
     global _ending  # noqa: PLW0603
     _ending = True
     if _pool is not None and _pool[0] == os.getpid():
         _pool[1].shutdown(wait=False, cancel_futures=True)
 
 
-# What atexit calls comes after the interpreter has waited for the pool; this comes before, in Python 3.9 and later.
+# Python calls this before it waits for the pool's threads, and functions of atexit only afterwards.
 if register := getattr(threading, "_register_atexit", None):
     register(_end)
 
@@ -209,14 +206,17 @@ if register := getattr(threading, "_register_atexit", None):
 
 
 class RemoteStore:
-    """Objects of one bucket. Threads may share one; it pickles as its address, and makes a transport in each process.
+    """The objects of one bucket. Threads may share one; pickled, it makes a new transport in the other process.
 
-    Every method retries what may pass, under the policy's bound, and then raises
+    Methods retry by the policy. What they raise in the end is
 
-    - StorageError: the store could not be reached, or does not let these credentials in, or there is no such object;
-    - FormatError: the object is another one than ``etag`` names, or ends before the range does.
+    - StorageError: the store cannot be reached, does not accept the credentials, or has no such object;
+    - FormatError: the object does not have the requested etag, or ends before the requested range does.
 
-    ``bucket`` is of S3, or the profile of multi-storage-client; ``policy`` says how long to try.
+    Args:
+        scheme: ``s3`` or ``msc``.
+        bucket: of S3, or the profile of multi-storage-client.
+        policy: for retries; None for ``RetryPolicy.from_environment``.
     """
 
     def __init__(self, scheme: str, bucket: str, policy: RetryPolicy | None = None) -> None:
@@ -232,14 +232,14 @@ class RemoteStore:
 
     @property
     def transport(self) -> S3 | MultiStorage:
-        """This process's; made by the thread that comes first, as that takes longer than a request."""
-        made = self._transport
-        if made is None or made[0] != os.getpid():
+        """The transport of this process, made at its first use, by one thread, since it takes longer than a request."""
+        current = self._transport
+        if current is None or current[0] != os.getpid():
             with _connecting:
-                made = self._transport
-                if made is None or made[0] != os.getpid():
-                    made = self._transport = os.getpid(), self._connect()
-        return made[1]
+                current = self._transport
+                if current is None or current[0] != os.getpid():
+                    current = self._transport = os.getpid(), self._connect()
+        return current[1]
 
     def _connect(self) -> S3 | MultiStorage:
         if self.scheme == "msc":
@@ -251,85 +251,80 @@ class RemoteStore:
         return S3(self.bucket)
 
     def path(self, key: str) -> str:
-        """Of an object, as people write it."""
+        """The path of an object, as users write it."""
         return str(RemotePath(self.scheme, self.bucket, key))
 
     def head(self, key: str, *, writing: bool = False) -> ObjectInfo | None:
-        """What is at a key; None for nothing. With ``writing`` errors are worded for whoever writes there."""
-        with self._telling(key, writing=writing):
+        """What is at a key; None for nothing. With ``writing``, errors are worded for a command that writes there."""
+        with self._errors_of(key, writing=writing):
             try:
                 return self.policy.run(lambda: self.transport.head(key))
             except NoSuchObject:
                 return None
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
-        """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
+        """Exactly these bytes of an object; with ``etag``, of the object that has it and no other."""
         return self.read_many(key, [(offset, nbytes)], etag=etag)[0]
 
     def read_many(
         self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None
     ) -> list[bytes | memoryview]:
         """As ``read``, for many (offset, nbytes) at once."""
-        # What runs in the pool must not wait for more that runs in it: one is fetched here.
-        run = request_pool().map if len(ranges) > 1 else map
-        found = list(run(lambda wanted: self.fetch(key, *wanted, etag=etag), ranges))
+        # A single range is read in this thread, which may be one of the pool: those may not wait for the pool.
+        each = request_pool().map if len(ranges) > 1 else map
+        blocks = list(each(lambda extent: self.fetch(key, *extent, etag=etag), ranges))
         if etag is not None:
             self.confirm_unchanged(key, etag)
-        return found
+        return blocks
 
     def fetch(self, key: str, offset: int, nbytes: int, *, etag: str | None) -> bytes | memoryview:
-        """As ``read``, but of the object that ``etag`` names only if ``confirm_unchanged`` says so afterwards."""
+        """As ``read``, but the caller must call ``confirm_unchanged`` afterwards, once for any number of fetches."""
         if not nbytes:
             return b""
 
         def attempt() -> bytes | memoryview:
-            found = self.transport.get(key, offset, nbytes, etag)
-            # Libraries have answered with nothing, or with what came before the connection broke, and no error.
-            if len(found) != nbytes:
+            block = self.transport.get(key, offset, nbytes, etag)
+            # When a connection broke, libraries have returned what came until then, or nothing, without an error.
+            if len(block) != nbytes:
                 if etag is not None:
-                    self.confirm_unchanged(key, etag)  # one that was replaced by a shorter one stays short
-                raise TemporaryFailure(f"{len(found)} bytes for the {nbytes} at {offset}")
-            return found
+                    self.confirm_unchanged(key, etag)  # an object that was replaced by a shorter one stays short
+                raise TemporaryFailure(f"{len(block)} bytes for the {nbytes} at {offset}")
+            return block
 
-        with self._telling(key):
+        with self._errors_of(key):
             return self.policy.run(attempt)
 
     def confirm_unchanged(self, key: str, etag: str) -> None:
-        """FormatError unless all that was fetched so far is of the object that ``etag`` names.
+        """FormatError unless all that was fetched so far is of the object with this etag.
 
-        One request for many ranges where the transport could not hold each to its etag, none where it could. Objects
-        are replaced as a whole: one that is the same after reading was so all along.
+        Objects are replaced as a whole, so it is enough to compare the etag after reading. That takes a request only if
+        the transport cannot demand the etag with each read.
         """
         if self.transport.conditional:
             return
-        found = self.head(key)
-        if found is None:
+        info = self.head(key)
+        if info is None:
             raise self._error(key, NoSuchObject("removed"))
-        if found.etag != etag:
-            raise self._error(key, EtagMismatch(found.etag))
+        if info.etag != etag:
+            raise self._error(key, EtagMismatch(info.etag))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with ``prefix``, in any order."""
-        with self._telling(prefix):
+        """The objects whose keys begin with ``prefix``, in no certain order."""
+        with self._errors_of(prefix):
             try:
                 return iter(self.policy.run(lambda: list(self.transport.list(prefix))))
             except NoSuchObject:
                 where = f"{self.scheme}://{self.bucket}"
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
 
-    # Each of what follows raises StorageError only.
-
     def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str) -> None:
-        """Write an object of ``nbytes``, or replace it.
-
-        What ``chunks`` raises, at its end too, keeps the object from being written and comes out as it is.
-        """
-        with self._telling(key, writing=True):
+        """Write or replace an object of ``nbytes``. If ``chunks`` raises, nothing is written; the error goes on."""
+        with self._errors_of(key, writing=True):
             self.transport.put(key, chunks, nbytes, checksum, self.policy.total_seconds)
 
     def create(self, key: str, data: bytes, checksum: str) -> bool:
-        """Write an object only if there is none; False where there is. Of two that try at once one succeeds."""
-        with self._telling(key, writing=True):
+        """Write an object if there is none, and return whether it was written. Of two that try at once one succeeds."""
+        with self._errors_of(key, writing=True):
             try:
                 self.policy.run(lambda: self.transport.create(key, data, checksum))
             except EtagMismatch:
@@ -337,18 +332,18 @@ class RemoteStore:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
-        with self._telling(key, writing=True):
+        """Remove an object, if there is one."""
+        with self._errors_of(key, writing=True):
             self.policy.run(lambda: self.transport.delete(key))
 
     def abort_uploads(self, key: str) -> int:
-        """Remove the parts of uploads to ``key`` that never ended; returns how many uploads there were."""
-        with self._telling(key, writing=True):
+        """Remove the stored parts of unfinished uploads to ``key``; return the number of uploads."""
+        with self._errors_of(key, writing=True):
             return self.policy.run(lambda: self.transport.abort_uploads(key))
 
     @contextlib.contextmanager
-    def _telling(self, key: str, *, writing: bool = False) -> Iterator[None]:
-        """Failures become errors, worded for whoever reads or writes at a key."""
+    def _errors_of(self, key: str, *, writing: bool = False) -> Iterator[None]:
+        """Turn failures into errors, worded for a command that reads, or writes, at a key."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -373,7 +368,7 @@ class RemoteStore:
         return StorageError(path, why, missing=isinstance(failure, NoSuchObject))
 
 
-# What to say to whoever reads, and to whoever writes.
+# What went wrong and what to do: for a command that reads, and for one that writes.
 _REMEDIES: dict[type[Failure], tuple[str, str]] = {
     NoSuchObject: (
         "no such object; check the path, and that nobody removed it",
@@ -407,24 +402,23 @@ _stores: dict[tuple[str, str], RemoteStore] = {}
 
 
 def open_store(path: str | os.PathLike[str]) -> tuple[RemoteStore, str]:
-    """The store that a path lies in, one a bucket and process, and the path's key in it; no request is made.
+    """The store of a path, one a bucket and process, and the path's key in it. Makes no request.
 
     Raises:
         FormatError: not a path in an object store.
     """
-    where = RemotePath.of(path)
-    place = where.scheme, where.bucket
-    if (store := _stores.get(place)) is None:
-        store = _stores.setdefault(place, RemoteStore(*place))
-    return store, where.key
+    scheme, bucket, key = RemotePath.of(path)
+    if (store := _stores.get((scheme, bucket))) is None:
+        store = _stores.setdefault((scheme, bucket), RemoteStore(scheme, bucket))
+    return store, key
 
 
 def forget_stores() -> None:
-    """Let the next ``open_store`` look for endpoint and credentials anew; what is open stays as it is."""
+    """Let the next ``open_store`` look for endpoint and credentials again. Open arrays and files keep theirs."""
     _stores.clear()
 
 
-# ---- what is there ----
+# ---- which objects there are ----
 
 
 def object_exists(path: str) -> bool:
@@ -434,37 +428,37 @@ def object_exists(path: str) -> bool:
 
 
 def objects_in_folder(path: str) -> list[str]:
-    """Paths of the objects right in a folder; empty where there is none."""
+    """Paths of the objects whose keys are a folder's name, a slash and a name without one."""
     store, key = open_store(path)
     start = key.rstrip("/") + "/" if key.strip("/") else ""
-    return [store.path(found.key) for found in store.list(start) if "/" not in found.key[len(start) :]]
+    return [store.path(info.key) for info in store.list(start) if "/" not in info.key[len(start) :]]
 
 
 def matching_objects(pattern: str, *endings: str) -> list[str]:
-    """Paths of the objects that a glob matches, or the glob with one of these endings: all are found in one listing.
+    """Paths of the objects that a glob matches, as it is or with one of ``endings`` added, by one listing.
 
-    ``*`` and ``?`` stop at a slash.
+    ``*`` and ``?`` match no slash.
     """
     store, key = open_store(pattern)
     folders = key.split("/")[:-1]
-    # The longest folder in which all matches lie.
-    plain = next((i for i, part in enumerate(folders) if glob.has_magic(part)), len(folders))
-    wanted = [(key + ending).split("/") for ending in ("", *endings)]
-    found = []
-    for one in store.list("".join(part + "/" for part in folders[:plain])):
-        parts = one.key.split("/")
-        if any(len(parts) == len(each) and all(map(fnmatch.fnmatchcase, parts, each)) for each in wanted):
-            found.append(store.path(one.key))
-    return found
+    # Only the deepest folder that holds all matches is listed.
+    num_plain = next((i for i, name in enumerate(folders) if glob.has_magic(name)), len(folders))
+    patterns = [(key + ending).split("/") for ending in ("", *endings)]
+    paths = []
+    for info in store.list("".join(name + "/" for name in folders[:num_plain])):
+        names = info.key.split("/")
+        if any(len(names) == len(each) and all(map(fnmatch.fnmatchcase, names, each)) for each in patterns):
+            paths.append(store.path(info.key))
+    return paths
 
 
 # ---- objects as arrays and files ----
 
 
 class RemoteArray:
-    """An array of ``count`` items in an object, from ``offset`` bytes on: every slice is one request, and a fresh copy.
+    """An array of ``count`` items in an object, from byte ``offset`` on. Each slice is one request, and a fresh copy.
 
-    Slices are of the object that the etag names, or an error: see ``RemoteStore.read``.
+    A slice is of the object with this etag, or an error as of ``RemoteStore.read``.
     """
 
     def __init__(
@@ -478,12 +472,12 @@ class RemoteArray:
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
-        found = self.fetch(start, max(start, stop))
+        items = self.fetch(start, max(start, stop))
         self.confirm_unchanged()
-        return found
+        return items
 
     def fetch(self, start: int, stop: int) -> NDArray[Any]:
-        """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm_unchanged``."""
+        """Items ``[start, stop)``; the caller must call ``confirm_unchanged`` before it uses them."""
         size = self.dtype.itemsize
         raw = self._store.fetch(self._key, self._offset + start * size, (stop - start) * size, etag=self._etag)
         out = np.frombuffer(raw, self.dtype)
@@ -493,7 +487,7 @@ class RemoteArray:
         return out
 
     def confirm_unchanged(self) -> None:
-        """FormatError unless all that was fetched so far is of the object that the etag names."""
+        """FormatError unless all items that were fetched so far are of the object with the etag."""
         self._store.confirm_unchanged(self._key, self._etag)
 
 
@@ -504,11 +498,9 @@ _RANGES_AHEAD = 4
 def read_ahead(
     store: RemoteStore, info: ObjectInfo, *, offset: int = 0, range_nbytes: int = _RANGE_NBYTES
 ) -> Generator[bytes | memoryview, None, None]:
-    """The bytes of an object from ``offset`` on, in order; ``_RANGES_AHEAD`` ranges are being fetched at any time.
+    """The bytes of an object from ``offset`` on, in order, while the next ``_RANGES_AHEAD`` ranges are being fetched.
 
-    Raises:
-        FormatError: the object is no longer the one that ``info`` tells of.
-        StorageError: the store cannot be read.
+    Errors as of ``RemoteStore.read``, with the etag of ``info``.
     """
     offsets = iter(range(offset, info.nbytes, range_nbytes))
     fetched: deque[Future[bytes | memoryview]] = deque()
@@ -531,9 +523,9 @@ def read_ahead(
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file that can be sought in; each read is one request, so wrap it in ``io.BufferedReader``.
+    """An object as a file. Each read is one request, so the caller should wrap it in ``io.BufferedReader``.
 
-    Reading another object than ``info`` tells of is an error.
+    Errors as of ``RemoteStore.read``, with the etag of ``info``.
     """
 
     def __init__(self, store: RemoteStore, info: ObjectInfo) -> None:
@@ -541,15 +533,15 @@ class ObjectFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a position, which may lie behind the end."""
+        """Set the position, which may lie behind the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.nbytes}[whence]
         if base + offset < 0:
             raise ValueError(f"position {base + offset} is before the beginning")
@@ -557,7 +549,7 @@ class ObjectFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill the buffer, or as much of it as the object reaches."""
+        """Fill the buffer, or its beginning if the object ends before; return the number of bytes."""
         view = memoryview(buffer).cast("B")
         nbytes = max(0, min(len(view), self._info.nbytes - self._position))
         if nbytes:
