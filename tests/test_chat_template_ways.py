@@ -432,3 +432,14 @@ def test_a_call_in_the_context_is_not_lost_for_want_of_a_content() -> None:
     rendered = make(PASTES, train_on="last-turn").render(conversation)
     assert '<call>look\n{"key": "value"}</call>' in rendered.text
     assert trained(rendered) == ["b</s>"]
+
+
+@pytest.mark.parametrize("mark", ["enter", "leave", "begin", "end", "enter_captured", "begin_captured"])
+def test_no_template_can_mark_text_itself(mark: str) -> None:
+    forges = (
+        "{%- if loop.first %}{% set nothing = messages[1:2] | map(" + repr(f"trace {mark}") + ") | list %}{% endif %}"
+    )
+    source = CHATML.replace("{%- for m in messages %}", "{%- for m in messages %}" + forges)
+    assert source != CHATML
+    with pytest.raises(SequenceError, match=f"No filter named 'trace {mark}'"):
+        make(source).render(talk(user("u"), said("a")))

@@ -107,6 +107,38 @@ def test_taken_batches_stay_valid_after_close(assembler: BatchAssembler) -> None
         next(taken)
 
 
+@pytest.mark.parametrize("ends", ["close", "error"])
+def test_all_threads_that_wait_are_woken(assembler: BatchAssembler, ends: str) -> None:
+    go_on = threading.Event()
+
+    def slow() -> Iterator[list[int]]:
+        yield [0]
+        go_on.wait(120)
+        raise OSError("the disk says no")
+
+    taken = iter(BatchLoader(assembler, slow(), ahead=0))
+    next(taken)
+    outcomes: list[type[BaseException]] = []
+
+    def wait() -> None:
+        with pytest.raises((StopIteration, OSError)) as caught:
+            next(taken)
+        outcomes.append(caught.type)
+
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    closing = threading.Thread(target=taken.close, daemon=True)
+    if ends == "close":
+        closing.start()  # it waits some seconds for the thread, which waits for more batches
+    else:
+        go_on.set()
+    for thread in threads:
+        thread.join(60)
+    go_on.set()
+    assert sorted(outcomes, key=str) == ([OSError] if ends == "error" else [StopIteration]) + [StopIteration] * 2
+
+
 def test_batches_may_grow(assembler: BatchAssembler) -> None:
     batches = [[0], [1, 2, 3], [], [4, 5], [6, 7, 8, 9, 10]]
     for batch, picked in zip(BatchLoader(assembler, batches, prefetch=1), batches, strict=True):

@@ -32,8 +32,8 @@ class Wanted(NamedTuple):
     Attributes:
         packs: int64 [rows], of the assembler's source; [rows, 2] where that names a pack by its shard and its number
             there, as live shards do.
-        masked: bool [rows], those that only fill up the batch: their loss is zeroed. None for none.
-        state: where the order stands behind this micro-batch; what it is, the order decides.
+        masked: bool [rows], True for rows that only fill up the batch, whose loss is zeroed. None where there are none.
+        state: where the order stands behind this micro-batch, in a form that the order chooses.
     """
 
     packs: NDArray[np.int64] | Sequence[int]
@@ -113,20 +113,21 @@ class BatchIterator(Iterator[Tensors]):
             raise RuntimeError("this iterator belongs to the process it was made in, of which this one is a fork")
         if not self._close.alive:
             raise StopIteration
-        done = self._line.ready.get()
-        if not isinstance(done, _Slot):
+        slot = self._line.ready.get()
+        if not isinstance(slot, _Slot):
+            self._line.ready.put(None)  # for other threads that wait here
             self.close()
-            raise done or StopIteration
-        self._taken.append(done)
+            raise slot or StopIteration
+        self._taken.append(slot)
         if len(self._taken) > self._keep:
             old = self._taken.popleft()
             old.given_back()
             self._line.free.put(old)
-        self.state = done.state
-        return {name: tensor.clone() for name, tensor in done.tensors.items()} if self._copy else done.tensors
+        self.state = slot.state
+        return {name: tensor.clone() for name, tensor in slot.tensors.items()} if self._copy else slot.tensors
 
     def close(self) -> None:
-        """End the thread; what was taken stays valid. May be called twice."""
+        """End the thread, and the waiting of others in ``next``; what was taken stays valid. May be called twice."""
         self._close()
 
     def __enter__(self) -> BatchIterator:
@@ -147,7 +148,7 @@ class _Slot:
         self.state: Any = None
 
     def buffer(self, layout: BatchLayout) -> Batch:
-        """Room for a batch: what is there if it is large enough, once the copies from it are done."""
+        """The buffer for a batch, made anew where it is too small; waits for copies to a GPU that are under way."""
         if self._copied is not None:
             self._copied.synchronize()
         if self._buffer is None or self._buffer.layout.rows < layout.rows:
@@ -155,14 +156,17 @@ class _Slot:
         return self._buffer
 
     def given_back(self) -> None:
-        """The trainer is through with it, but the GPU may still copy from it."""
+        """Note that the trainer has done with the batch; copies to a GPU may still be under way."""
         if self._pinned:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
 
 class _Line(NamedTuple):
-    """Slots going round between the thread and the trainer; ``ready`` has None at the end, an error where it broke."""
+    """Slots that go round between the thread and the trainer.
+
+    ``ready`` ends with None, or with the error that ended the thread; None in ``free`` means that it is to end.
+    """
 
     free: SimpleQueue[_Slot | None]
     ready: SimpleQueue[_Slot | BaseException | None]
@@ -170,16 +174,18 @@ class _Line(NamedTuple):
 
 
 def _stop(line: _Line, thread: threading.Thread) -> None:
+    """End the thread of an iterator that is closed or collected."""
     line.stopped.set()
-    line.free.put(None)  # wakes it where it waits
-    # The thread itself may be what collects the iterator. Where it waits for more of ``batches`` nothing can wake it:
-    # it will end by itself when they come.
+    line.free.put(None)  # wakes the thread where it waits for a slot
+    line.ready.put(None)  # wakes whoever waits for a batch
+    # The iterator may be collected in the thread itself, which cannot wait for its own end. While it waits for more of
+    # ``batches`` the thread cannot be woken: it ends by itself when they come.
     if thread is not threading.current_thread():
         thread.join(5.0)
 
 
 def _produce(loader: BatchLoader, line: _Line) -> None:
-    """What the thread does."""
+    """Fill slots with batches until these end, or the iterator is closed; run in the thread."""
     assembler = loader.assembler
     try:
         for wanted, segments in _looking_ahead(loader):

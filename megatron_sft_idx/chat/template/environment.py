@@ -23,7 +23,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
@@ -37,6 +37,9 @@ from megatron_sft_idx.errors import FormatError
 
 GENERATION = "_generation"
 """The method name by which ``{% generation %}`` blocks are known in a syntax tree."""
+
+MARK = "trace "
+"""What the names of the filters begin with by which tracing marks a template."""
 
 MAX_REPEATED = 1 << 24
 """The longest string or list that ``*`` may make, in items."""
@@ -432,6 +435,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif attribute in self._methods.get(kind, ()):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a filter that a template names in a string, as in ``map("trim")``.
+
+        Raises:
+            TemplateRuntimeError: there is no such filter; the marks of tracing are none that a template may call.
+        """
+        if isinstance(name, str) and name.startswith(MARK):
+            raise TemplateRuntimeError(f"No filter named {name!r}.")
+        return super().call_filter(name, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """Answer ``obj[argument]`` as the sandbox does."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
-from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvironment, nests
+from megatron_sft_idx.chat.template.environment import GENERATION, MARK, TemplateEnvironment, nests
 from megatron_sft_idx.chat.template.words import pieces_of
 from megatron_sft_idx.errors import FormatError
 
@@ -135,14 +135,14 @@ class _Tracker:
             return self._written(_LEAVE) if stack.pop() != stack[-1] else ""
 
         return {
-            "trace enter": enter,
-            "trace leave": leave,
-            "trace begin": lambda _value: events.append((len(chunks), _BEGIN)),
-            "trace end": lambda _value: events.append((len(chunks), _END)),
-            "trace enter_captured": enter_captured,
-            "trace leave_captured": leave_captured,
-            "trace begin_captured": lambda _value: self._written(_BEGIN),
-            "trace end_captured": lambda _value: self._written(_END),
+            f"{MARK}enter": enter,
+            f"{MARK}leave": leave,
+            f"{MARK}begin": lambda _value: events.append((len(chunks), _BEGIN)),
+            f"{MARK}end": lambda _value: events.append((len(chunks), _END)),
+            f"{MARK}enter_captured": enter_captured,
+            f"{MARK}leave_captured": leave_captured,
+            f"{MARK}begin_captured": lambda _value: self._written(_BEGIN),
+            f"{MARK}end_captured": lambda _value: self._written(_END),
         }
 
     def _written(self, event: int) -> str:
@@ -228,7 +228,7 @@ class _Marker(NodeTransformer):
 
     def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
         """A statement that calls the tracker: as a filter, which the sandbox calls without ceremony."""
-        call = nodes.Filter(value, f"trace {name}{'_captured' if self.captured else ''}", lists, [], None, None)
+        call = nodes.Filter(value, f"{MARK}{name}{'_captured' if self.captured else ''}", lists, [], None, None)
         statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
 
