@@ -122,6 +122,28 @@ def test_a_link_at_the_other_name_is_left_alone_and_keeps_nothing(tmp_path: Path
     assert os.readlink(tmp_path / "x.idx.damaged") == target
 
 
+@pytest.mark.parametrize("target", ["nowhere", "notes"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_link_in_the_place_of_the_journal_is_refused(tmp_path: Path, target: str, dry_run: bool) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    (tmp_path / "x.idx").unlink()
+    (tmp_path / "notes").write_bytes(b"notes")
+    (tmp_path / "x.journal").symlink_to(target)
+    with pytest.raises(FormatError, match=r"x\.journal: a symbolic link is here"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert (tmp_path / "notes").read_bytes() == b"notes"
+
+
+@pytest.mark.parametrize("broken", [".idx", ".seq.idx"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_no_file_stays_open(tmp_path: Path, broken: str, dry_run: bool) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    (tmp_path / f"x{broken}").unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    assert rebuild(tmp_path / "x", dry_run=dry_run).changed
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def no_links(source: str, target: str) -> None:
     raise OSError(95, "Operation not supported", source)
 

@@ -120,7 +120,7 @@ def rebuild(
         adopt_remains(paths)
     journal = read_journal(paths)
     # An empty journal is only a lock, and that of a rebuild which was killed before its renames names no packs.
-    if os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0:
+    if os.path.lexists(paths.journal) and os.lstat(paths.journal).st_size:
         is_rebuild = journal is not None and journal.work == "rebuild" and journal.done is None
         if not is_rebuild and (remains := find_remains(prefix)) is not None:
             return _recover_build(paths, remains, dry_run, watch)

@@ -111,21 +111,24 @@ class Repair:
         self.paths, self.faults, self.facts, self.watch = paths, faults, facts, watch
         self._accepted: set[str] = set()
         self._publication: Publication | None = None
+        self._at_close = contextlib.ExitStack()
+        # Removes the new files that are not published.
+        self.close = self._at_close.close
         if lock is not None:
             only = (paths.starts, paths.idx, paths.seq_idx)
             self._publication = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
-
-    def close(self) -> None:
-        """Remove the new files that are not published."""
-        if self._publication is not None:
-            self._publication.abandon()
+            self._at_close.callback(self._publication.abandon)
 
     def create(self, path: str) -> OutputFile:
         """Open a new, empty file, which ``publish`` will put at ``path`` unless it is rejected."""
         if self._publication is None:
-            return OutputFile(os.devnull, append=True)
+            return self.write_nowhere()
         self._accepted.add(path)
         return self._publication.open(path)
+
+    def write_nowhere(self) -> OutputFile:
+        """Open a file that keeps nothing, to learn the checksum of what would be written."""
+        return self._at_close.enter_context(contextlib.closing(OutputFile(os.devnull, append=True)))
 
     def reject(self, path: str) -> None:
         """Do not publish the new file for ``path``. Another one may be created; the rest is up to ``publish``."""
@@ -222,9 +225,10 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
 
     packs: Iterable[PackChunk] | None
     if paths.seq_idx not in faults:
-        arrays = header.token_offsets_offset, header.nbytes
-        stored = [offset_lengths(paths.seq_idx, at, header.num_packs) for at in arrays]
-        packs = RepeatableChunks(".seq.idx", header.num_packs, lambda: map(PackChunk, *stored))
+        lengths, num_sequences = (
+            offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
+        )
+        packs = RepeatableChunks(".seq.idx", header.num_packs, lambda: map(PackChunk, lengths, num_sequences))
     elif packs := _restore_arrays(repair, header):
         how_restored[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_EXACT}"
     if packs is None:
@@ -348,8 +352,8 @@ def derive_indexes(repair: Repair, raw: bytes | None, error: SFTIndexError | Non
         digests=(tokens, loss, index, begins),
         arrays_checksum=bytes(16),
     )
-    # The checksum of the arrays follows from the data too: a write to nowhere gives it.
-    header = write_seq_idx(OutputFile(os.devnull, append=True), packs, header)
+    # The checksum of the arrays follows from the data too.
+    header = write_seq_idx(repair.write_nowhere(), packs, header)
     if proven := damaged.prove(header):
         _require_same(paths.seq_idx, proven, facts)
         header, what = proven, f"{_EXACT}, its own checksums prove it"
