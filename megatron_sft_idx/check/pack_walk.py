@@ -72,7 +72,7 @@ class _FetchedObject:
         self._buffers: dict[int, Future[bytes | memoryview]] = {}
 
     def read_some(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of ``out``, which is not empty; return the number of bytes, 0 at the object's end."""
+        """Fill the beginning of ``out``, which may not be empty; return the number of bytes, 0 at the object's end."""
         number, begin = divmod(offset, _FETCH_NBYTES)
         count = max(min(len(out), self.nbytes - offset), 0)
         if count > _SMALL_NBYTES or number in self._buffers:
@@ -122,7 +122,7 @@ class CheckedFile:
         if self._object:
             self.nbytes, self.close = self._object.nbytes, self._object.close
             return
-        # Not to wait for the other end where somebody has put a pipe there.
+        # O_NONBLOCK: opening a FIFO would wait for its other end.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status, self.close = os.fstat(self._fd), partial(os.close, self._fd)
         self.nbytes = status.st_size

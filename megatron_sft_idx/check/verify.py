@@ -122,7 +122,7 @@ def verify_shard(
     Raises:
         FormatError: an argument has a value that no shard allows.
         ShardNotFoundError: nothing of a shard, or of a build of one, is at the prefix.
-        OSError: a file cannot be read. No file is read to its end after that.
+        OSError: a file cannot be opened or read, which ends the verification at once.
     """
     paths = ShardPaths.of(prefix)
     if vocab_size is not None and vocab_size < 1:

@@ -299,7 +299,7 @@ class OutputFile:
     def __init__(self, path: str, *, durable: bool = True, append: bool = False) -> None:
         self.path = path
         self._durable = durable
-        # Not to wait for the other end where somebody has put a pipe there.
+        # O_NONBLOCK: opening a FIFO would wait for its other end.
         how = os.O_NONBLOCK if append else os.O_CREAT | os.O_EXCL
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
