@@ -109,7 +109,8 @@ class PackedReader(ABC):
     Args:
         path: what is opened.
         mask_alignment: of its loss masks, where the format does not say.
-        options: of the format, keywords of its ``_open``.
+        options: of the format, keywords of its ``_open``. One that several formats have is ``columns``: names of the
+            columns that packs come with; None is all.
 
     Attributes:
         label_only: for formats whose masks have one alignment: the error where another is asked for, which stands at
@@ -459,7 +460,7 @@ def checked_run(
         ids, mask = token_array(tokens), mask_array(loss_mask)
         starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path}: packs from {first_pack} on: a column {error}") from None
+        raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
     ids_as = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
     mask_as = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
     if len(lengths) != len(sequences):

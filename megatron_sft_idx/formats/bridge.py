@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -84,6 +84,20 @@ def _sums_by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
     return sums
 
 
+class _Summary(NamedTuple):
+    """What Bridge reads beside a Parquet file, under its names of the values, in positions of its batches."""
+
+    dataset_max_seqlen: int
+    max_samples_per_bin: int
+    packing_factor: float
+    packing_efficiency: float
+    pack_size: int
+    min_packed_seqlen: int
+
+    def encode(self) -> bytes:
+        return orjson.dumps([self._asdict()]) + b"\n"
+
+
 def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: PackedSpec) -> tuple[PackedSpec, bytes]:
     """Measure packs as they will be stored with padding: their spec, and the bytes of the summary that Bridge reads.
 
@@ -107,7 +121,7 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
             f"{path}: padding needs the tokenizer's end-of-sequence id, found {eos_id}, expected one that"
             f" {spec.token_dtype} holds; pass --eos-id"
         )
-    num_packs = num_positions = longest = longest_pack = most_sequences = 0
+    num_packs = num_positions = longest = longest_pack = max_sequences = 0
     shortest_pack = spec.capacity
     for run in runs:
         positions = padding.positions(run.sequence_lengths())
@@ -121,19 +135,19 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
                 f" {spec.capacity}; pack again with --sequence-multiple {multiple}",
             )
         longest = max(longest, int(positions.max(initial=0)))
-        most_sequences = max(most_sequences, int(run.pack_sequences.max(initial=0)))
+        max_sequences = max(max_sequences, int(run.pack_sequences.max(initial=0)))
         shortest_pack = min(shortest_pack, int(pack_positions.min(initial=spec.capacity)))
         longest_pack = max(longest_pack, int((pack_positions + run.pack_sequences).max(initial=0)))
         num_positions += int(positions.sum())
         num_packs += len(run)
-    summary = {
-        "dataset_max_seqlen": longest,
-        "max_samples_per_bin": most_sequences,
-        "packing_factor": round(spec.num_sequences / spec.num_packs, 2),
-        "packing_efficiency": round(num_positions / spec.num_packs / spec.capacity * 100, 2),
-        "pack_size": spec.capacity,
-        "min_packed_seqlen": shortest_pack,
-    }
+    summary = _Summary(
+        dataset_max_seqlen=longest,
+        max_samples_per_bin=max_sequences,
+        packing_factor=round(spec.num_sequences / spec.num_packs, 2),
+        packing_efficiency=round(num_positions / spec.num_packs / spec.capacity * 100, 2),
+        pack_size=spec.capacity,
+        min_packed_seqlen=shortest_pack,
+    )
     if multiple > 1:
         spec = dataclasses.replace(
             spec,
@@ -143,21 +157,10 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
             sequence_multiple=1,
             metadata={**spec.metadata, BRIDGE_PADDING_KEY: dataclasses.asdict(padding)},
         )
-    return spec, _encoded(summary)
+    return spec, summary.encode()
 
 
 # ---- the summary as a file ----
-
-# The keys of a summary, in the order in which ``measure_padded`` writes them.
-_SUMMARY_KEYS = [
-    "dataset_max_seqlen",
-    "max_samples_per_bin",
-    "packing_factor",
-    "packing_efficiency",
-    "pack_size",
-    "min_packed_seqlen",
-]
-_MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
 
 
 def summary_path(destination: str) -> str:
@@ -165,19 +168,18 @@ def summary_path(destination: str) -> str:
     return f"{destination}.json"
 
 
-def _encoded(summary: dict[str, Any]) -> bytes:
-    return orjson.dumps([summary]) + b"\n"
+_MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
 
 
 def _is_summary(path: str) -> bool:
-    """Whether a file is, byte by byte, as ``_encoded`` writes one. Bridge writes the same keys with spaces between."""
+    """Whether a file is, byte by byte, as ``_Summary.encode`` writes it; Bridge's own has the same keys, but spaces."""
     content = head_of(path, _MAX_SUMMARY_NBYTES)
     try:
-        (summary,) = orjson.loads(content)
-        only_numbers = all(type(value) in (int, float) for value in summary.values())
+        (entry,) = orjson.loads(content)
+        summary = _Summary(*map(entry.get, _Summary._fields))
     except (AttributeError, ValueError, TypeError):
         return False
-    return only_numbers and [*summary] == _SUMMARY_KEYS and content == _encoded(summary)
+    return all(type(value) in (int, float) for value in summary) and content == summary.encode()
 
 
 _SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)

@@ -417,9 +417,6 @@ class Reader(PackedReader):
     """One folder of chunks, or a single chunk. Each process opens its own reader; threads may share one.
 
     Opening reads all bytes once to find the lines, of which 16 bytes each are kept.
-
-    Args:
-        columns: names of the columns that packs come with; None for all.
     """
 
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"

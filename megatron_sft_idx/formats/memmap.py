@@ -142,11 +142,7 @@ def _map_npy(path: str) -> NDArray[Any]:
 
 
 class Reader(PackedReader):
-    """One memmap folder. Each process opens its own reader; threads may share one.
-
-    Args:
-        columns: names of the columns that packs come with; None for all that the manifest names.
-    """
+    """One memmap folder. Each process opens its own reader; threads may share one."""
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._manifest = read_manifest(self.path)

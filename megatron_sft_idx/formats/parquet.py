@@ -141,18 +141,10 @@ def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpe
 def _column_of(
     rows: pa.Table | pa.RecordBatch, path: str, name: str, spec: ColumnSpec, first_pack: int, counts: NDArray[np.int64]
 ) -> Column:
-    """A column of the packs in some rows.
-
-    Args:
-        rows: of a Parquet file, one a pack.
-        path: of the file, for errors.
-        name: of the column, and of its field.
-        spec: of the column.
-        first_pack: number of the first row in the file, for errors.
-        counts: of what has one row of the column, how many each pack has: int64 [packs].
+    """A column of the packs in some rows; ``counts`` says how many rows of the column each pack has: int64 [packs].
 
     Raises:
-        SequenceError: a pack has another number of values than that takes.
+        SequenceError: a pack has other than ``width`` values for each.
     """
     values, lengths = _list_field(rows.column(name), path, name, first_pack)
     if (wrong := lengths != counts * spec.width).any():
@@ -199,9 +191,6 @@ class Reader(PackedReader):
 
     A read of one pack decodes the whole row group that it is in, which is the unit that Parquet compresses. The group
     is checked once, and kept in memory for further reads. Each process opens its own reader; threads may share one.
-
-    Args:
-        columns: names of the columns that packs come with; None for all that the package metadata name.
 
     Raises:
         SFTIndexError: pyarrow is not installed.
@@ -274,11 +263,11 @@ class Reader(PackedReader):
         }
         self._num_values = {name: [group.column(leaves[name]).num_values for group in groups] for name in self._fields}
         rows = [group.num_rows for group in groups]
-        for what, counts in ("rows", rows), *self._num_values.items():
+        for shown, counts in ("rows", rows), *self._num_values.items():
             if wrong := [group for group, count in enumerate(counts) if not 0 <= count <= MAX_COUNT]:
                 group = wrong[0]
                 raise FormatError(
-                    f"{self.path}: row group {group} claims {counts[group]} {what}; the footer is damaged"
+                    f"{self.path}: row group {group} claims {counts[group]} {shown}; the footer is damaged"
                 )
         self._first_packs: list[int] = [0, *accumulate(rows)]
         if self._first_packs[-1] != metadata.num_rows:
@@ -369,11 +358,11 @@ class Reader(PackedReader):
         self._require_counts(f"row group {group}", (len(run), len(run.tokens), len(run.seq_starts)), expected)
         return run
 
-    def _require_counts(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    def _require_counts(self, shown: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         """FormatError unless the packs, tokens and sequences of a group or file are as many as the footer says."""
         if found != expected:
             raise FormatError(
-                f"{self.path}: {what} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
+                f"{self.path}: {shown} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
                 f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
             )
 

@@ -65,7 +65,6 @@ class Reader(PackedReader):
         index_cache: local folder for the index files of a remote shard; None for the usual one.
         advice: in which order the shard will be read.
         huge_pages: ask for huge pages.
-        columns: names of the columns that packs come with; None for all that the shard has.
     """
 
     label_only = (

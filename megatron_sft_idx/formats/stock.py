@@ -49,15 +49,7 @@ def recognise(path: str) -> bool:
 
 @dataclass(frozen=True)
 class _StockItems:
-    """A stock dataset, open.
-
-    Attributes:
-        path: its prefix.
-        raw: the bytes of its ``.bin``, mapped.
-        dtype: of its items.
-        lengths: values in each item, int64 [items].
-        offsets: where each item begins, in bytes, int64 [items].
-    """
+    """A stock dataset, open: its ``.bin`` mapped, and of each item the length and the first byte, int64 [items]."""
 
     path: str
     raw: NDArray[np.uint8]
