@@ -68,28 +68,25 @@ template void hash_runs(const std::uint8_t*, std::size_t, const std::int64_t*, s
 template void hash_runs(const float*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
 
 void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
-                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
-                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count) {
+                      const std::int64_t* starts, const std::int64_t* lengths, const std::int64_t* places,
+                      std::size_t sequences, void* out, std::size_t out_count) {
   const auto* from = static_cast<const char*>(source);
   auto* to = static_cast<char*>(out);
-  std::size_t room = out_count;
-  for (std::size_t i = 0; i < order_count; ++i) {
-    const std::int64_t sequence = order[i];
-    if (sequence < 0 || sequence >= static_cast<std::int64_t>(sequences)) {
-      throw std::invalid_argument("order[" + std::to_string(i) + "] is " + std::to_string(sequence) + ", there are " +
-                                  std::to_string(sequences) + " sequences");
+  const auto is_within = [](std::int64_t first, std::int64_t count, std::size_t size) {
+    const auto items = static_cast<std::int64_t>(size);
+    return first >= 0 && first <= items && count >= 0 && count <= items - first;
+  };
+  for (std::size_t s = 0; s < sequences; ++s) {
+    const char* outside = !is_within(starts[s], lengths[s], source_count) ? "source"
+                          : !is_within(places[s], lengths[s], out_count)  ? "output"
+                                                                          : nullptr;
+    if (outside != nullptr) {
+      throw std::invalid_argument("sequence " + std::to_string(s) + " lies outside the " + outside);
     }
-    const std::int64_t start = starts[sequence], stop = stops[sequence];
-    if (start < 0 || stop < start || stop > static_cast<std::int64_t>(source_count)) {
-      throw std::invalid_argument("sequence " + std::to_string(sequence) + " lies outside the source");
-    }
-    const auto count = static_cast<std::size_t>(stop - start);
-    if (count > room) throw std::invalid_argument("the sequences do not fit the output");
-    std::memcpy(to, from + static_cast<std::size_t>(start) * item_nbytes, count * item_nbytes);
-    to += count * item_nbytes;
-    room -= count;
+    std::memcpy(to + static_cast<std::size_t>(places[s]) * item_nbytes,
+                from + static_cast<std::size_t>(starts[s]) * item_nbytes,
+                static_cast<std::size_t>(lengths[s]) * item_nbytes);
   }
-  if (room != 0) throw std::invalid_argument("the sequences do not fill the output");
 }
 
 }  // namespace sft_idx

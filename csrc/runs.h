@@ -19,11 +19,10 @@ template <typename Value>
 void hash_runs(const Value* values, std::size_t size, const std::int64_t* bounds, std::size_t runs,
                std::uint64_t* out);
 
-// starts[s] and stops[s] are where sequence s begins and ends in source, in items; order names the sequences wanted.
-// Copies them end to end into out. Throws std::invalid_argument where an index or a range lies outside, or where the
-// total is not out_count.
+// Copies lengths[s] items of source, from starts[s] on, to out, from places[s] on, for each sequence s. Throws
+// std::invalid_argument where a sequence lies outside the source or its place outside of out.
 void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
-                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
-                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count);
+                      const std::int64_t* starts, const std::int64_t* lengths, const std::int64_t* places,
+                      std::size_t sequences, void* out, std::size_t out_count);
 
 }  // namespace sft_idx

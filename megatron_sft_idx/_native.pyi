@@ -59,8 +59,8 @@ class PackStage:
 def gather_sequences(
     source: NDArray[Any],
     starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    order: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    places: NDArray[np.int64],
     out: NDArray[Any],
 ) -> None: ...
 def absolute_offsets(

@@ -213,28 +213,30 @@ void bind_stage(py::module_& m) {
 // ---- gathering sequences ----
 
 template <typename T>
-void gather_sequences(const Array<T>& source, const Array<std::int64_t>& starts, const Array<std::int64_t>& stops,
-                      const Array<std::int64_t>& order, Array<T> out) {
+void gather_sequences(const Array<T>& source, const Array<std::int64_t>& starts, const Array<std::int64_t>& lengths,
+                      const Array<std::int64_t>& places, Array<T> out) {
   require_vector(source, "source");
   require_vector(starts, "starts");
-  require_vector(stops, "stops");
-  require_vector(order, "order");
+  require_vector(lengths, "lengths");
+  require_vector(places, "places");
   require_vector(out, "out");
-  if (starts.size() != stops.size()) throw std::invalid_argument("one start and one stop a sequence");
+  if (starts.size() != lengths.size() || starts.size() != places.size()) {
+    throw std::invalid_argument("one start, one length and one place a sequence");
+  }
   const void* from = source.data();
   void* to = out.mutable_data();
-  const auto *begin = starts.data(), *end = stops.data(), *wanted = order.data();
-  const auto items = static_cast<std::size_t>(source.size()), sequences = static_cast<std::size_t>(starts.size());
-  const auto count = static_cast<std::size_t>(order.size()), room = static_cast<std::size_t>(out.size());
+  const auto *first = starts.data(), *count = lengths.data(), *place = places.data();
+  const auto items = static_cast<std::size_t>(source.size()), room = static_cast<std::size_t>(out.size());
+  const auto sequences = static_cast<std::size_t>(starts.size());
   py::gil_scoped_release unlocked;
-  sft_idx::gather_sequences(from, items, sizeof(T), begin, end, sequences, wanted, count, to, room);
+  sft_idx::gather_sequences(from, items, sizeof(T), first, count, place, sequences, to, room);
 }
 
 template <typename T>
 void bind_gather(py::module_& m) {
   m.def("gather_sequences", &gather_sequences<T>, py::arg("source").noconvert(), py::arg("starts").noconvert(),
-        py::arg("stops").noconvert(), py::arg("order").noconvert(), py::arg("out").noconvert(),
-        "Copy source[starts[s]:stops[s]] for each s of order, end to end, into out.");
+        py::arg("lengths").noconvert(), py::arg("places").noconvert(), py::arg("out").noconvert(),
+        "Copy lengths[s] items of source from starts[s] on to out from places[s] on, for each sequence s.");
 }
 
 Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets,

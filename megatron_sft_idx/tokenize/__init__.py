@@ -15,7 +15,7 @@ from megatron_sft_idx.tokenize.begin import (
 )
 from megatron_sft_idx.tokenize.dry_run import preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import make_packs, pack_shard
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, make_packs, pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
     Destination,
@@ -32,8 +32,6 @@ from megatron_sft_idx.tokenize.job import (
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import (
     PartInfo,
-    PartsReader,
-    PartsTable,
     encode_piece,
     remember_encoder,
     write_part,

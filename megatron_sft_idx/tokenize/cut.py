@@ -73,7 +73,7 @@ class Stretch:
         offset: where the range begins.
         nbytes: of the range; None where no range is read.
         dealt: the pieces themselves; where there are none and no range either, the whole file is read.
-        found: names of parts that an earlier run left of this stretch.
+        attempts: file names of parts that an earlier job made of this stretch.
     """
 
     file: InputFile
@@ -83,7 +83,7 @@ class Stretch:
     offset: int = 0
     nbytes: int | None = None
     dealt: tuple[Piece, ...] = ()
-    found: tuple[str, ...] = ()
+    attempts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.nbytes is not None:

@@ -1,7 +1,10 @@
-"""Sequences where they lie, and the shards that are made of them in the order of the plan.
+"""Shards are written in the order of a plan, from sequences that lie in parts or in another shard.
 
-A run makes one shard at the prefix, or several that share it, each consecutive packs of one plan, and publishes them
-together. Sequences are read from parts, or from a shard.
+Plans know sequences by numbers alone: those of all parts are counted in the order of the input, those of a shard in its
+order. Each is token ids, a mask, and values in columns.
+
+A job makes one shard at its prefix, or several whose prefixes begin with it, each with consecutive packs of one plan.
+They are published together: none appears before all are whole.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,117 +44,299 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.local import Local
-from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.parts import Part
 from megatron_sft_idx.tokenize.plan import Packing, PackOptions, PlannedRun, Selected, plan_packs, sequences_of
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.report import PackReport
 
+# Parts that stay open while packs are gathered from them.
+_MAX_OPEN_PARTS = 256
+# About as many tokens are read of a part each time it is opened, so that opening it is worth it.
+_TOKENS_PER_OPENED_PART = 8192
+# A mask is summed in stretches of about this many tokens, 8 bytes of memory each.
+_SUMMED_TOKENS = 1 << 20
+# How long a shard may be locked by an earlier attempt at it.
 _LOCK_SECONDS = 60.0
 
 
-class CorpusReader:
-    """The sequences of a shard, whatever its packs are.
+# ---- sequences by their numbers ----
 
-    Args:
-        source: the shard.
-        taken: numbers of the sequences that are read, which are called 0, 1 and so on then; None for all.
-        allow_loss: leave out columns of packs, which are an error else.
+
+class _FileSequences(NamedTuple):
+    """Those of the sequences asked for that lie in one file; ``n`` of them, ascending by number.
 
     Attributes:
-        lengths: tokens of each sequence, int64 [sequences].
-        columns: what is known of each, and of its tokens, besides, by name.
-        lost: columns that are left out, by name: those of packs.
+        path: of the file.
+        indices: which of the sequences asked for these are, int64 [n].
+        starts: where each begins among the tokens of the file, int64 [n].
+        lengths: tokens of each, [n].
+        ids: of all tokens of the file.
+        mask: likewise, in the reader's alignment.
+        columns: values of each sequence, by name, [n] or [n, width].
     """
 
-    mask_alignment: MaskAlignment = "label"
-    window_tokens = 1 << 20  # are read at a time
+    path: str
+    indices: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.integer[Any]]
+    ids: NDArray[Any]
+    mask: NDArray[Any]
+    columns: Mapping[str, NDArray[Any]]
 
-    def __init__(self, source: Shard, taken: NDArray[np.int64] | None = None, *, allow_loss: bool = False) -> None:
-        self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
-        self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
-        self._taken = np.arange(len(lengths)) if taken is None else taken
-        self.lengths = lengths[self._taken]
-        columns = dict(source.columns)
-        self.lost = sorted(name for name, column in columns.items() if column.spec.per == "pack")
-        if self.lost and not allow_loss:
-            raise FormatError(
-                f"{source.prefix}: columns {', '.join(self.lost)}: they have a row a pack, and these packs will be"
-                " others; pass allow_loss (--allow-loss) to leave them out"
-            )
-        self.columns = {name: column for name, column in columns.items() if name not in self.lost}
-        specs = {name: column.spec for name, column in self.columns.items()}
-        self.window_tokens = fewer_tokens(self.window_tokens, specs)
+
+class SequenceReader(ABC):
+    """Reads sequences by their numbers.
+
+    Attributes:
+        mask_alignment: of the masks that ``read`` gives.
+        mask_dtype: likewise.
+        window_tokens: about how many tokens are to be read at a time.
+    """
+
+    mask_alignment: MaskAlignment
+    mask_dtype: np.dtype[Any]
+    window_tokens: int
+
+    @abstractmethod
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[_FileSequences]:
+        """The sequences of these numbers, in any order and some more than once, file by file."""
 
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-        """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence or token."""
-        sequences = self._taken[run.sequences]
-        starts = self._bounds[sequences]
-        if run.begins is not None:
-            starts = starts + run.begins
-        lengths = run.lengths.astype(np.int64)
-        in_order = np.arange(len(starts))
-        ids, mask = (np.empty(int(lengths.sum()), array.dtype) for array in (self._tokens, self._loss))
-        for array, out in ((self._tokens, ids), (self._loss, mask)):
-            _native.gather_sequences(array, starts, starts + lengths, in_order, out)
-        # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
-        mask[np.cumsum(lengths) - 1] = 0
-        columns = {}
-        for name, column in self.columns.items():
-            items, spec = column.held_items, column.spec
-            if spec.per == "sequence":
-                found = items[sequences]
-            else:
-                found = np.empty(len(ids), items.dtype)
-                # As bytes: rows may be of any width.
-                begins, nbytes = starts * spec.row_nbytes, lengths * spec.row_nbytes
-                _native.gather_sequences(items.view(np.uint8), begins, begins + nbytes, in_order, found.view(np.uint8))
-            columns[name] = found.view(spec.dtype).reshape(spec.shape(len(found)))
+        """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token.
+
+        Raises:
+            FormatError: a sequence is shorter than the plan says, or a file is damaged.
+        """
+        cuts, lengths = len(run.sequences), run.lengths.astype(np.int64)
+        begins = np.zeros(cuts, np.int64) if run.begins is None else run.begins
+        ends = np.cumsum(lengths)
+        places, columns = ends - lengths, dict[str, NDArray[Any]]()
+        ids, mask = np.empty(0), np.empty(ends[-1], self.mask_dtype)
+        for number, file in enumerate(self._by_file(run.sequences)):
+            if not number:
+                ids = np.empty(ends[-1], file.ids.dtype)
+                columns = {name: np.empty((cuts, *of.shape[1:]), of.dtype) for name, of in file.columns.items()}
+            begin, length, place = (each[file.indices] for each in (begins, lengths, places))
+            if (begin + length > file.lengths).any():
+                raise _changed(file.path)
+            starts = file.starts + begin
+            _native.gather_sequences(file.ids, starts, length, place, ids)
+            _native.gather_sequences(file.mask.astype(self.mask_dtype, copy=False), starts, length, place, mask)
+            for name, values in file.columns.items():
+                columns[name][file.indices] = values
         return ids, mask, columns
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
-        labels = (self._bounds[self._taken[sequences]] + positions - 1).tolist()
-        return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
+        """How many of the tokens at these positions of these sequences are trained on; no position may be 0."""
+        trained = 0
+        for file in self._by_file(sequences):
+            tokens = self._first_tokens(file) + positions[file.indices]
+            trained += int(np.count_nonzero(file.mask[tokens]))
+        return trained
 
     def are_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
-        """Whether any label is trained on in each of these cuts, which ascend, bool [cuts]."""
-        starts = self._bounds[self._taken[sequences]] + begins
-        found = np.empty(len(starts), bool)
-        # As many at a time as hold about a window of tokens; the label behind a cut is not of it.
-        for some in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(starts // self.window_tokens)) + 1):
-            low, ends = starts[some[0]], starts[some] + lengths[some]
-            before = np.cumsum(np.append(0, self._loss[low : ends.max()] != 0))
-            found[some] = before[ends - 1 - low] > before[starts[some] - low]
-        return found
+        """Whether any token but the first, which nothing predicts, is trained on in each of these cuts, bool [cuts].
+
+        Args:
+            sequences: number of the sequence that each is cut from, int64 [cuts].
+            begins: where in it the cut begins, in tokens, int64 [cuts].
+            lengths: tokens of each cut.
+        """
+        are_trained = np.empty(len(sequences), bool)
+        for file in self._by_file(sequences):
+            second = self._first_tokens(file) + begins[file.indices] + 1
+            ends = second - 1 + lengths[file.indices]
+            stretches = np.flatnonzero(np.diff(second // _SUMMED_TOKENS)) + 1
+            for some in np.split(np.arange(len(second)), stretches):
+                low = second[some].min()
+                sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
+                are_trained[file.indices[some]] = sums[ends[some] - low] > sums[second[some] - low]
+        return are_trained
+
+    def _first_tokens(self, file: _FileSequences) -> NDArray[np.int64]:
+        """Where the mask of the file holds what is said of each sequence's first token: label masks, one before it."""
+        return file.starts - (self.mask_alignment == "label")
 
 
-# ---- the shards of a run ----
+@dataclass(frozen=True, slots=True, eq=False)
+class PartsTable:
+    """Where the sequences of all parts are; picklable.
+
+    Attributes:
+        paths: of the parts.
+        bounds: number of the first sequence of each part, and at the end the count of all, int64 [parts + 1].
+        mask_dtype: of the masks to be written: float32 where any part has float32.
+        bases: of the columns to be written, by name: what is added to the values of each part, [parts] or
+            [parts, width].
+        pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` then says.
+    """
+
+    paths: Sequence[str]
+    bounds: NDArray[np.int64]
+    mask_dtype: str
+    bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    pairs: bool = False
+
+
+class PartsReader(SequenceReader):
+    """The sequences of all parts.
+
+    A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
+    opened at most once a window and read from its beginning to its end. Some parts stay open.
+
+    Args:
+        table: of the parts.
+    """
+
+    mask_alignment: MaskAlignment = "token"
+
+    def __init__(self, table: PartsTable) -> None:
+        # 3 to 10 bytes of memory a token, in each of two windows.
+        self.window_tokens = min(max(_TOKENS_PER_OPENED_PART * len(table.paths), 1 << 22), 1 << 24)
+        self.mask_dtype = np.dtype(table.mask_dtype)
+        self.table = table
+        self._open_parts: dict[int, Part] = {}
+
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """As ``SequenceReader.read``, and the column ``pair`` where sequences are pairs."""
+        ids, mask, columns = super().read(run)
+        if self.table.pairs:
+            columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
+        return ids, mask, columns
+
+    def column(self, name: str, width: int) -> NDArray[np.uint32]:
+        """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
+        values = np.empty((int(self.table.bounds[-1]), width), np.uint32)
+        for number, (first, last) in enumerate(pairwise(self.table.bounds.tolist())):
+            values[first:last] = self._part(number).columns[name]
+        return values
+
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[_FileSequences]:
+        order = np.argsort(sequences, kind="stable")
+        ascending = sequences[order]
+        bounds = np.searchsorted(ascending, self.table.bounds)
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            first, last = bounds[number : number + 2].tolist()
+            part, in_part = self._part(number), ascending[first:last] - self.table.bounds[number]
+            columns = {name: part.columns[name][in_part] + base[number] for name, base in self.table.bases.items()}
+            starts, lengths = part.starts[in_part], part.lengths[in_part]
+            yield _FileSequences(part.path, order[first:last], starts, lengths, part.ids, part.mask, columns)
+
+    def _part(self, number: int) -> Part:
+        if (part := self._open_parts.get(number)) is not None:
+            return part
+        part = Part(self.table.paths[number])
+        if len(part.lengths) != self.table.bounds[number + 1] - self.table.bounds[number]:
+            raise _changed(part.path)
+        if len(self._open_parts) < _MAX_OPEN_PARTS:
+            self._open_parts[number] = part
+        return part
+
+
+def _changed(path: str) -> FormatError:
+    return FormatError(f"{path}: changed since its lengths were read; pass --resume, which makes it anew")
+
+
+class CorpusReader(SequenceReader):
+    """The sequences of a shard, whatever its packs are.
+
+    Args:
+        source: the shard.
+        chosen: numbers in the shard of the sequences that may be read; the reader calls them 0, 1 and so on. None for
+            all.
+        allow_loss: leave out columns with a row a pack; without it they are an error.
+
+    Attributes:
+        lengths: tokens of each sequence, int64 [sequences].
+        columns: the columns with a row for each sequence or token, by name.
+        lost_columns: names of the columns that are left out.
+
+    Raises:
+        FormatError: the shard has columns with a row a pack, and they may not be left out.
+    """
+
+    mask_alignment: MaskAlignment = "label"
+    window_tokens = 1 << 20
+
+    def __init__(self, source: Shard, chosen: NDArray[np.int64] | None = None, *, allow_loss: bool = False) -> None:
+        self._prefix, self._tokens, self._loss = source.prefix, source.files.tokens[:], source.files.loss[:]
+        self.mask_dtype = self._loss.dtype
+        self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
+        self._chosen = np.arange(len(lengths)) if chosen is None else chosen
+        self.lengths = lengths[self._chosen]
+        columns = dict(source.columns)
+        self.lost_columns = sorted(name for name, column in columns.items() if column.spec.per == "pack")
+        if self.lost_columns and not allow_loss:
+            raise FormatError(
+                f"{source.prefix}: columns {', '.join(self.lost_columns)}: they have a row a pack, and these packs will"
+                " be others; pass allow_loss (--allow-loss) to leave them out"
+            )
+        self.columns = {name: column for name, column in columns.items() if name not in self.lost_columns}
+        specs = {name: column.spec for name, column in self.columns.items()}
+        self.window_tokens = fewer_tokens(self.window_tokens, specs)
+
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """As ``SequenceReader.read``; columns in the order of their names in the shard."""
+        ids, mask, of_sequences = super().read(run)
+        lengths = run.lengths.astype(np.int64)
+        ends = np.cumsum(lengths)
+        # Behind a cut its last label is gone; at the end of a whole sequence it is 0 already (rule P6).
+        mask[ends - 1] = 0
+        columns = {}
+        for name, column in self.columns.items():
+            spec, values = column.spec, of_sequences.get(name)
+            if values is None:
+                values = np.empty(len(ids), column.held_items.dtype)
+                starts = self._bounds[self._chosen[run.sequences]] + (0 if run.begins is None else run.begins)
+                # As bytes: rows may be of any width.
+                first, nbytes, place = (each * spec.row_nbytes for each in (starts, lengths, ends - lengths))
+                _native.gather_sequences(column.held_items.view(np.uint8), first, nbytes, place, values.view(np.uint8))
+            columns[name] = values.view(spec.dtype).reshape(spec.shape(len(values)))
+        return ids, mask, columns
+
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[_FileSequences]:
+        order = np.argsort(sequences, kind="stable")
+        ascending = sequences[order]
+        numbers = self._chosen[ascending]
+        of_sequences = {name: each for name, each in self.columns.items() if each.spec.per == "sequence"}
+        yield _FileSequences(
+            self._prefix,
+            order,
+            self._bounds[numbers],
+            self.lengths[ascending],
+            self._tokens,
+            self._loss,
+            {name: column.held_items[numbers] for name, column in of_sequences.items()},
+        )
+
+
+# ---- the shards of a job ----
 
 
 def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[str]:
-    """Where the shards of a run go: the prefix itself, or ``PREFIX-00000-of-00008`` and so on.
+    """Prefixes of the shards of a job: the prefix itself, or ``PREFIX-00000-of-00008`` and so on.
 
-    ``valid`` adds the one of the conversations that are kept apart, ``PREFIX.valid``.
+    ``valid`` adds ``PREFIX.valid``, the shard to validate with.
     """
     trained = [prefix] if shards == 1 else [output_prefix(prefix, number, shards) for number in range(shards)]
     return [*trained, f"{prefix}.valid"] if valid else trained
 
 
 def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = ()) -> None:
-    """FormatError where shards at these prefixes, with these columns, would replace what is read for them."""
+    """FormatError where shards at these prefixes, with these columns, would replace a file that is read for them."""
     paths = [ShardPaths.of(prefix).with_columns(columns) for prefix in prefixes]
     require_apart([place for each in paths for place in places_of(each, "the output", written=True)], reads)
 
 
 class PlannedShard(NamedTuple):
-    """One shard of a run; picklable.
+    """One shard that a job is to write; picklable, and small enough to be sent to another machine.
 
     Attributes:
         prefix: of the shard.
-        settings: what its ``ShardWriter`` is told, by name.
-        run: its packs: twelve bytes a sequence, which may be sent elsewhere.
+        settings: arguments of its ``ShardWriter``, by name.
+        run: its packs, about twelve bytes a sequence.
     """
 
     prefix: str
@@ -161,8 +348,8 @@ class PlannedShard(NamedTuple):
         """Its files."""
         return ShardPaths.of(self.prefix)
 
-    def found(self) -> Header | None:
-        """The header of this very shard, where it is set aside, or published and not to be replaced."""
+    def existing_header(self) -> Header | None:
+        """The header of this very shard, where it is set aside, or published and not to be replaced; else None."""
         if is_set_aside(self.paths):
             header = complete_header(self.paths)
         elif self.settings["overwrite"] or self.paths.missing():
@@ -173,68 +360,69 @@ class PlannedShard(NamedTuple):
         return header if header.metadata | written == self.settings["metadata"] | written else None
 
 
-def outputs_of(
+def planned_shards(
     prefix: str, packing: Packing, shards: int, metadata: Mapping[str, Any], **settings: Any
 ) -> list[PlannedShard]:
-    """The shards that a plan is cut into, of as many packs each, give or take one.
+    """The shards that a plan is cut into; their numbers of packs differ by one at most.
 
     Args:
         prefix: what their prefixes begin with.
         packing: the plan.
         shards: how many.
-        metadata: what their headers say beside it.
-        settings: what else all writers are told.
+        metadata: for their headers, beside that of the packing.
+        settings: other arguments of all their writers.
     """
-    made, packs = [], packing.plan.num_packs
+    planned, packs = [], packing.plan.num_packs
     for number, path in enumerate(output_prefixes(prefix, shards)):
         first, last = packs * number // shards, packs * (number + 1) // shards
         part = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
-        said = packing.said | ({"part": part} if shards > 1 else {})
+        described = {**metadata, "packing": packing.metadata | ({"part": part} if shards > 1 else {})}
         run = packing.run.window(first, last)
-        made.append(PlannedShard(path, {**settings, "metadata": {**metadata, "packing": said}}, run))
-    return made
+        planned.append(PlannedShard(path, {**settings, "metadata": described}, run))
+    return planned
 
 
 def write_packs(
-    reader: CorpusReader | PartsReader,
+    reader: SequenceReader,
     run: PlannedRun,
     writer: ShardWriter,
     progress: Update = lambda units, items: None,
 ) -> None:
-    """Write the packs, some at a time; another thread reads the next ones meanwhile."""
-    # As many packs as surely hold no more than the window, and one at least.
-    at_once = max(1, reader.window_tokens // max(run.longest, 1))
-    firsts = deque(range(0, len(run.offsets) - 1, at_once))
+    """Write the packs, a window of them at a time; another thread reads the next window meanwhile."""
+    # As many packs as surely hold no more tokens than the window may, and one at least.
+    packs_per_window = max(1, reader.window_tokens // max(run.longest, 1))
+    firsts = deque(range(0, len(run.offsets) - 1, packs_per_window))
     with ThreadPoolExecutor(1, "gather") as thread:
         reading: deque[Any] = deque()
         while firsts or reading:
             while firsts and len(reading) < 2:
-                window = run.window(first := firsts.popleft(), first + at_once)
+                window = run.window(first := firsts.popleft(), first + packs_per_window)
                 reading.append((window, thread.submit(reader.read, window)))
             window, future = reading.popleft()
             ids, mask, columns = future.result()
-            each, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
-            ends = np.cumsum(each)
+            lengths, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
+            ends = np.cumsum(lengths)
             pack_ends = ends[window.offsets[1:] - 1]
             pack_lengths = np.diff(pack_ends, prepend=0)
-            starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
+            starts = ends - lengths - np.repeat(pack_ends - pack_lengths, counts)
             alignment = reader.mask_alignment
             writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=alignment, columns=columns)
-            progress(len(each), len(each))
+            progress(len(lengths), len(lengths))
 
 
-def write_shard(
-    reader: CorpusReader | PartsReader, output: PlannedShard, progress: Update = lambda units, items: None
-) -> Header:
-    """Write one output shard, and set it aside until all of them are whole."""
+def write_shard(reader: SequenceReader, output: PlannedShard, progress: Update = lambda units, items: None) -> Header:
+    """Write one shard, and set it aside until all shards of the job are whole."""
     with ShardWriter(output.prefix, **output.settings) as writer:
         write_packs(reader, output.run, writer, progress)
         return writer.set_aside()
 
 
 def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
-    """``write_shard`` from parts, on any machine; what an attempt that died left is dropped, what it made is found."""
-    # An attempt on a node that was given up may live for some seconds longer; then this one takes its place.
+    """The task that writes one shard from parts, on any machine.
+
+    A shard that an earlier attempt finished is not written again; one that it left unfinished is removed.
+    """
+    # An attempt on a node that was given up may go on for some seconds.
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -246,14 +434,14 @@ def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
-    if (header := output.found()) is not None:
+    if (header := output.existing_header()) is not None:
         return header
     drop_build(output.paths)
     return write_shard(PartsReader(table), output)
 
 
 def drop_build(paths: ShardPaths) -> None:
-    """Remove what an interrupted build left at a prefix; of other work nothing."""
+    """Remove what an interrupted writer of a new shard left at a prefix; remains of other work stay."""
     if (head := read_journal(paths)) is not None and head.work == "build":
         remove_remains(paths)
 
@@ -263,36 +451,35 @@ def publish_shards(
     outputs: Sequence[PlannedShard],
     write: Callable[[Sequence[PlannedShard]], Iterable[Header]],
     *,
-    keep: bool,
+    resume: bool,
 ) -> list[Header]:
-    """Write all output shards of a run and publish them together: what they replace stays until all are whole.
+    """Write all shards of a job and publish them together; shards that they replace stay until all are whole.
 
     Args:
-        prefix: what the prefixes of several begin with.
+        prefix: what the prefixes of several shards begin with.
         outputs: all shards.
-        write: makes these, in their order, and sets them aside (``write_shard``).
-        keep: go on with an interrupted run: leave shards that are there and are the very ones that would be made, and
-            drop what is half made.
+        write: writes the shards it is given, in their order, and sets each aside (``write_shard``).
+        resume: go on with an interrupted job: shards that it finished are not written again, unfinished ones removed.
 
     Raises:
-        FormatError: a shard is there that is another one, and may not be replaced.
+        FormatError: another shard is at a prefix, and may not be replaced.
     """
     with outputs_held(prefix) if len(outputs) > 1 else contextlib.nullcontext():
         headers: dict[int, Header] = {}
         for number, output in enumerate(outputs):
-            if keep and (found := output.found()) is not None:
-                headers[number] = found
+            if resume and (header := output.existing_header()) is not None:
+                headers[number] = header
             else:
                 written = output.paths.with_columns(output.settings["columns"])
                 check_free(written, overwrite=output.settings["overwrite"])
         missing = [number for number in range(len(outputs)) if number not in headers]
-        for number in missing if keep else ():
+        for number in missing if resume else ():
             drop_build(outputs[number].paths)
         try:
             headers |= zip(missing, write([outputs[number] for number in missing]), strict=True)
-        except Exception:  # what is interrupted can be gone on with
+        except Exception:  # a KeyboardInterrupt leaves what is set aside, for --resume
             for number in missing:
-                with contextlib.suppress(FormatError):  # a task elsewhere is at it still
+                with contextlib.suppress(FormatError):  # a task on another machine still writes it
                     if is_set_aside(outputs[number].paths):
                         remove_remains(outputs[number].paths)
             raise
@@ -301,7 +488,7 @@ def publish_shards(
 
 
 def make_packs(
-    reader: CorpusReader | PartsReader,
+    reader: SequenceReader,
     lengths: NDArray[np.int64],
     prefix: str,
     options: PackOptions,
@@ -313,18 +500,18 @@ def make_packs(
     shards: int = 1,
     groups: NDArray[np.integer[Any]] | None = None,
     selected: Selected | None = None,
-    said: Mapping[str, Any] | None = None,
-    keep: bool = False,
+    packing_metadata: Mapping[str, Any] | None = None,
+    resume: bool = False,
     engine: Local | Cluster | None = None,
     log_interval: int = 0,
 ) -> list[Header]:
-    """Plan, gather, publish: by one plan what is trained on, and by one of its own what is kept apart to validate with.
+    """Plan packs, write them into shards and publish these: the shards to train on, and the one to validate with.
 
-    Arguments are as of ``pack_shard``, ``plan_packs`` and ``publish_shards``. Headers say ``metadata`` of the
-    sequences, and of the packing what is ``said`` besides and the ``identity`` of its source: the id of a shard, or
-    the fingerprint of the input, which does not depend on how that was shared out. ``settings`` are what all writers
-    are told: ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` makes several
-    shards at a time, of parts; without one they are made here. Errors call the sequences ``source``, or by the prefix.
+    Headers say ``metadata`` of the sequences; and of the packing ``packing_metadata`` and ``identity``, which is the id
+    of the shard they come from or the fingerprint of the input. ``settings`` are arguments of all writers:
+    ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` writes several shards at a
+    time, and needs a ``PartsReader``; without one they are written in this process, one by one. Errors call the
+    sequences ``source``, or by the prefix. Arguments else: as of ``pack_shard``, ``plan_packs``, ``publish_shards``.
 
     Raises:
         SequenceError, FormatError: as of ``plan_packs`` and ``publish_shards``.
@@ -346,13 +533,13 @@ def make_packs(
             selected=counts,
             reader=reader,
         )
-        packing.said.update(said or {}, source=identity)
-        outputs += outputs_of(name, packing, number, metadata, **settings)
+        packing.metadata.update(packing_metadata or {}, source=identity)
+        outputs += planned_shards(name, packing, number, metadata, **settings)
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 
         def write(missing: Sequence[PlannedShard]) -> Iterable[Header]:
-            # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
+            # A single shard is written in this process, which can show its progress; on a cluster its nodes write.
             if engine is None or (isinstance(engine, Local) and (len(missing) == 1 or not engine.workers)):
                 return (write_shard(reader, output, progress.update) for output in missing)
             assert isinstance(reader, PartsReader)
@@ -364,7 +551,7 @@ def make_packs(
                 on_result=lambda header: progress.update(header.num_sequences, header.num_sequences),
             )
 
-        return publish_shards(prefix, outputs, write, keep=keep)
+        return publish_shards(prefix, outputs, write, resume=resume)
 
 
 def pack_shard(
@@ -374,44 +561,44 @@ def pack_shard(
     *,
     shards: int = 1,
     overwrite: bool = False,
-    keep: bool = False,
+    resume: bool = False,
     log_interval: int = 0,
     sources: Sequence[str] = (),
     allow_loss: bool = False,
 ) -> PackReport:
-    """Pack the sequences of ``source`` into a new shard at ``prefix``, or several.
+    """Pack the sequences of a shard into a new shard at ``prefix``, or into several.
 
     Memory: some 40 bytes a sequence for the plan, and a few MiB for the tokens.
 
     Args:
         source: a tokenised corpus, or packs.
-        prefix: of the packed shard, or what the prefixes of several begin with.
-        options: how its sequences are packed.
+        prefix: of the new shard, or what the prefixes of several begin with.
+        options: how the sequences are packed.
         shards: how many shards; their packs differ by one at most.
-        overwrite: replace what is at the prefixes.
-        keep: leave shards that are there and are the very ones that would be made.
+        overwrite: replace shards at the prefixes.
+        resume: go on with an interrupted job; shards that it finished are not written again.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
-        sources: names of input files; sequences of others are left out. None for all.
-        allow_loss: leave out columns of packs; those of sequences and tokens go with their sequences.
+        sources: names of input files; sequences made from other files are left out. Empty for all sequences.
+        allow_loss: leave out columns with a row a pack; without it they are an error.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: an option that cannot be, a file that the shard does not name, nothing left to pack, a column of
-            packs without leave to lose it, or ``prefix`` is that of the source.
+        FormatError: an option that cannot be, a source that the shard does not name, no sequence to pack, a column
+            with a row a pack, or ``prefix`` is that of the source.
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    taken, header = sequences_of(source, sources) if sources else None, source.header
-    reader, groups = CorpusReader(source, taken, allow_loss=allow_loss), pair_numbers(source)
-    if taken is not None and groups is not None:
-        groups = groups[taken]
+    chosen, header = sequences_of(source, sources) if sources else None, source.header
+    reader, groups = CorpusReader(source, chosen, allow_loss=allow_loss), pair_numbers(source)
+    if chosen is not None and groups is not None:
+        groups = groups[chosen]
     reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
+    # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
-    left_out = {} if taken is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(taken)}
+    left_out = {} if chosen is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(chosen)}
     headers = make_packs(
         reader,
         reader.lengths,
@@ -429,8 +616,8 @@ def pack_shard(
         source=source.prefix,
         shards=shards,
         groups=groups,
-        said=left_out,
-        keep=keep,
+        packing_metadata=left_out,
+        resume=resume,
         log_interval=log_interval,
     )
-    return replace(PackReport.of(headers), lost_columns=reader.lost)
+    return replace(PackReport.of(headers), lost_columns=reader.lost_columns)

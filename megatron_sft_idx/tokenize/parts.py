@@ -1,20 +1,20 @@
-"""A part: the sequences of some pieces of input in one file, with what they were made from.
+"""A part: one file with the sequences of some pieces of input, and the task that makes it.
 
 ::
 
     magic, version     8 bytes
     size of the JSON   uint64
     checksum of it     xxh3_128, 16 bytes
-    JSON               what it was made from, counts, and the checksum of all that follows
+    JSON               ``PartInfo``: what the part was made from, counts, and the checksum of all that follows
     lengths            uint32 [sequences], from the next multiple of 64 bytes on
     ids                uint16 or int32 [tokens], likewise
     masks              token-aligned, uint8 or float32 [tokens], likewise
     columns            values of each sequence [sequences, width], likewise, in the order of their names
 
-Each attempt at a part writes under a name of its own, so that two tasks that make the same part, as when a node was
-only thought dead, do not meet; the one that reports first is taken. A part counts if it is whole, its checksum holds,
-and it names these options and the fingerprints of these pieces of input, which are read again to compare. So nothing
-waits for the disk: what a power failure cuts short is made again.
+Two tasks may make the same part, as when a node that was thought dead is not. So each attempt writes a file of its own
+name, and the job takes that of the task that answers first. A later job uses a part again if the file is whole, its
+checksum holds, and it was made with the same options from the same pieces, whose fingerprints are computed anew to
+compare. So parts are not flushed to disk: one that a power failure cut short is not whole, and is made again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
@@ -48,8 +47,7 @@ from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, Ro
 from megatron_sft_idx.tokenize.report import MAX_LISTED
 
 if TYPE_CHECKING:
-    from megatron_sft_idx.shard.writer import MaskAlignment
-    from megatron_sft_idx.tokenize.plan import PlannedRun
+    pass
 
 # Parts that stay mapped while packs are gathered from them.
 _MAX_OPEN = 256
@@ -65,21 +63,21 @@ _SUFFIX = ".part"
 
 @dataclass(slots=True)
 class PartInfo:
-    """What a part is made from and what became of its rows.
+    """What a part is made from and what became of its rows: the JSON of its file.
 
     Attributes:
-        options: digest of all that decides over tokens and masks.
+        options: digest of all options that decide over tokens and masks.
         pieces: fingerprints of the pieces.
-        num_bytes: of the input file, for progress.
-        lines: rows, blank lines included: how far the numbers of the rows that follow are away.
+        num_bytes: bytes of the input file that hold the pieces, for progress.
+        lines: rows, blank lines included: by so much the numbers of the next part's rows are larger.
         rows: rows read, bad ones included.
         skipped: rows that could not be used.
-        bad_rows: their positions and reasons, in order.
+        bad_rows: position and reason of each of these, in order.
         notes: counts by name.
-        straddling: a token that brings characters of a header into what is trained on; "" where none does.
+        straddling: text of a token that is trained on and begins in a header; "" where there is none.
         mask_dtype: name of the masks' dtype.
-        arrays: dtype and shape of what follows, in its order: lengths, ids, masks, and columns by name.
-        checksum: of what follows: xxh3_128 in hex.
+        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns.
+        checksum: xxh3_128 of the arrays, in hex.
     """
 
     options: str
@@ -93,28 +91,31 @@ class PartInfo:
     straddling: str = ""
     mask_dtype: str = "uint8"
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    checksum: str = "0" * 32  # which is as long as any: where the arrays begin does not depend on it
+    checksum: str = "0" * 32  # as long as every checksum, since the size of the JSON says where the arrays begin
 
-    def add(self, done: EncodedPiece, lines: int = 0) -> None:
-        """Count what became of a piece of so many lines; its rows are counted from the first of the part then."""
-        if "source" in done.columns:
-            done.columns["source"][:, 1] += self.lines
-        self.num_bytes += done.num_bytes
+    def add(self, encoded: EncodedPiece, lines: int = 0) -> None:
+        """Count the rows of a piece of so many lines.
+
+        The column ``source`` of the piece is changed: its rows are then counted from the first of the part.
+        """
+        if "source" in encoded.columns:
+            encoded.columns["source"][:, 1] += self.lines
+        self.num_bytes += encoded.num_bytes
         self.lines += lines
-        self.rows += done.rows
-        self.skipped += len(done.bad_rows)
-        listed = done.bad_rows[: MAX_LISTED - len(self.bad_rows)]
+        self.rows += encoded.rows
+        self.skipped += len(encoded.bad_rows)
+        listed = encoded.bad_rows[: MAX_LISTED - len(self.bad_rows)]
         self.bad_rows += [(error.position or 0, error.reason) for error in listed]
-        self.straddling = self.straddling or done.straddling
-        if done.loss_mask.dtype == np.float32:
+        self.straddling = self.straddling or encoded.straddling
+        if encoded.loss_mask.dtype == np.float32:
             self.mask_dtype = "float32"
-        first = np.cumsum(done.lengths) - done.lengths
-        # As the writer of a shard counts them: masks on tokens that nothing predicts.
-        dropped = int(np.count_nonzero(done.loss_mask[first]))
-        self.notes = dict(Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped))
+        first = np.cumsum(encoded.lengths) - encoded.lengths
+        # A shard's writer drops these masks, since nothing predicts a first token, and does not say of which part.
+        dropped = int(np.count_nonzero(encoded.loss_mask[first]))
+        self.notes = dict(Counter(self.notes) + encoded.notes + Counter(first_token_masks_dropped=dropped))
 
     def offsets(self, json_nbytes: int) -> list[int]:
-        """Where the arrays begin, and where the last one ends."""
+        """Offset in bytes of each array, and that of the end, in a file whose JSON has so many bytes."""
         offsets, end = [], _HEAD.size + json_nbytes
         for dtype, shape in self.arrays.values():
             offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -123,19 +124,23 @@ class PartInfo:
 
 
 class Part:
-    """A part, opened for reading.
+    """A part, opened for reading; its arrays are mapped.
+
+    Args:
+        path: of the file.
+        verify: compare the checksum of the arrays too.
 
     Attributes:
-        info: what it is made from.
+        info: what the part is made from.
         lengths: tokens of each sequence, uint32 [sequences].
-        starts: where each begins among the tokens, int64 [sequences].
+        starts: where each sequence begins among the tokens, int64 [sequences].
         ids: uint16 or int32 [tokens].
         mask: token-aligned, uint8 or float32 [tokens].
-        columns: by name [sequences] or [sequences, width]; numbers in them are counted from the beginning of the part.
+        columns: values by name, [sequences] or [sequences, width]; row numbers count from the first row of the part.
 
     Raises:
-        FormatError: it is not what ``write_part`` wrote.
-        FileNotFoundError: there is none.
+        FormatError: the file is not as ``write_part`` wrote it.
+        FileNotFoundError: there is no such file.
     """
 
     def __init__(self, path: str, *, verify: bool = False) -> None:
@@ -173,16 +178,16 @@ class Part:
 
 
 def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> None:
-    """Write a part, all at once.
+    """Write a part, whole or not at all.
 
     Args:
-        path: where it goes; the folder is there, and nothing of this name.
-        info: what it is made from and the counts of its rows; the rest is filled in.
-        encoded: its pieces, all with the same columns.
+        path: of the file; its folder must exist.
+        info: what the part is made from and counts of its rows; ``arrays`` and ``checksum`` are filled in.
+        encoded: the pieces, all with the same columns.
 
     Raises:
-        FormatError: something of this name has appeared meanwhile; it stays.
-        OSError: the disk says no.
+        FormatError: a file of this name exists; it stays as it is.
+        OSError: of the file system.
     """
     arrays: dict[str, list[NDArray[Any]]] = {
         "lengths": [piece.lengths.astype("<u4") for piece in encoded],
@@ -218,147 +223,19 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> No
         file.close()
 
 
-# ---- all parts ----
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartsTable:
-    """Where the sequences of all parts are.
-
-    Attributes:
-        paths: of the parts.
-        bounds: number of the first sequence of each part, and that of all, int64 [parts + 1].
-        mask_dtype: of the masks that are to come of it: float32 where any part has such.
-        bases: of the columns that are to come of it, by name: what is added to the values of each part, [parts] or
-            [parts, width].
-        pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` says then.
-    """
-
-    paths: Sequence[str]
-    bounds: NDArray[np.int64]
-    mask_dtype: str
-    bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    pairs: bool = False
-
-
-class PartsReader:
-    """The sequences of all parts.
-
-    A plan takes sequences from anywhere, so any window of it touches most parts. Windows are large, and each part is
-    read once a window, from its beginning to its end; some stay open, the others are opened for it, one at a time.
-
-    Args:
-        table: of the parts.
-
-    Attributes:
-        window_tokens: about how many are read at a time.
-    """
-
-    mask_alignment: MaskAlignment = "token"
-
-    def __init__(self, table: PartsTable) -> None:
-        # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
-        self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
-        self.table = table
-        self._held: dict[int, Part] = {}
-
-    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-        """Ids and token-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
-        order = np.argsort(run.sequences, kind="stable")
-        sequences, lengths = run.sequences[order], run.lengths[order].astype(np.int64)
-        begins = np.zeros(len(order), np.int64) if run.begins is None else run.begins[order]
-        ends = np.cumsum(lengths)
-        ids: NDArray[Any] | None = None
-        mask = np.empty(ends[-1], self.table.mask_dtype)
-        columns = {name: np.empty((len(order), *base.shape[1:]), base.dtype) for name, base in self.table.bases.items()}
-        for number, part, first, last, local in self._by_part(sequences):
-            where = slice(ends[first] - lengths[first], ends[last - 1])
-            if (begins[first:last] + lengths[first:last] > part.lengths[local]).any():
-                raise self._changed(part)
-            starts = part.starts[local] + begins[first:last]
-            if ids is None:
-                ids = np.empty(ends[-1], part.ids.dtype)
-            stops, all_of_them = starts + lengths[first:last], np.arange(last - first)
-            _native.gather_sequences(part.ids, starts, stops, all_of_them, ids[where])
-            found = np.empty(where.stop - where.start, part.mask.dtype)
-            _native.gather_sequences(part.mask, starts, stops, all_of_them, found)
-            mask[where] = found
-            for name, values in columns.items():
-                values[order[first:last]] = part.columns[name][local] + self.table.bases[name][number]
-        assert ids is not None
-        # From the order of the parts to the order of the plan.
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        given = np.empty_like(ids), np.empty_like(mask)
-        for source, out in zip((ids, mask), given, strict=True):
-            _native.gather_sequences(source, ends - lengths, ends, place, out)
-        if self.table.pairs:
-            columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
-        return *given, columns
-
-    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """How many of the tokens at these positions of these sequences are trained on."""
-        order = np.argsort(sequences, kind="stable")
-        sequences, positions = sequences[order], positions[order]
-        return sum(
-            int(np.count_nonzero(part.mask[part.starts[local] + positions[first:last]]))
-            for _, part, first, last, local in self._by_part(sequences)
-        )
-
-    def are_trained(
-        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
-    ) -> NDArray[np.bool_]:
-        """Whether any token but the first, which nothing predicts, is trained on in each of these cuts, bool [cuts]."""
-        order = np.argsort(sequences, kind="stable")
-        found = np.empty(len(order), bool)
-        for _, part, first, last, local in self._by_part(sequences[order]):
-            cuts = order[first:last]
-            starts = part.starts[local] + begins[cuts]
-            before = np.cumsum(np.append(0, part.mask != 0))
-            found[cuts] = before[starts + lengths[cuts]] > before[starts + 1]
-        return found
-
-    def column(self, name: str, width: int) -> NDArray[np.uint32]:
-        """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
-        values = np.empty((int(self.table.bounds[-1]), width), np.uint32)
-        for number, (first, last) in enumerate(pairwise(self.table.bounds.tolist())):
-            values[first:last] = self._open(number).columns[name]
-        return values
-
-    def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[int, Part, int, int, NDArray[np.int64]]]:
-        """Number and part, the range of these ascending numbers that each holds, and what they are called in it."""
-        cuts = np.searchsorted(sequences, self.table.bounds)
-        for number in np.flatnonzero(np.diff(cuts)).tolist():
-            first, last = cuts[number : number + 2].tolist()
-            yield number, self._open(number), first, last, sequences[first:last] - self.table.bounds[number]
-
-    def _open(self, number: int) -> Part:
-        if (held := self._held.get(number)) is not None:
-            return held
-        part = Part(self.table.paths[number])
-        if len(part.lengths) != self.table.bounds[number + 1] - self.table.bounds[number]:
-            raise self._changed(part)
-        if len(self._held) < _MAX_OPEN:
-            self._held[number] = part
-        return part
-
-    def _changed(self, part: Part) -> FormatError:
-        return FormatError(f"{part.path}: changed since its lengths were read; pass --resume, which makes it anew")
-
-
 # ---- tasks ----
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizingJob:
-    """What all tasks that tokenise have in common.
+class PartSettings:
+    """What all tasks of a job that make parts have in common; picklable.
 
     Attributes:
         folder: of the parts.
-        encoding: rows to sequences; paths in it are absolute.
-        digest: of all that decides over tokens and masks, as the driver knows it.
-        cutting: of the input.
-        anew: make parts anew whose input has changed; else that is told.
+        encoding: how rows become sequences; paths in it are absolute.
+        digest: of the encoder of the job's own process, which the encoder of each task must equal.
+        cutting: how the input is cut.
+        anew: make a part anew where its input has changed since an earlier job made it, instead of reporting that.
     """
 
     folder: str
@@ -370,14 +247,14 @@ class TokenizingJob:
 
 @dataclass(frozen=True, slots=True)
 class MadePart:
-    """What the driver hears of a part.
+    """What a task reports of a part.
 
     Attributes:
-        path: of the part; empty where there is none.
-        info: what it is made from, and counts.
+        path: of the part; empty where a bad row or changed input prevented it.
+        info: what the part is made from, and counts.
         lengths: tokens of each sequence, uint32 [sequences].
-        reused: it was there already.
-        changed: where there is none, since an earlier run read something else: the fingerprints then and now.
+        reused: whether an earlier job made it.
+        changed: fingerprints of the input then and now, where it changed since an earlier job made the part.
     """
 
     path: str
@@ -387,83 +264,89 @@ class MadePart:
     changed: tuple[str, str] | None = None
 
 
-# The encoder of this process, and what it was made from.
-_held: tuple[EncodingOptions, RowEncoder] | None = None
+# The encoder of this process, and the options it was made from.
+_encoder: tuple[EncodingOptions, RowEncoder] | None = None
 
 
 def remember_encoder(options: EncodingOptions | None, encoder: RowEncoder | None = None) -> None:
-    """Let tasks that run in this process use an encoder that is there already; None forgets it."""
-    global _held  # noqa: PLW0603
-    _held = None if options is None or encoder is None else (options, encoder)
+    """Keep an encoder for the tasks of this process that have the same options; None forgets the one that is kept."""
+    global _encoder  # noqa: PLW0603
+    _encoder = None if options is None or encoder is None else (options, encoder)
 
 
 def _encoder_of(options: EncodingOptions) -> RowEncoder:
-    """Made once a process; that of an earlier run is dropped."""
-    if _held is None or _held[0] != options:
-        remember_encoder(None)
+    """The encoder of this process, made where the one that is kept has other options."""
+    if _encoder is None or _encoder[0] != options:
+        remember_encoder(None)  # frees its memory first
         remember_encoder(options, RowEncoder(options))
-    assert _held is not None
-    return _held[1]
+    assert _encoder is not None
+    return _encoder[1]
 
 
 def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0) -> EncodedPiece:
-    """Encode the rows of one piece, in order; ``file`` is the number of its file."""
+    """Encode the rows of one piece, in order, by the encoder of this process; ``file`` is the number of its file."""
     return _encoder_of(options).encode(piece, file)
 
 
 def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Names of the parts in a folder, by the number of their file and their own in it; all attempts at one."""
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    """File names of all attempts at each part in a folder, by the number of its input file and its own in that."""
+    names: dict[tuple[int, int], tuple[str, ...]] = {}
     for entry in sorted(os.listdir(folder)):
         file, _, part = entry.partition(".")[0].partition("-")
         if entry.endswith(_SUFFIX) and file.isdecimal() and part.isdecimal():
             key = int(file), int(part)
-            found[key] = (*found.get(key, ()), entry)
-    return found
+            names[key] = (*names.get(key, ()), entry)
+    return names
 
 
-def make_parts(job: TokenizingJob, stretch: Stretch) -> list[MadePart]:
-    """Tokenise a stretch, or find what was made of it before: one part, or as many as a whole file makes."""
-    pieces = read_pieces(stretch, job.cutting)
+def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
+    """The task that tokenises a stretch: make its part, or the parts of a whole file; earlier ones are used again.
+
+    Raises:
+        SFTIndexError: the input cannot be read, or was changed meanwhile; or the tokenizer of this node is another.
+        OSError: of the file system.
+    """
+    pieces = read_pieces(stretch, settings.cutting)
     made: list[MadePart] = []
     is_whole_file = stretch.nbytes is None and not stretch.dealt
-    # A task that is tried again, after hours over one file, goes on with what it has.
-    there = parts_of(job.folder) if is_whole_file else {(stretch.number, stretch.part): stretch.found}
-    while group := list(islice(pieces, job.cutting.pieces)):
+    # A task may be tried again after hours over a whole file: it looks for what its first attempt made.
+    names = parts_of(settings.folder) if is_whole_file else {(stretch.number, stretch.part): stretch.attempts}
+    while group := list(islice(pieces, settings.cutting.pieces)):
         if made and not is_whole_file:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
         key = stretch.number, stretch.part + len(made)
-        made.append(_make_part(job, key, group, there.get(key, ())))
+        made.append(_make_part(settings, key, group, names.get(key, ())))
         if not made[-1].path:
             break
     return made
 
 
-def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], there: Sequence[str]) -> MadePart:
-    info = PartInfo(job.digest, [piece.fingerprint() for piece in pieces])
-    others: list[list[str]] = []
-    for name in there:
+def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece], attempts: Sequence[str]) -> MadePart:
+    """The part of these pieces: the first of the earlier attempts at it that can be used, or a new one."""
+    info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
+    earlier_pieces: list[list[str]] = []
+    for name in attempts:
         with contextlib.suppress(FileNotFoundError, FormatError):
-            part = Part(os.path.join(job.folder, name), verify=True)
-            if part.info.options == job.digest and part.info.pieces == info.pieces:
+            part = Part(os.path.join(settings.folder, name), verify=True)
+            if part.info.options == settings.digest and part.info.pieces == info.pieces:
                 return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
-            if part.info.options == job.digest:
-                others.append(part.info.pieces)
-    if others and not job.anew:
-        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (others[0], info.pieces))
+            if part.info.options == settings.digest:
+                earlier_pieces.append(part.info.pieces)
+    if earlier_pieces and not settings.anew:
+        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces[0], info.pieces))
         return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
-    encoder = _encoder_of(job.encoding)
-    if encoder.digest != job.digest:
+    encoder = _encoder_of(settings.encoding)
+    if encoder.digest != settings.digest:
         raise FormatError(
-            f"{job.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
+            f"{settings.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
             " every node of the cluster sees it, at the same path"
         )
     encoded: list[EncodedPiece] = []
     for piece in pieces:
         encoded.append(encoder.encode(piece, key[0]))
         info.add(encoded[-1], len(piece.ends) if isinstance(piece, JsonPiece) else encoded[-1].rows)
-        if info.bad_rows and job.encoding.on_bad_row == "error":
+        if info.bad_rows and settings.encoding.on_bad_row == "error":
             return MadePart("", info, np.empty(0, np.uint32))
-    path = os.path.join(job.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
+    path = os.path.join(settings.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
     write_part(path, info, encoded)
-    return MadePart(path, info, np.concatenate([done.lengths for done in encoded]).astype(np.uint32))
+    return MadePart(path, info, np.concatenate([each.lengths for each in encoded]).astype(np.uint32))

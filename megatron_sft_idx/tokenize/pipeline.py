@@ -39,6 +39,8 @@ from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, be
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
+    PartsReader,
+    PartsTable,
     drop_build,
     make_packs,
     output_prefixes,
@@ -49,9 +51,7 @@ from megatron_sft_idx.tokenize.gather import (
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import (
     MadePart,
-    PartsReader,
-    PartsTable,
-    TokenizingJob,
+    PartSettings,
     make_parts,
     parts_of,
     remember_encoder,
@@ -198,7 +198,7 @@ class _Preprocessing:
         job, report = self.job, self.report
         # Tasks on other machines find the tokenizer by its whole path.
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
-        shared = TokenizingJob(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
+        shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
         remember_encoder(encoding, self.encoder)
         there = parts_of(self.folder.path)
         lines: Counter[int] = Counter()
@@ -210,7 +210,7 @@ class _Preprocessing:
                 if self._has_enough():
                     return
                 cut.append(replace(stretch, dealt=()))
-                yield replace(stretch, found=there.get((stretch.number, stretch.part), ()))
+                yield replace(stretch, attempts=there.get((stretch.number, stretch.part), ()))
 
         def count(parts: list[MadePart]) -> None:
             for part in parts:
@@ -358,7 +358,7 @@ class _Preprocessing:
             shards=options.output_shards,
             groups=np.arange(len(lengths)) // 2 if table.pairs else None,
             selected=selected,
-            keep=options.resume,
+            resume=options.resume,
             engine=engine,
             log_interval=options.log_interval,
         )
@@ -371,7 +371,7 @@ class _Preprocessing:
             options.packing,
             shards=options.output_shards,
             overwrite=state.overwrite,
-            keep=options.resume,
+            resume=options.resume,
             log_interval=options.log_interval,
         )
         return [read_header(prefix) for prefix in self.job.outputs]

@@ -25,8 +25,7 @@ from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shard import Shard
 
 if TYPE_CHECKING:
-    from megatron_sft_idx.tokenize.gather import CorpusReader
-    from megatron_sft_idx.tokenize.parts import PartsReader
+    from megatron_sft_idx.tokenize.gather import SequenceReader
 
 _MOST_WEIGHT = 1000
 
@@ -296,12 +295,12 @@ class Packing:
     Attributes:
         plan: how the packs were found.
         run: all of them.
-        said: for the headers: options, counts of what was selected, and what became of overlong sequences.
+        metadata: for headers: options, counts of selected rows, and what became of overlong sequences.
     """
 
     plan: PackPlan
     run: PlannedRun
-    said: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def plan_packs(
@@ -313,7 +312,7 @@ def plan_packs(
     groups: NDArray[np.integer[Any]] | None = None,
     chosen: NDArray[np.int64] | None = None,
     selected: Mapping[str, int] | None = None,
-    reader: CorpusReader | PartsReader | None = None,
+    reader: SequenceReader | None = None,
 ) -> Packing:
     """Plan all packs, global over the lengths of all sequences.
 
@@ -366,14 +365,14 @@ def plan_packs(
         )
     cuts = cuts._replace(lengths=cuts.lengths.astype(np.uint32)).only(plan.sequences)
     run = PlannedRun(plan.offsets, cuts.numbers, cuts.begins, cuts.lengths, plan.longest)
-    said = options.describe() | {
+    metadata = options.describe() | {
         "overlong_sequences": cuts.overlong,
         "dropped_tokens": cuts.dropped_tokens,
         "untrained_by_cut": 0 if reader is None else reader.count_trained(cuts.parted, cuts.parted_at),
         "lower_bound": plan.lower_bound,
         "chosen": plan.method,
     }
-    return Packing(plan, run, said | ({} if options.selection is None else {"selected": counts}))
+    return Packing(plan, run, metadata | ({} if options.selection is None else {"selected": counts}))
 
 
 def _overlong(
@@ -408,9 +407,7 @@ def _overlong(
     return long
 
 
-def _which_train(
-    reader: CorpusReader | PartsReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None
-) -> NDArray[np.bool_]:
+def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None) -> NDArray[np.bool_]:
     """Which cuts have a token to train on, bool [cuts]; of a group all have where one has."""
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     trains = reader.are_trained(cuts.numbers, begins, cuts.lengths)

@@ -31,8 +31,8 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import outputs_of, write_packs
-from megatron_sft_idx.tokenize.parts import PartInfo, PartsReader, PartsTable, write_part
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, planned_shards, write_packs
+from megatron_sft_idx.tokenize.parts import PartInfo, write_part
 from megatron_sft_idx.tokenize.plan import plan_packs
 
 CAPACITY = 4096
@@ -92,7 +92,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
     settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
-    outputs = outputs_of(str(folder / "gathered"), packing, SHARDS, {}, capacity=CAPACITY, **settings)
+    outputs = planned_shards(str(folder / "gathered"), packing, SHARDS, {}, capacity=CAPACITY, **settings)
     lean = [(run.offsets, run.sequences, run.lengths) for _, _, run in outputs]
     plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
