@@ -14,7 +14,7 @@ from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
-from megatron_sft_idx.live.live_shards import CatalogShards
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 
 STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5))
 

@@ -17,9 +17,9 @@ from live_catalogs import MemoryShards, loader, make_catalog
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Waiter
 from megatron_sft_idx.live.acks import uncompleted
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_loader import LiveDataset
 from megatron_sft_idx.live.live_order import RankState, Walk, least_ahead, resume
-from megatron_sft_idx.live.live_shards import CatalogShards
 
 
 class DeadlockError(Exception):

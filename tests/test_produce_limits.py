@@ -22,7 +22,7 @@ from megatron_sft_idx.live import (
     ack_folder,
     write_ack,
 )
-from megatron_sft_idx.live.live_shards import CatalogShards
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.produce.keeper import Room, StateKeeper
 from megatron_sft_idx.shard import Shard
 

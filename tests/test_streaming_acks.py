@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import completed, read_acks
-from megatron_sft_idx.live.live_shards import CatalogShards
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 
 COUNTS = [5, 3, 0, 7, 4, 6]
 

@@ -21,9 +21,9 @@ from live_producers import PATIENCE, producing
 
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.live import Base, completed, read_acks, shard_name
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_loader import LiveLoader
 from megatron_sft_idx.live.live_order import RankState
-from megatron_sft_idx.live.live_shards import CatalogShards
 
 COUNTS = [4, 3, 5, 2, 6, 4]
 

@@ -1,4 +1,4 @@
-"""The folder of a catalog: names of shards, which are there, and small JSON documents that are replaced as wholes.
+"""The folder of a catalog: the names of its shards, its JSON documents, and how to wait for what is still to come.
 
 ::
 
@@ -7,11 +7,11 @@
     _END.json             how many shards there are; written once, last
     _acks/NAME/           Ack: how far each rank of consumer NAME has trained, as of its last checkpoint
 
-What is read was written by another program, perhaps of another version, perhaps not at all with good intentions:
-size, syntax, version and the type of every field are checked, and anything wrong is a FormatError.
+Documents are replaced as wholes. They may have been written by another version or with bad intentions, so their size,
+syntax, version and the type of every field are checked, and anything wrong is a FormatError.
 
-Whoever waits for what is still to come says for whom, for how long and why, and every wait that can have no end has an
-error. No clock but a process's own monotonic one is looked at.
+A wait is logged with who waits, for how long and for what, and one that could last for ever ends in an error. Times
+are those of a process's own monotonic clock alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REMEDY = (
     "keep it where producer and trainers share a file system; shards that are done may be copied to a bucket"
     " (megatron-sft-idx copy), and trained on from there"
 )
-# A whole number from 1 on; a plain int in a record is one from 0 on.
+# In a record: a whole number from 1 on, where a plain int is one from 0 on.
 Positive: TypeAlias = Annotated[int, 1]
 State = Literal["running", "waiting for consumers", "waiting for input", "failed", "stopped"]
 
@@ -60,7 +60,7 @@ _R = TypeVar("_R", bound="Record")
 
 
 class Record:
-    """A dataclass that is kept as JSON; what its annotations say is what reading it checks.
+    """A dataclass that is written as JSON, and checked against its annotations when it is read.
 
     Fields are whole numbers, texts, true or false, one of some literals, any of these or None, objects as they are
     (``dict[str, Any]``), other records, and tuples of whole numbers or records.
@@ -69,17 +69,17 @@ class Record:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What ``parse`` reads: plain values."""
+        """The record as plain values, which ``parse`` reads."""
         values: dict[str, Any] = orjson.loads(orjson.dumps(self))
         return values
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """A field whose value does not go with the others: its name, what it is and what is expected."""
+        """A field whose value contradicts the others: its name, its value and what is expected; else None."""
         return None
 
     @classmethod
     def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
-        """The record that ``content``, as JSON has it, holds: the document at ``path``, or its field ``where``.
+        """The record in the plain values ``content``, of the document at ``path`` or of its field ``where``.
 
         Raises:
             FormatError: a field is missing, of another type, or does not go with the others.
@@ -99,7 +99,7 @@ def _hints(kind: Any) -> list[tuple[str, Any]]:
 
 
 def _value(hint: Any, path: str, name: str, value: Any) -> Any:
-    """A value, as its annotation wants it. FormatError where it is another."""
+    """A value of the type that an annotation asks for. FormatError where it is of another one."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return None if value is None else _value(inner[0], path, name, value)
@@ -175,7 +175,7 @@ def read_document(path: str) -> dict[str, Any] | None:
 
 
 def write_document(path: str, record: Record, what: str) -> None:
-    """Replace the document at ``path``, durably, all at once; of several writers the last one stays.
+    """Replace the document at ``path`` durably and as a whole; of several writers the last one wins.
 
     Raises:
         FormatError: something is there that cannot be read as a document of this kind, which sentences call ``what``.
@@ -191,7 +191,7 @@ def write_document(path: str, record: Record, what: str) -> None:
     data = orjson.dumps({"version": VERSION, **record.to_json()})
     try:
         write_file(path, data, Kind(what, recognize), overwrite=True)
-    except FormatError:  # unless it was another writer's, which has come in between
+    except FormatError:  # another writer may have replaced it in between
         write_file(path, data, Kind(what, recognize), overwrite=True)
 
 
@@ -199,13 +199,13 @@ def write_document(path: str, record: Record, what: str) -> None:
 
 
 def default_max_sequences(capacity: int) -> int:
-    """Most sequences of a pack where nobody says: batches are shaped by it before the data is there."""
+    """The most sequences in a pack where no limit is given; batches are shaped by it before any shard is there."""
     return max(64, capacity // 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits(Record):
-    """What holds for every shard of a catalog, the ones still to come too, and how far the producer may run ahead.
+    """What all shards of a catalog keep to, also those still to come, and how far the producer may run ahead.
 
     Attributes:
         capacity: most token positions of a pack.
@@ -259,7 +259,7 @@ class ProducerState(Record):
     input: dict[str, Any] = field(default_factory=dict)
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """More shards removed than published."""
+        """More shards were removed than published."""
         if self.freed <= self.published:
             return None
         return "freed", self.freed, f"no more than the {self.published} published"
@@ -274,15 +274,15 @@ class _End(Record):
 
 
 def shard_name(number: int) -> str:
-    """``shard-000011``: more digits where six are not enough, so names do not sort as numbers do."""
+    """``shard-000011``; names of a million shards and more have more digits, and do not sort as their numbers do."""
     return f"shard-{number:06d}"
 
 
 class Catalog:
-    """One catalog, as it is on disk at the moment of each call; holds nothing but its path.
+    """A catalog's folder; every call looks at the disk anew.
 
     Args:
-        folder: need not be there yet; FormatError for one in an object store.
+        folder: its path. It need not exist yet. FormatError where it is in an object store.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -306,7 +306,7 @@ class Catalog:
         return list(self._found())
 
     def shard_nbytes(self, number: int) -> int:
-        """What a shard takes on disk; 0 where it is gone."""
+        """How many bytes a shard takes on disk; 0 where it is gone."""
         total, paths = 0, ShardPaths.of(self.shard_prefix(number))
         with contextlib.suppress(FormatError, ShardNotFoundError):
             paths = paths.with_columns(listed_columns(read_header(paths).metadata))
@@ -318,7 +318,7 @@ class Catalog:
         return total
 
     def producer(self) -> ProducerState | None:
-        """What the producer last said; None where none ever was here. FormatError: the file is damaged."""
+        """What the producer wrote last; None where no producer was ever here. FormatError: the file is damaged."""
         content = read_document(path := os.path.join(self.folder, PRODUCER))
         return None if content is None else ProducerState.parse(path, content)
 
@@ -328,15 +328,15 @@ class Catalog:
         return None if content is None else _End.parse(path, content).shards
 
     def write_producer(self, state: ProducerState) -> None:
-        """Replace ``_producer.json``; for the one producer that holds the catalog."""
+        """Replace ``_producer.json``. The caller must be the producer that holds the catalog."""
         write_document(os.path.join(self.folder, PRODUCER), state, "the state of a producer")
 
     def write_end(self, shards: int) -> None:
-        """Say that there are so many shards and no more will come; every one is published."""
+        """Write down that there are so many shards and no more will come. The caller must have published all."""
         write_document(os.path.join(self.folder, END), _End(shards), "the end of a catalog")
 
     def _found(self) -> dict[int, set[str]]:
-        """What follows the name, of every shard of which anything is there; numbers in order."""
+        """By the number of each shard of which any file is there, in order: what follows its name in those files."""
         found: dict[int, set[str]] = {}
         for name in os.listdir(self.folder) if os.path.isdir(self.folder) else ():
             if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):
@@ -359,14 +359,14 @@ def looks(
     quiet: float = 0.0,
     longest: float = 1.0,
 ) -> Iterator[float]:
-    """The seconds waited, each time it is time to look again: how every wait goes.
+    """A wait: yields whenever it is time to look again, each time the seconds waited so far.
 
     Args:
-        say: told of the wait once it has lasted ``quiet`` seconds, then once a minute.
-        pause: sleeps so many seconds; ``Stopped`` is raised once it returns what is true.
+        say: called with the seconds waited, once they are ``quiet`` and then once a minute.
+        pause: sleeps so many seconds. Once it returns something true, ``Stopped`` is raised.
         clock: seconds since some moment.
-        quiet: seconds that are the normal course of things and nothing to tell.
-        longest: of the pauses, which grow.
+        quiet: how long a wait may last before it is worth a line in the log.
+        longest: the longest pause, in seconds; pauses grow up to it.
     """
     begin, seconds, next_line = clock(), 0.05, quiet
     while True:
@@ -382,12 +382,12 @@ def looks(
 
 @dataclass(frozen=True)
 class Waiter:
-    """Who waits.
+    """Somebody who waits, and how.
 
     Attributes:
-        who: such as ``rank 3``, for the log.
-        pause: sleeps so many seconds; what it returns is true as soon as the waiter is to stop, as an event's ``wait``.
-        say: takes lines for people; those of several workers of one rank leave that to another.
+        who: the name in log messages, such as ``rank 3``.
+        pause: sleeps so many seconds; it returns something true once the waiter is to stop, as ``Event.wait`` does.
+        say: takes log messages; of the workers of one rank, only one logs them.
         clock: seconds since some moment.
     """
 
@@ -397,21 +397,21 @@ class Waiter:
     clock: Callable[[], float] = time.monotonic
 
     def looks(self, why: Callable[[], str]) -> Iterator[float]:
-        """As the function; a line at once and then once a minute says ``why``, that is what is waited for."""
+        """As the function ``looks``; the log says at once, and then once a minute, what is waited for: ``why()``."""
         return looks(
             lambda waited: self.say(f"{self.who} waits {waited:.0f} s for {why()}"), pause=self.pause, clock=self.clock
         )
 
 
-class Still:
-    """Since when something has looked the same; ``sight`` is what it looked like last, None before the first look."""
+class Unchanged:
+    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since = clock, clock()
         self.sight: Any = None
 
     def seconds(self, sight: Any) -> float:
-        """How long it has looked like this; another ``sight`` begins anew."""
+        """For how long it has been ``sight``, in seconds: 0 where it was something else at the last look."""
         if sight != self.sight:
             self.sight, self._since = sight, self._clock()
         return self._clock() - self._since

@@ -38,7 +38,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     run_of_lines,
 )
 from megatron_sft_idx.live.acks import completed, read_acks
-from megatron_sft_idx.live.catalog import END, Catalog, Limits, Still, Waiter
+from megatron_sft_idx.live.catalog import END, Catalog, Limits, Unchanged, Waiter
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import OutputFile, require_local
@@ -96,7 +96,7 @@ class LiveChunks(LiveShards):
         require_local(self.folder, "a folder of chunks", where)
         self.skipped = 0
         # What chunks without a successor look like, and of those that were taken as whole, how many bytes they had.
-        self._looks: dict[int, Still] = {}
+        self._looks: dict[int, Unchanged] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         # Chunks that are right only if they are the last one.
@@ -195,7 +195,7 @@ class LiveChunks(LiveShards):
             )
         if followed:
             return True
-        unchanged = self._looks.setdefault(number, Still()).seconds((status.st_size, status.st_mtime_ns))
+        unchanged = self._looks.setdefault(number, Unchanged()).seconds((status.st_size, status.st_mtime_ns))
         # A producer that has written nothing yet has not ended a line either.
         if unchanged < self.settle_seconds or not status.st_size or not ends_with_whole_line(path):
             return False
@@ -392,7 +392,7 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
         raise FormatError(f"{place}: {reason}; give --ack-dir, a folder that this run may write to")
 
     def watch() -> None:
-        still = Still()
+        still = Unchanged()
         while not stopped.wait(min(1.0, seconds / 4)):
             try:
                 newest = max(chunk_numbers(folder), default=0)

@@ -17,10 +17,11 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
+from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
-from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards
+from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors

@@ -24,7 +24,7 @@ import xxhash
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Record, Still
+from megatron_sft_idx.live import Record, Unchanged
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
@@ -217,7 +217,7 @@ class GrowingFolder:
         # Taken for its age alone.
         self._settled: TakenFile | None = None
         # What the first file looks like, and when anything was last new.
-        self._first = Still(clock)
+        self._first = Unchanged(clock)
         self._news_at, self._looked_at = clock(), float("-inf")
 
     def files(self, first: int) -> Files:
