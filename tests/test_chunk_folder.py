@@ -18,6 +18,7 @@ from packs import demo_samples
 from test_formats_jsonl_chunks import produced, write_chunk
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats import jsonl_chunks
 from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_with_whole_line, line_bounds
 from megatron_sft_idx.live import Limits
 from megatron_sft_idx.live.chunks import LiveChunks
@@ -59,6 +60,14 @@ def test_ends_whole_says_what_finding_the_lines_says(content: bytes) -> None:
             assert not ends_with_whole_line(file.name)
         else:
             assert ends_with_whole_line(file.name)
+
+
+def test_a_line_without_an_end_takes_time_as_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path, 0, "\n" + "[" * (1 << 21))
+    monkeypatch.setattr(jsonl_chunks, "_BLOCK_NBYTES", 16)
+    begun = time.monotonic()
+    assert not ends_with_whole_line(str(path))
+    assert time.monotonic() - begun < 3  # 0.2; where each block was joined to all behind it, 8
 
 
 def test_a_chunk_with_a_successor_is_whole_at_once(tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ def test_a_longest_pack_that_is_not_the_longest_is_seen_in_either_way_of_reading
 
 def test_a_field_whose_name_begins_like_one_of_packs_is_ignored(tmp_path: Path) -> None:
     packs = demo_samples()
-    fields = {"input_ids.source": pa.array([[1, 2]] * len(packs)), "input_ids.name": pa.array(["a"] * len(packs))}
+    notes = pa.array(["a note that is longer than its pack" * 9] * len(packs))
+    fields = {"input_ids.source": pa.array([[1, 2]] * len(packs)), "input_ids.note": notes, "loss_mask.note": notes}
     table = table_of(packs)
     pq.write_table(pa.table(fields | {name: table[name] for name in table.column_names}), tmp_path / "x")
     assert_reads(Reader(tmp_path / "x"), packs)

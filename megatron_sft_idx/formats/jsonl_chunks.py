@@ -160,11 +160,12 @@ def _read_line(fd: int, path: str, start: int, stop: int) -> bytes:
 def ends_with_whole_line(path: str) -> bool:
     """Whether a chunk ends with a whole line, or is empty; only its last line is read."""
     with open_regular(path) as file:
-        end, last = file.seek(0, os.SEEK_END), b""
-        while end and b"\n" not in last:
+        end, blocks = file.seek(0, os.SEEK_END), [b""]  # the last block first
+        while end and b"\n" not in blocks[-1]:
             begin = max(end - _BLOCK_NBYTES, 0)
-            last, end = os.pread(file.fileno(), end - begin, begin) + last, begin
-    return _is_whole_line(last.rpartition(b"\n")[2])
+            blocks.append(os.pread(file.fileno(), end - begin, begin))
+            end = begin
+    return _is_whole_line(b"".join(reversed(blocks)).rpartition(b"\n")[2])
 
 
 def _is_whole_line(last: bytes) -> bool:
