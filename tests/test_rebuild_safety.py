@@ -134,6 +134,21 @@ def test_a_link_in_the_place_of_the_journal_is_refused(tmp_path: Path, target: s
     assert (tmp_path / "notes").read_bytes() == b"notes"
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_shard_of_links_is_refused_before_it_is_read(tmp_path: Path, dry_run: bool) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    os.rename(tmp_path / "x.bin", tmp_path / "far")
+    (tmp_path / "x.bin").symlink_to("far")
+    assert rebuild(tmp_path / "x", dry_run=dry_run).note == "nothing to do"
+    (tmp_path / "x.idx").unlink()
+
+    def unread(what: str, total: int) -> Any:
+        pytest.fail(f"{what} {total} bytes")
+
+    with pytest.raises(FormatError, match=r"x\.bin: a symbolic link is here"):
+        rebuild(tmp_path / "x", dry_run=dry_run, watch=unread)
+
+
 @pytest.mark.parametrize("broken", [".idx", ".seq.idx"])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_no_file_stays_open(tmp_path: Path, broken: str, dry_run: bool) -> None:

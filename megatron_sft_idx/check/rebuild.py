@@ -21,7 +21,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
 from megatron_sft_idx.shard.opening import read_header, where_to_look
-from megatron_sft_idx.shard.publication import held, lock_journal, named_by, read_journal, with_present
+from megatron_sft_idx.shard.publication import held, inode_of, lock_journal, named_by, read_journal, with_present
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -128,9 +128,12 @@ def rebuild(
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     with _locked(paths, dry_run=dry_run) as lock:
         raw, header, error = _read_header(paths)
+        if header is None or paths.missing():
+            _refuse_links(paths)  # before every byte is read, which may take hours
         faults, report = _faults(paths, header, error, watch)
         if not faults:
             return _all_good(paths, header, report, "", dry_run)
+        _refuse_links(paths)
         with contextlib.closing(Repair(paths, faults, facts or GivenFacts(), watch, lock)) as repair:
             if header is not None:
                 how_restored = restore_under_header(repair, header)
@@ -167,6 +170,12 @@ def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTInd
         return raw, Header.decode(raw, paths.seq_idx), None
     except SFTIndexError as error:
         return raw, None, error
+
+
+def _refuse_links(paths: ShardPaths) -> None:
+    """FormatError if one of the five names is a link: what it leads to may be another shard's."""
+    for path in paths.all:
+        inode_of(path)
 
 
 def _faults(
