@@ -113,12 +113,10 @@ class DamagedHeader:
 
 
 def _proves(filled: bytearray, stored: bytes, json_end: int) -> bool:
-    """Whether a header has the stored checksum, either as it is or with one bit flipped, which is then left flipped.
+    """Whether the stored checksum, which may be damaged itself, is that of a header without its checksum.
 
-    Args:
-        filled: the header without its checksum.
-        stored: the checksum, which may be damaged if the header is not.
-        json_end: the byte where the JSON block ends.
+    If flipping one bit of the header makes them equal, that bit is left flipped. ``json_end`` is where its JSON block
+    ends, in bytes.
     """
     difference = int.from_bytes(stored, "big") ^ int.from_bytes(xxhash.xxh3_128_digest(filled), "big")
     if difference.bit_count() <= _MAX_CHECKSUM_BITS:

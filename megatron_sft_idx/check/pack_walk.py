@@ -209,13 +209,9 @@ class Stream:
 
 
 class OffsetRun(NamedTuple):
-    """A run of packs by their offsets.
+    """A run of ``packs`` packs by their offsets: int64 [packs + 1] of each kind, or one more where packs follow.
 
-    Attributes:
-        token_offsets: int64 [packs + 1], or one more where packs follow: their second offset tells which of two
-            neighbours is wrong.
-        sequence_offsets: int64, of the same length.
-        packs: the number of packs.
+    The one more is the end of the next pack; it tells which of two neighbours has the wrong offset between them.
     """
 
     token_offsets: NDArray[np.int64]
@@ -226,14 +222,10 @@ class OffsetRun(NamedTuple):
 def walk_packs(
     walk: _native.PackWalk, runs: Iterable[OffsetRun], starts: Stream | None, masks: Stream | None, mask_dtype: Any
 ) -> None:
-    """Hold all packs to rules O1, O2 and P1 to P7; ``walk`` keeps the breaches.
+    """Hold all packs, given in order, to rules O1, O2 and P1 to P7; ``walk`` keeps the breaches.
 
-    Args:
-        walk: a new kernel.
-        runs: all packs, in order.
-        starts: ``.seq.bin`` from its beginning. Without it only the lengths of packs are checked.
-        masks: ``.loss.bin`` from its beginning; None to leave the masks out.
-        mask_dtype: of the masks.
+    ``starts`` and ``masks`` are ``.seq.bin`` and ``.loss.bin`` from their beginnings. Only lengths of packs are checked
+    without ``starts``, and no masks without ``masks``.
     """
     itemsize = np.dtype(mask_dtype).itemsize
     for run in runs:

@@ -45,12 +45,10 @@ _TYPES = {
 
 
 class Kind(NamedTuple):
-    """A kind of file, or of folder of files, that the package writes.
+    """A kind of file, or of folder of files, that the package writes: its name, such as ``a page``, and its test.
 
-    Attributes:
-        name: in error messages, with its article: ``a Parquet file``.
-        recognize: whether the file at a path is of this kind, or, of a folder, is one of its files. It may neither
-            follow links nor wait for a FIFO, so it reads through ``head_of``; and it returns False rather than raise.
+    ``recognize`` says whether the file at a path is of this kind, or one of the files of such a folder. It may neither
+    follow links nor wait for a FIFO, so it reads through ``head_of``; and it must return False rather than raise.
     """
 
     name: str
@@ -58,12 +56,9 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A path that a command reads or writes.
+    """A path that a command reads or writes, with its role in error messages, such as ``the input``.
 
-    Attributes:
-        path: the path.
-        role: in error messages: ``the input``, ``--summary``.
-        folder: whether it is a folder that is written, and replaced, as a whole.
+    ``folder`` says whether it is a folder that is written, and replaced, as a whole.
     """
 
     path: str
@@ -186,13 +181,9 @@ def _holds(folder: str, path: str) -> bool:
 
 
 def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> Identity | None:
-    """Find out whether something may be written at a path, before anything is.
+    """Find out whether a file, or a folder, of a kind may be written at a path, which is as ``resolve`` gives it.
 
-    Args:
-        path: as ``resolve`` gives it.
-        kind: of what is to be written.
-        overwrite: whether something of that kind may be replaced. Anything else that is not empty is never replaced.
-        folder: whether a folder is to be written.
+    With ``overwrite`` it may replace something of that kind. Anything else that is not empty is never replaced.
 
     Returns:
         What is there now, for ``move_into_place``; None for nothing.
@@ -243,13 +234,9 @@ def make_folders(path: str) -> None:
 
 
 class PendingOutput:
-    """A file or folder that is being written under a temporary name; made by ``new_file`` and ``new_folder``.
+    """A file or folder that is written at ``temporary`` and published at ``path``; see ``new_file``, ``new_folder``.
 
     As a context it removes what was written, unless that was published.
-
-    Attributes:
-        path: the place where it will be.
-        temporary: where it is until then.
     """
 
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
