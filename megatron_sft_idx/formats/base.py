@@ -12,7 +12,7 @@ Loss masks of other people's files are brought to the one alignment of this pack
 predicting token j + 1 of the same sequence counts; it is 0 at every sequence's end. *Token*: value j says whether token
 j itself is trained on. *Rolled right*: a token mask that its writer moved one place to the right over the whole pack,
 with 0 in front, meaning to align it with labels. That is the wrong way round, and across sequences; reading undoes it.
-Whether the last token of such a pack is trained on is not in the file any more; it counts as untrained.
+The mask of each pack's last token was lost when the file was written; that token counts as untrained.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class PackedReader(ABC):
 
     label_only: ClassVar[str] = ""
     identity: str
-    # Of ids and masks as they are handed out.
+    # Of the ids and masks that ``read`` and ``runs`` give.
     _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
     # Where each pack begins among the tokens of all packs, and where the last one ends: [packs + 1].
     _token_offsets: NDArray[np.int64]
@@ -373,7 +373,7 @@ class PackedWriter(ABC):
 
         Raises:
             FormatError: other packs were written than announced, or something has appeared at ``path``.
-            OSError: the disk says no.
+            OSError: the system refuses, such as on a full disk.
         """
         if not self._is_published:
             try:
@@ -461,13 +461,13 @@ def checked_run(
         starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
         raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
-    ids_as = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
-    mask_as = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
+    token_dtype = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
+    mask_dtype = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
     if len(lengths) != len(sequences):
         raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
     try:
         breach = _native.first_breach(
-            ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as
+            ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, token_dtype, mask_dtype
         )
     except ValueError:
         expected = f"{lengths.sum()} ids, {lengths.sum()} loss mask values and {sequences.sum()} sequence starts"
@@ -477,7 +477,7 @@ def checked_run(
         ) from None
     if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
         raise SequenceError(path, first_pack + breach[0][1], breach[1])
-    ids, mask, unplaced = ids.astype(ids_as, copy=False), mask.astype(mask_as, copy=False), 0
+    ids, mask, unplaced = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False), 0
     if mask_alignment == "rolled-right":
         firsts = np.cumsum(lengths) - lengths
         if (wrong := mask[firsts] != 0).any():

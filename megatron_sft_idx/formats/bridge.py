@@ -188,7 +188,7 @@ _SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridg
 def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> Identity | None:
     """The identity of the file where the summary of a Parquet file goes, None where nothing is there.
 
-    Where the Parquet file is written without padding, somebody else's file at that path is passed over: None as well.
+    For a Parquet file without padding, a file at that path that is no such summary is ignored: None as well.
 
     Raises:
         FormatError: the file may neither be replaced nor removed.
@@ -202,7 +202,7 @@ def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> I
 def publish_with_summary(writer: PackedWriter, destination: str, summary: bytes | None, *, overwrite: bool) -> None:
     """Publish a Parquet file and its summary, so that a file never stands beside the summary of another.
 
-    A kill leaves at most the file without a summary, or the summary without its file; the same command finishes then.
+    A kill may leave the file without a summary, or the summary without its file; the same command then finishes.
 
     Args:
         writer: of the file, complete and synced.
@@ -213,7 +213,7 @@ def publish_with_summary(writer: PackedWriter, destination: str, summary: bytes 
 
     Raises:
         FormatError: something else has appeared at one of the places.
-        OSError: the disk says no.
+        OSError: the system refuses, such as on a full disk.
     """
     path = summary_path(destination)
     if summary is None:

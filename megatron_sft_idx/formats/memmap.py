@@ -172,8 +172,8 @@ class Reader(PackedReader):
                 found = f"{values.dtype} of shape {values.shape}"
                 raise self._error(f"{name}{_COLUMN_SUFFIX} is {found}, expected {spec.dtype} of shape {expected}")
         # Ids of other types are checked against the range of int32.
-        token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
-        self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
+        token_dtype = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
+        self._dtypes = np.dtype(token_dtype), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
         # A manifest of this package has checksums of all arrays, so that its fingerprint tells a change of any; one of
         # another writer has none, so that sizes and times of the files must tell.
         self.identity = str(self._manifest["fingerprint"])
@@ -309,9 +309,8 @@ class _ArrayFile:
 class MemmapShardWriter(PackedWriter):
     """Writes a memmap folder whose sizes are known from the start; it needs memory for one pack.
 
-    The folder appears when ``finalize`` is done; until then it is a hidden one beside ``output_dir``. As a context
-    manager it does not finalize: who leaves it without a call of ``finalize``, which returns the manifest, has written
-    nothing.
+    The folder appears when ``finalize`` is done; until then it is a hidden one beside ``output_dir``. The caller must
+    call ``finalize``, which returns the manifest, as a context manager too: leaving it does not finalize.
 
     Args:
         output_dir: the folder; one that exists must be empty.
@@ -321,7 +320,7 @@ class MemmapShardWriter(PackedWriter):
         dtype: of the ids on disk, an integer type; ids must fit it, and int32.
         mask_alignment: of the masks that are written. They are stored as they come; the manifest states the alignment,
             so that readers shift them once. None states nothing.
-        overwrite: replace such a folder.
+        overwrite: replace a folder of this format.
         extra: further keys of the manifest, with JSON values.
         columns: specs of the columns that runs come with; ``write_bin`` takes no values of columns.
 

@@ -8,9 +8,9 @@ errors or are dropped; unlike there, blank lines are no rows. Modalities made in
 2024 whose lengths count characters: with any non-ASCII text they cut rows short. No index says which it is, so every
 read looks at the bytes before and behind the row.
 
-The data sets read the token stream of a ``.pbin`` in blocks of one size, documents end to end, for who moves over and
-wants to see what the model saw. Both have no masks and let blocks cross documents; for training on chats there is
-``open_dataset``.
+The data sets read the token stream of a ``.pbin`` in blocks of one size, documents end to end. They are for users who
+move over and want to see what their model saw. Both have no masks and let blocks cross documents; chats are trained on
+through ``open_dataset``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def create_raw_index(
     Raises:
         FormatError: no JSON-lines file; something at ``index_path``.
         SequenceError: a line that is no JSON, with its number.
-        OSError: the disk says no.
+        OSError: the system refuses, such as on a full disk.
     """
     name = os.fspath(path)
     target = _index_path(name, index_path)

@@ -1,8 +1,8 @@
 """Packs as a pickled ``.npy``: what NeMo and Megatron-Bridge wrote before Parquet.
 
 The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
-(where the sequences start; 0 comes first), as lists or arrays. Reading takes the whole file into memory: that is this
-format's nature. Writing does not: the pickle is made pack by pack.
+(where the sequences start; 0 comes first), as lists or arrays. A pickle can only be read as a whole, so reading takes
+the whole file into memory. Writing does not: the pickle is made pack by pack.
 
 Pickles of other people are read by an unpickler that knows stand-ins for the few names that packs need, and no other
 name: no code of a file, and none that it names, is ever run.

@@ -125,7 +125,7 @@ def open_dataset(
         source: a path, a shard's prefix, a folder, a glob, or a list of these; several of one format are read as one.
         format: name of the format, such as ``"parquet"``; None has it recognised by content.
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
-            ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
+            ``"rolled-right"``. ``ds[i]`` is always label-aligned.
         max_open: how many files or folders are held open at once; of shards a ``ShardSet`` decides that itself.
         options: of the format's ``Reader``: for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``; for
             shards, Parquet, memmap folders and JSON lines ``columns``, the names of columns that packs come with. An

@@ -107,7 +107,7 @@ class Framing(NamedTuple):
 
     def open_tokens(self, path: str) -> NDArray[Any]:
         """The data as a map [tokens]: unsigned integers in the file's byte order."""
-        # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
+        # Not by newbyteorder(): kernels would refuse its dtype, which names this machine's own byte order explicitly.
         dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
         return np.asarray(open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes))
 
@@ -209,8 +209,8 @@ def read_document_index(path: str, *, repair_merge: bool = False) -> DocumentInd
     """Read and check the index, in one pass and some 60 bytes of memory a document.
 
     Args:
-        path: the file.
-        repair_merge: place the documents of a file with merge damage by their lengths, instead of refusing it.
+        path: of the file.
+        repair_merge: find the documents of a file with merge damage by their lengths, instead of refusing it.
 
     Raises:
         FormatError: no ``.pbin``; an index of anything but documents that lie in the data, in order; or merge damage

@@ -203,7 +203,7 @@ def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
             recognised[match[1]] = match[0]
         else:
             unrecognised.append(path)
-    # A file beside the data may be anything; only one that is named like the data must be damaged data.
+    # Files of any other kind may be in a folder of data; but one that is named like the data must be damaged data.
     suffixes = {".idx" if kind in _PREFIX_FORMATS else os.path.splitext(path)[1] for path, kind in recognised.items()}
     for path in unrecognised:
         if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:

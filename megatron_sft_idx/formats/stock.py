@@ -51,7 +51,6 @@ def recognise(path: str) -> bool:
 class _StockItems:
     """A stock dataset, open: its ``.bin`` mapped, and of each item the length and the first byte, int64 [items]."""
 
-    path: str
     raw: NDArray[np.uint8]
     dtype: np.dtype[Any]
     lengths: NDArray[np.int64]
@@ -74,7 +73,7 @@ class _StockItems:
                 " one of the two was cut short or changed: restore them"
             )
         raw: Any = open_array(paths.tokens, np.dtype("u1"), size, nbytes=size)
-        return cls(paths.prefix, raw, dtype, lengths, pointers)
+        return cls(raw, dtype, lengths, pointers)
 
     def values(self, first: int, last: int) -> NDArray[Any]:
         """The values of the items ``first`` up to ``last``, end to end."""
