@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter, opening
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.storage.local import has_digest
-from megatron_sft_idx.storage.remote.store import CONNECTIONS
+from megatron_sft_idx.storage.remote.transport import CONNECTIONS
 from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
 

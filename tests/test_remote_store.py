@@ -31,7 +31,7 @@ from megatron_sft_idx.storage.remote import (
     open_store,
 )
 from megatron_sft_idx.storage.remote.s3 import S3
-from megatron_sft_idx.storage.remote.store import NoSuchObject, TemporaryFailure
+from megatron_sft_idx.storage.remote.transport import NoSuchObject, TemporaryFailure
 
 BODY = bytes(range(256)) * 40
 SECRET = "not-a-secret-but-must-not-be-seen"
@@ -115,7 +115,7 @@ def test_the_bound_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         now += seconds
 
     monkeypatch.setattr(
-        "megatron_sft_idx.storage.remote.store.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+        "megatron_sft_idx.storage.remote.transport.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     )
     with pytest.raises(TemporaryFailure, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
         RetryPolicy(total_seconds=0.3, first_delay=0.1).run(failing(10**6))
@@ -318,7 +318,7 @@ def test_threads_that_come_first_share_a_connection(server: Any) -> None:
 
 _LEAVING = """
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.store import request_pool
+from megatron_sft_idx.storage.remote.transport import request_pool
 store, key = open_store("s3://bucket/x")
 asked = [request_pool().submit(store.read, key, 0, 9) for _ in range(500)]
 while not any(each.running() for each in asked):

@@ -22,7 +22,7 @@ from megatron_sft_idx.storage import as_bytes, is_remote
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.store import request_pool
+from megatron_sft_idx.storage.remote.transport import request_pool
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15

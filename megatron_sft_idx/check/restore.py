@@ -415,11 +415,11 @@ def _measured(
     """Walk all packs for their counts. FormatError if they break a rule, or do not have the tokens of ``.bin``."""
     paths, facts = repair.paths, repair.facts
     damaged = "one of them is damaged: restore it"
-    num_tokens, found = os.stat(paths.tokens).st_size // dtypes[0].itemsize, sum(int(c.lengths.sum()) for c in packs)
-    if found != num_tokens:
+    num_tokens = os.stat(paths.tokens).st_size // dtypes[0].itemsize
+    if (in_packs := sum(int(chunk.lengths.sum()) for chunk in packs)) != num_tokens:
         raise FormatError(
-            f"{paths.prefix}: .bin has {num_tokens} tokens, the packs by the index {found}; they are not of one shard,"
-            f" or {damaged}"
+            f"{paths.prefix}: .bin has {num_tokens} tokens, the packs by the index {in_packs}; they are not of one"
+            f" shard, or {damaged}"
         )
     values = {
         "num_packs": packs.num_packs,

@@ -26,7 +26,8 @@ from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
-from megatron_sft_idx.storage.remote.store import read_ahead, request_pool
+from megatron_sft_idx.storage.remote.store import read_ahead
+from megatron_sft_idx.storage.remote.transport import request_pool
 
 _READ_NBYTES = 1 << 20
 _CHUNK_NBYTES = 8 << 20

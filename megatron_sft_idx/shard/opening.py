@@ -43,7 +43,8 @@ from megatron_sft_idx.storage import (
 from megatron_sft_idx.storage.local import HashedFile, has_digest, name_in_errors, open_descriptor
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
-from megatron_sft_idx.storage.remote.store import object_exists, read_ahead, request_pool
+from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
+from megatron_sft_idx.storage.remote.transport import request_pool
 
 # ---- files, wherever they lie ----
 

@@ -27,7 +27,8 @@ from megatron_sft_idx.shard.opening import checked_packs, extents_of, read_heade
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder, request_pool
+from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
+from megatron_sft_idx.storage.remote.transport import request_pool
 
 # An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
 # process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.

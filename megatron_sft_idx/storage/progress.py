@@ -38,8 +38,8 @@ class Progress:
     def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
         self._what, self._total, self._unit, self._items = what, total, unit, items
         self._interval, self._divisor = log_interval, 1024 if unit == "B" else 1000
-        self._done = self._count = self._logged = 0
-        self._before = (0, 0)
+        self._units = self._num_items = self._logged = 0
+        self._earlier = (0, 0)
         self._begin = time.monotonic()
         self._bar: Any = None
         if log_interval and sys.stderr.isatty():
@@ -57,42 +57,42 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif kind is None and self._interval and self._logged < self._count and self._logged:
+        elif kind is None and self._interval and self._logged < self._num_items and self._logged:
             self._log()
 
     def count_earlier(self, units: int, items: int) -> None:
         """Count what an earlier job had done: it is part of the total and not of the rate."""
-        self._before = self._before[0] + units, self._before[1] + items
+        self._earlier = self._earlier[0] + units, self._earlier[1] + items
         self.update(units, items)
 
     def update(self, units: int, items: int) -> None:
         """Count ``units`` more of the total, and the ``items`` that they are."""
-        self._done += units
-        self._count += items
+        self._units += units
+        self._num_items += items
         if self._bar is not None:
             self._bar.update(units)
-            self._bar.set_postfix_str(f"{self._count:,} {self._items}")
-        elif self._interval and self._count >= self._logged + self._interval:
-            self._logged = self._count
+            self._bar.set_postfix_str(f"{self._num_items:,} {self._items}")
+        elif self._interval and self._num_items >= self._logged + self._interval:
+            self._logged = self._num_items
             self._log()
 
     def advance(self, nbytes: int) -> None:
         """Count ``nbytes`` more, if units are bytes and items MiB."""
-        self.update(nbytes, (self._done + nbytes >> 20) - (self._done >> 20))
+        self.update(nbytes, (self._units + nbytes >> 20) - (self._units >> 20))
 
     def _log(self) -> None:
         from tqdm import tqdm
 
         seconds = max(time.monotonic() - self._begin, 1e-9)
-        done, count = self._done - self._before[0], self._count - self._before[1]
-        rate = done / seconds
-        left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
+        units, items = self._units - self._earlier[0], self._num_items - self._earlier[1]
+        rate = units / seconds
+        time_left = tqdm.format_interval((self._total - self._units) / rate) if rate else "?"
         # One rate is enough if items are the units.
-        beside = "" if done == count else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
-        share = 100 * self._done / self._total if self._total else 100.0
+        beside = "" if units == items else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
+        share = 100 * self._units / self._total if self._total else 100.0
         print(
-            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {count / seconds:,.0f} {self._items}/s,"
-            f"{beside} {left} left",
+            f"{self._what}: {self._num_items:,} {self._items}, {share:.1f}%, {items / seconds:,.0f} {self._items}/s,"
+            f"{beside} {time_left} left",
             file=sys.stderr,
             flush=True,
         )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import Extents, announce, read_extents
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.storage.remote.store import request_pool
+from megatron_sft_idx.storage.remote.transport import request_pool
 from megatron_sft_idx.training.sources import Arrays, Segments
 
 # ---- in maps, or read for one batch ----

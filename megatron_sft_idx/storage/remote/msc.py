@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.remote.store import (
+from megatron_sft_idx.storage.remote.transport import (
     CHECKSUM,
     AccessDenied,
     Chunks,

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.remote.store import (
+from megatron_sft_idx.storage.remote.transport import (
     CHECKSUM,
     CONNECTIONS,
     AccessDenied,
