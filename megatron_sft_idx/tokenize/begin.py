@@ -1,8 +1,8 @@
-"""Where a run begins: with nothing, with the parts or the corpus that an earlier run of the same input made, or done.
+"""What a job finds at its prefix: nothing, parts or a corpus that an earlier job made, or finished shards.
 
-What is there is compared with what this run would make, and refused, by name, where it differs. The folder of a run's
-parts, ``PREFIX.parts``, says in ``run.json`` what the run is of. Parts say for themselves what they were made from, so
-those of two runs are never mixed; ``run.json`` is for telling a person what differs before hours of work.
+What is there is compared with what the job would make; where it differs, the job refuses it and names the difference.
+The parts of a job lie in the folder ``PREFIX.parts``, whose ``run.json`` holds input and options, so that a person is
+told what differs before hours of work. Each part also says what it was made from: parts of two jobs are never mixed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_sft_idx.tokenize.parts import PART_MAGIC
 from megatron_sft_idx.tokenize.plan import PackOptions, file_weights
 
 _MAX_NBYTES = 1 << 28
-# Options, as ``differences`` calls them, that decide over what a chat template makes of a row.
+# Beginnings of what ``differences`` says of options that the fingerprint of a chat template covers too.
 _IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")
 _VERSION = 2
 _SHARD = "finished shard"
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
 _KIND = Kind("the record of a run", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
-# The lock, what the run is of, parts, and what a kill left of them; a file that is open somewhere on NFS.
+# Files of a job, whole or left by a kill: the lock, run.json, parts; and a file that is open somewhere on NFS.
 _OURS = re.compile(
     r"run\.journal|run\.json|\.run\.json\.([0-9a-f]+\.)?tmp|\d+-\d+(\.[0-9a-f]+)?\.part(\.([0-9a-f]+\.)?tmp)?|\.nfs.+"
 )
@@ -45,23 +45,23 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PreprocessOptions:
-    """One run.
+    """Input and options of one job.
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
-        prefix: where the packed shard goes, or what the prefixes of several begin with.
-        encoding: rows to sequences, but for the weights of files.
-        packing: sequences to packs.
-        engine: ``local`` runs on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
+        prefix: of the packed shard, or what the prefixes of several begin with.
+        encoding: how rows become sequences, without the weights of files.
+        packing: how sequences become packs.
+        engine: ``local`` runs tasks on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
         ray_address: of the cluster; None starts one on this machine, and stops it.
-        workers: tokenising processes; 0 tokenises in this one, None takes all processors. Changes no byte.
+        workers: processes that tokenise; 0 for this process alone, None for one a processor. Changes no byte.
         output_shards: how many shards the packs are cut into.
         overwrite: replace what is at the prefix.
-        resume: go on with a run that was interrupted, if it was of the same input and options.
-        keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
+        resume: go on with an interrupted job of the same input and options.
+        keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
-        source_weights: ``FILE=WEIGHT``: what masks of rows of a file of the input are multiplied with.
-        input_weights: ``FILE=WEIGHT``, how often the rows of a file are trained on (``file_weights``).
+        source_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
+        input_weights: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
     """
 
     inputs: Sequence[str]
@@ -80,29 +80,29 @@ class PreprocessOptions:
     input_weights: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
-        """Rows to sequences, with the weights of these files; errors as of ``file_weights``."""
-        each = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
-        return replace(self.encoding, source_weights=each if set(each) != {1.0} else ())
+        """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""
+        weights = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
+        return replace(self.encoding, source_weights=weights if set(weights) != {1.0} else ())
 
     @property
     def has_valid(self) -> bool:
-        """Whether conversations are kept apart, in a shard of their own."""
+        """Whether there is a shard to validate with."""
         return self.packing.selection is not None and self.packing.selection.valid_fraction > 0
 
 
 def corpus_prefix(prefix: str) -> str:
-    """Where the tokenised corpus of a packed shard lies."""
+    """Prefix of the tokenised corpus that is kept beside a packed shard."""
     return prefix + ".unpacked"
 
 
 class Job(NamedTuple):
-    """What a run is of.
+    """One execution of ``preprocess``: its options, and what was made of them before the first row is read.
 
     Attributes:
         options: as given.
-        files: the input.
-        encoder: rows to sequences.
-        cutting: of the input.
+        files: the files of the input.
+        encoder: turns their rows into sequences.
+        cutting: how the input is cut.
         log: takes lines for people.
     """
 
@@ -119,20 +119,20 @@ class Job(NamedTuple):
 
     @property
     def corpus(self) -> str:
-        """Prefix of the tokenised corpus, where it is kept."""
+        """Prefix of the tokenised corpus."""
         return corpus_prefix(self.options.prefix)
 
     @property
     def folder(self) -> PartsFolder:
-        """Of the parts."""
+        """The folder of its parts."""
         return PartsFolder.of(self.options.prefix)
 
     def check_free(self, prefix: str, *, overwrite: bool) -> None:
-        """FormatError where this run may not write a shard at a prefix of its own."""
+        """FormatError where the job may not write a shard at this prefix."""
         check_free(ShardPaths.of(prefix).with_columns(self.encoder.options.columns), overwrite=overwrite)
 
     def state(self, *, overwrite: bool) -> JobState:
-        """What the folder says of it."""
+        """What ``run.json`` is to say of the job when it begins."""
         return JobState(
             [[file.path, file.num_bytes] for file in self.files],
             self.encoder.describe(),
@@ -143,21 +143,21 @@ class Job(NamedTuple):
         )
 
 
-# ---- the folder of a run ----
+# ---- the folder of parts ----
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What a run is of, and how far it has come, for telling a person what differs before hours of work.
+    """Input and options of a job, and how far it has come: the content of ``run.json``.
 
     Attributes:
         inputs: path and size of each file.
-        metadata: all that decides over tokens and masks, as in a header.
-        packing: what decides over packs.
-        cutting: bytes a piece, and pieces a part.
-        overwrite: shards may be replaced.
-        keep_corpus: the corpus is a result too.
-        tokenized: all parts are there.
+        metadata: options that decide over tokens and masks, as headers hold them.
+        packing: options that decide over packs.
+        cutting: bytes of a piece, and pieces of a part.
+        overwrite: whether shards may be replaced.
+        keep_corpus: whether the corpus is kept.
+        tokenized: whether all parts are finished.
     """
 
     inputs: list[list[Any]]
@@ -170,19 +170,19 @@ class JobState:
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
-    """Whether a run made this, by its name and by what it begins with; a kill may have left it empty."""
+    """Whether a job made this file, by its name and its first bytes; a kill may have left it empty or all zeros."""
     if not _OURS.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
         return False
     if entry.name == _LOCK or entry.name.startswith(".nfs"):
         return True
-    begin = _BEGIN if "run.json" in entry.name else PART_MAGIC
-    found = head_of(entry.path, len(begin))
-    return not found.strip(b"\0") or begin.startswith(found)
+    expected = _BEGIN if "run.json" in entry.name else PART_MAGIC
+    head = head_of(entry.path, len(expected))
+    return not head.strip(b"\0") or expected.startswith(head)
 
 
 @dataclass(frozen=True, slots=True)
 class PartsFolder:
-    """``PREFIX.parts``: the parts of one run, and in ``run.json`` what it is of, where it may be gone on with.
+    """``PREFIX.parts``: the parts of one job, ``run.json``, and a lock. A job that finishes removes it.
 
     Attributes:
         path: of the folder.
@@ -192,25 +192,25 @@ class PartsFolder:
 
     @classmethod
     def of(cls, prefix: str) -> PartsFolder:
-        """The folder of the run that makes ``prefix``, absolute."""
+        """The folder of the job that writes ``prefix``; its path is absolute."""
         return cls(os.path.abspath(prefix) + ".parts")
 
     @property
     def state_path(self) -> str:
-        """Of the file that says what the run is of."""
+        """Path of ``run.json``."""
         return os.path.join(self.path, "run.json")
 
     @property
-    def exists(self) -> bool:
-        """Whether an interrupted run left it."""
+    def has_state(self) -> bool:
+        """Whether ``run.json`` is there and not empty: whether a job began and did not finish."""
         return os.path.lexists(self.state_path) and os.lstat(self.state_path).st_size > 0
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other drivers out; the folder is made where it is missing, and goes where nothing is left to resume.
+        """Hold the folder's lock; the folder is made first, and removed in the end where no ``run.json`` is in it.
 
         Raises:
-            FormatError: another driver is at work, or the folder is not of such runs.
+            FormatError: another process holds the lock, or the folder holds files that no job makes.
         """
         if os.path.lexists(self.path) and (os.path.islink(self.path) or not os.path.isdir(self.path)):
             raise FormatError(
@@ -226,14 +226,14 @@ class PartsFolder:
         fd = None
         while fd is None:
             os.makedirs(self.path, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # a driver that ended meanwhile took the folder with it
+            with contextlib.suppress(FileNotFoundError):  # a job that finished meanwhile removed the folder
                 fd = lock_journal(ShardPaths(os.path.join(self.path, "run")), create=True)
         try:
             yield
         finally:
             try:
-                if not self.exists:
-                    with contextlib.suppress(OSError):  # a folder in which somebody put something else stays
+                if not self.has_state:
+                    with contextlib.suppress(OSError):  # a folder with other files in it stays
                         self.clear()
                         os.unlink(os.path.join(self.path, _LOCK))
                         os.rmdir(self.path)
@@ -241,12 +241,12 @@ class PartsFolder:
                 os.close(fd)
 
     def write(self, state: JobState) -> None:
-        """Say what the run is of, durably."""
+        """Write ``run.json``, durably."""
         content = {"version": _VERSION, **asdict(state)}
         write_file(self.state_path, json.dumps(content).encode(), _KIND, overwrite=True)
 
     def read(self) -> JobState:
-        """What the run is of that left this folder. FormatError where that is no such run."""
+        """What ``run.json`` says; FormatError where it is not as a job of this version writes it."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             content = json.loads(read_beginning(self.state_path, _MAX_NBYTES))
             version, state = content.pop("version", None), JobState(**content)
@@ -260,94 +260,94 @@ class PartsFolder:
         )
 
     def clear(self) -> None:
-        """Remove the parts, and what says what they are of; the lock, which is held, stays."""
+        """Remove ``run.json`` and the parts. The caller must hold the lock, whose file stays."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.state_path)  # first: a kill on the way leaves nothing that seems worth resuming
+            os.unlink(self.state_path)  # first: without it, what a kill leaves of the parts is not resumed
         self.remove_parts()
 
     def remove_parts(self) -> None:
-        """Remove the parts alone."""
+        """Remove the parts; ``run.json`` stays. The caller must hold the lock."""
         for entry in os.scandir(self.path):
             if entry.path != self.state_path and entry.name != _LOCK and _is_ours(entry):
                 os.unlink(entry.path)
 
     def has_parts(self) -> bool:
-        """Whether any work is done that can be gone on with."""
+        """Whether any part is in the folder."""
         return any(entry.name.endswith(".part") for entry in os.scandir(self.path))
 
 
 # ---- what differs ----
 
 
-def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
-    """What of the options that decide over tokens and masks is another in ``found``, a header's metadata."""
+def option_differences(metadata: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
+    """How a header's metadata differs from the encoder in options that decide over tokens and masks."""
     wanted = encoder.describe()
-    differs = list(differences({key: found.get(key) for key in wanted}, wanted))
-    # A template's fingerprint covers options too: where one of those is named, it says no more.
+    differs = list(differences({key: metadata.get(key) for key in wanted}, wanted))
+    # The fingerprint of a template covers options too: where one of these differs, it need not be named.
     others = [each for each in differs if not each.startswith("chat template ")]
     return others if any(each.startswith(_IN_TEMPLATE) for each in others) else differs
 
 
-def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[str]:
-    """What of the packing options is another in ``found``: a packed shard's metadata, or what a run has noted."""
-    noted, wanted = found.get("packing"), asdict(packing)
-    packed = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
-    return list(differences(packed, wanted, "packing"))
+def packing_differences(metadata: Mapping[str, Any], packing: PackOptions) -> list[str]:
+    """How the packing options differ from those in ``metadata``: of a packed shard's header, or of ``JobState``."""
+    noted, wanted = metadata.get("packing"), asdict(packing)
+    earlier = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
+    return list(differences(earlier, wanted, "packing"))
 
 
-def differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
-    """``name was this, is that`` of every value in nested objects."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        for key in sorted({*found, *wanted}):
+def differences(earlier: Any, wanted: Any, name: str = "") -> Iterator[str]:
+    """``NAME was EARLIER, is WANTED`` for every value in nested objects that differs."""
+    if isinstance(earlier, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*earlier, *wanted}):
             inner = key if name in ("", "options") else f"{name} {key}"
-            yield from differences(found.get(key), wanted.get(key), inner.replace("_", " "))
-    elif found != wanted:
-        yield f"{name} was {found!r}, is {wanted!r}"
+            yield from differences(earlier.get(key), wanted.get(key), inner.replace("_", " "))
+    elif earlier != wanted:
+        yield f"{name} was {earlier!r}, is {wanted!r}"
 
 
 def _content_differences(header: Header, job: Job) -> list[str]:
-    """What of the input's content, which is read for it, is another than the header of a shard says."""
+    """How the content of the input, all of which is read, differs from what the header of a shard says of it."""
     sources = header.metadata.get("sources", {})
-    found, wanted = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
-    return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
+    earlier, now = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
+    return [] if earlier == now else [f"the content of the input was {earlier}, is {now}"]
 
 
 def _shard_differences(metadata: Mapping[str, Any], job: Job) -> list[str]:
-    """What of the options is another in the header of a packed shard; its input is not read for it."""
+    """How the options differ from those in a packed shard's header; the input is not read."""
     return packing_differences(metadata, job.options.packing) or option_differences(metadata, job.encoder)
 
 
-def _state_differences(there: JobState, job: Job, *, packing: bool) -> list[str]:
-    """What of an interrupted run was another; ``packing`` too, where that is not to be decided anew."""
+def _state_differences(earlier: JobState, job: Job, *, packing: bool) -> list[str]:
+    """How the job differs from an interrupted one; in its packing too, if ``packing``."""
     wanted = job.state(overwrite=False)
-    if differs := option_differences(there.metadata, job.encoder):
+    if differs := option_differences(earlier.metadata, job.encoder):
         return differs
-    if packing and (differs := packing_differences(there.packing, job.options.packing)):
+    if packing and (differs := packing_differences(earlier.packing, job.options.packing)):
         return differs
-    for number, (found, now) in enumerate(zip_longest(there.inputs, wanted.inputs), 1):
-        if found is None or now is None or found[1] != now[1]:
-            was, to_be = (f"{file[0]} of {file[1]:,} bytes" if file else "none" for file in (found, now))
+    for number, (before, now) in enumerate(zip_longest(earlier.inputs, wanted.inputs), 1):
+        if before is None or now is None or before[1] != now[1]:
+            was, to_be = (f"{file[0]} of {file[1]:,} bytes" if file else "none" for file in (before, now))
             return [f"file {number} was {was}, is {to_be}"]
-    if there.cutting != wanted.cutting:
-        return [f"the input was cut in {there.cutting}, is in {wanted.cutting}"]
+    if earlier.cutting != wanted.cutting:
+        return [f"the input was cut in {earlier.cutting}, is in {wanted.cutting}"]
     return []
 
 
-def _interrupted(path: str) -> FormatError:
+def _interrupted_error(path: str) -> FormatError:
     return FormatError(
         f"{path}: left by a run that was interrupted, or is at work still; pass --resume to go on with it, or"
         " --overwrite to start anew"
     )
 
 
-def _had_other(path: str, differs: Sequence[str]) -> FormatError:
+def _other_job_error(path: str, differs: Sequence[str]) -> FormatError:
     return FormatError(
         f"{path}: the interrupted run had other input or options: {'; '.join(differs)}; pass the same ones to go on, or"
         " --overwrite to start anew (a finished corpus of the same input is used again)"
     )
 
 
-def _is_other(path: str, differs: Sequence[str], what: str = "tokenised corpus") -> FormatError:
+def _other_shard_error(path: str, differs: Sequence[str], what: str = "tokenised corpus") -> FormatError:
     also = " (a tokenised corpus of the same input is used again)" if what == _SHARD else ""
     return FormatError(
         f"{path}: a {what} is here, made from something else: {'; '.join(differs)}; pass --overwrite to replace"
@@ -358,40 +358,45 @@ def _is_other(path: str, differs: Sequence[str], what: str = "tokenised corpus")
 # ---- what is there ----
 
 
-def find_done(job: Job) -> list[Header]:
-    """The headers of all packed shards where a run is resumed that was done; renames that are left are done now.
+def find_finished(job: Job) -> list[Header]:
+    """With ``--resume``, the headers of all packed shards of an earlier job that finished; else none.
+
+    Shards that only had to be renamed when that job was killed are renamed now.
 
     Raises:
-        FormatError: the shards that are there are others, and not to be replaced.
+        FormatError: the shards at the prefixes are others, and may not be replaced.
     """
     if not job.options.resume:
         return []
     paths = [ShardPaths.of(prefix) for prefix in job.outputs]
-    waiting = [each for each in paths if is_set_aside(each)]
+    set_aside = [each for each in paths if is_set_aside(each)]
     renamed: list[str] = []
-    if waiting and all(each in waiting or not each.missing() for each in paths):
-        # Shards of a run appear together.
-        publish_all(waiting)
+    if set_aside and all(each in set_aside or not each.missing() for each in paths):
+        # Shards of a job appear together.
+        publish_all(set_aside)
         renamed.append(job.options.prefix)
     for prefix in job.outputs:
-        if not is_set_aside(ShardPaths.of(prefix)) and (left := _remains(prefix)) is not None and left.done:
-            recover(prefix, overwrite=True)  # it had leave to replace what it replaces
+        if not is_set_aside(ShardPaths.of(prefix)) and (remains := _remains(prefix)) is not None and remains.done:
+            recover(prefix, overwrite=True)  # the killed job might replace what is there
             renamed.append(prefix)
     for prefix in renamed:
         job.log(f"resuming: {prefix} was complete but for renames, which are done now")
-    if any(each.missing() for each in paths) or (job.folder.exists and job.folder.read().overwrite):
+    if any(each.missing() for each in paths) or (job.folder.has_state and job.folder.read().overwrite):
         return []
     headers = [read_header(prefix) for prefix in job.outputs]
     first, differs = headers[0].metadata.get("sources"), list[str]()
-    for found in (header.metadata for header in headers):
-        differs = differs or _shard_differences(found, job) or [*differences(found.get("sources"), first, "sources")]
+    for metadata in (header.metadata for header in headers):
+        differs = differs or _shard_differences(metadata, job)
+        differs = differs or [*differences(metadata.get("sources"), first, "sources")]
     if differs := differs or _content_differences(headers[0], job):
-        raise _is_other(job.outputs[0], differs, _SHARD)
+        raise _other_shard_error(job.outputs[0], differs, _SHARD)
     return headers
 
 
 def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
-    """Find out what there is to go on with, once the folder of parts is held, and note there what the run is of.
+    """Find out with what the job can go on, refuse what is in its way, and write ``run.json``.
+
+    The caller must hold the lock of the folder of parts.
 
     ::
 
@@ -399,93 +404,100 @@ def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
         nothing                 begins                 begins                 begins, and says so
         some parts              refused                begins                 goes on
         all parts               goes on                goes on                goes on
-        parts of another run    refused                begins                 refused
-        the corpus of this run  is packed              is packed              is packed
-        packs half made         refused                begins                 are made anew, if there are parts
-        a shard                 refused                is replaced in the end is kept, if it is of this run
+        parts of another job    refused                begins                 refused
+        the corpus of this job  is packed              is packed              is packed
+        unfinished packs        refused                begins                 are made anew, if there are parts
+        a shard                 refused                is replaced in the end is kept, if this job would make it
 
     Returns:
-        The state of the run; the finished corpus, None where it is to be made; and whether parts whose input has
-        changed are made anew.
+        What ``run.json`` says now; the corpus, None where it must be made; and whether parts whose input has changed
+        are made anew.
 
     Raises:
-        FormatError: something is in the way and may not be replaced, or an interrupted run was of another input or
-            other options.
+        FormatError: something is in the way and may not be replaced, or an interrupted job had other input or options.
     """
     options, folder, resume = job.options, job.folder, job.options.resume
-    there, differs = _interrupted_run(job)
-    replaces = (there is not None and there.overwrite) if resume else options.overwrite
-    half_made = _half_made(job, replaces=replaces)
-    if resume and there is not None and there.keep_corpus:
+    earlier, differs = _interrupted_job(job)
+    replaces = (earlier is not None and earlier.overwrite) if resume else options.overwrite
+    unfinished = _unfinished_shards(job, replaces=replaces)
+    if resume and earlier is not None and earlier.keep_corpus:
         drop_build(ShardPaths.of(job.corpus))
     corpus = _find_corpus(job, overwrite=replaces)
     if resume and corpus is not None:
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
-    elif resume and there is None:
-        if orphans := [job.corpus] if _remains(job.corpus) is not None else half_made:
+    elif resume and earlier is None:
+        if orphans := [job.corpus] if _remains(job.corpus) is not None else unfinished:
             raise FormatError(
                 f"{ShardPaths.of(orphans[0]).journal}: left by an interrupted build that is not of this command: there"
                 f" are no parts at {folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
                 " --overwrite to start anew"
             )
         job.log(f"{options.prefix}: nothing to resume, starting from the beginning")
-    tokenized = there is not None and there.tokenized and not differs
-    if there is None or not (tokenized or resume) or (corpus is not None and not resume):
+    tokenized = earlier is not None and earlier.tokenized and not differs
+    if earlier is None or not (tokenized or resume) or (corpus is not None and not resume):
         folder.clear()
     state = replace(job.state(overwrite=replaces), tokenized=tokenized)
-    if state != there or not folder.exists:
+    if state != earlier or not folder.has_state:
         folder.write(state)
     return state, corpus, options.overwrite
 
 
-def _interrupted_run(job: Job) -> tuple[JobState | None, list[str]]:
-    """What the folder says, and what differs, where that is to be begun anew; FormatError where it may not be."""
+def _interrupted_job(job: Job) -> tuple[JobState | None, list[str]]:
+    """What ``run.json`` says, None where there is none; and how this job differs, where its parts may be discarded.
+
+    Raises:
+        FormatError: the interrupted job is another one, or this one was not told to resume or replace it.
+    """
     options, folder = job.options, job.folder
-    if not folder.exists:
+    if not folder.has_state:
         return None, []
     try:
-        there = folder.read()
+        earlier = folder.read()
     except FormatError:
         if options.overwrite:
             return None, []
         raise
-    differs = _state_differences(there, job, packing=options.resume and not there.tokenized)
+    differs = _state_differences(earlier, job, packing=options.resume and not earlier.tokenized)
     if options.resume and differs:
-        raise _had_other(folder.state_path, differs)
+        raise _other_job_error(folder.state_path, differs)
     if not options.resume and not options.overwrite:
-        if not there.tokenized:
-            raise _interrupted(folder.path)
+        if not earlier.tokenized:
+            raise _interrupted_error(folder.path)
         if differs:
-            raise _is_other(folder.path, differs)
-    return there, differs
+            raise _other_shard_error(folder.path, differs)
+    return earlier, differs
 
 
-def _half_made(job: Job, *, replaces: bool) -> list[str]:
-    """Prefixes of packed shards that were being written. FormatError where something may not be written or packed."""
-    half_made = []
+def _unfinished_shards(job: Job, *, replaces: bool) -> list[str]:
+    """Prefixes of packed shards that an interrupted job left unfinished.
+
+    Raises:
+        FormatError: a shard may not be written, or remains at a prefix are of another job.
+    """
+    unfinished = []
     for prefix in job.outputs:
         if not job.options.resume:
             job.check_free(prefix, overwrite=replaces)
             continue
         paths = ShardPaths.of(prefix)
-        if (left := _remains(prefix)) is not None and not left.done:
-            half_made.append(prefix)
-            if differs := packing_differences(left.build_options.metadata, job.options.packing):
-                raise _had_other(paths.journal, differs)
-        # Shards that are there may be of this run, as far as is known before its input is read.
+        if (remains := _remains(prefix)) is not None and not remains.done:
+            unfinished.append(prefix)
+            if differs := packing_differences(remains.build_options.metadata, job.options.packing):
+                raise _other_job_error(paths.journal, differs)
+        # A shard that is there may be of this job, as far as its options tell; its input was not read yet.
         if not replaces and paths.missing():
             job.check_free(prefix, overwrite=False)
         elif not replaces and (differs := _shard_differences(read_header(prefix).metadata, job)):
-            raise _is_other(prefix, differs, _SHARD)
+            raise _other_shard_error(prefix, differs, _SHARD)
     if not job.options.resume and not replaces:
         for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
             if os.path.lexists(journal := ShardPaths.of(prefix).journal):
-                raise _interrupted(journal)
-    return half_made
+                raise _interrupted_error(journal)
+    return unfinished
 
 
 def _remains(prefix: str) -> Remains | None:
-    """What an interrupted build left here, where its journal has a head; FormatError where a living writer has it."""
+    """What an interrupted writer left at a prefix, None where its journal has no head; FormatError where it lives."""
     try:
         return find_remains(prefix)
     except CorruptShardError as error:
@@ -495,10 +507,10 @@ def _remains(prefix: str) -> Remains | None:
 
 
 def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
-    """The corpus that an earlier run was told to keep, if it is what this run would make.
+    """The corpus that an earlier job kept, if it is what this job would make; else None.
 
     Raises:
-        FormatError: something else is in the place of the one that this run is to keep, and may not be replaced.
+        FormatError: something else is where this job is to keep its corpus, and may not be replaced.
     """
     is_there, differs = not ShardPaths.of(job.corpus).missing(), ["it cannot be read"]
     if is_there:
@@ -510,6 +522,6 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
                 return shard
     if job.options.keep_corpus:
         if is_there and not overwrite:
-            raise _is_other(job.corpus, differs)
+            raise _other_shard_error(job.corpus, differs)
         job.check_free(job.corpus, overwrite=overwrite)
     return None

@@ -1,4 +1,4 @@
-"""Chats in, packed shards out, on this machine or on a cluster: the same bytes.
+"""A job from its input to published shards, on this machine or on a cluster, with the same bytes.
 
 ::
 
@@ -8,7 +8,7 @@
     share the plan out             ->   gather an output shard          <-  parts
                                                                         ->  five files a shard
 
-A task makes a part, whole or not there, so it may be done twice, and what an interrupted run has made is used again.
+A task writes a part whole or not at all. So a task may run twice, and a job uses the parts of an interrupted one again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_sft_idx.shard.publication import outputs_held
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
-from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, corpus_prefix, find_done
+from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, corpus_prefix, find_finished
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
@@ -60,18 +60,22 @@ from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, file_weights, 
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 
-# Nothing fits any more: all that this run has made is given back.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of a full disk: the parts of the job are removed, whose space others may need.
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
-    """Make the packed shards; see ``PreprocessOptions``.
+    """Make packed shards as ``options`` say.
 
-    The tokenised parts are kept when packing fails, and a later run with the same input and encoding goes on from them.
+    Where packing fails the parts are kept, and a later job with the same input and encoding uses them.
+
+    Args:
+        options: of the job.
+        log: takes lines for people.
 
     Raises:
-        SFTIndexError: an input, a row, an option, or something in the way at the prefix.
-        OSError: the disk says no.
+        SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not be replaced.
+        OSError: of the file system.
     """
     if options.output_shards > 1:
         refuse_other_splits(options.prefix, options.output_shards)
@@ -83,13 +87,15 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
 
 
 class _Preprocessing:
+    """The work of one job, and how far it has come."""
+
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
-        self.begin_at = time.monotonic()
+        self.start = time.monotonic()
         files = expand_inputs(options.inputs)
-        # Of the rows; where none is asked for, one that takes all.
+        # Which rows are packed: all of them where the options ask for no selection.
         self.selection = options.packing.selection or Selection()
         if options.input_weights:
-            # By the numbers of the files: what a shard says of itself has no paths.
+            # By the numbers of the files: headers of shards must not hold paths.
             weights = file_weights("--input-weight", options.input_weights, [file.path for file in files])
             if options.encoding.rows.kind == "preference" and max(weights) > 1:
                 raise FormatError(
@@ -103,7 +109,7 @@ class _Preprocessing:
         require_outputs_apart([*outputs, corpus_prefix(options.prefix)], inputs, options.encoding.columns)
         self.engine: Local | Cluster | None = None
         if options.engine == "local":
-            # Workers import meanwhile what they need.
+            # Workers import their modules while this process goes on.
             workers = available_cpus() if options.workers is None else options.workers
             self.engine = stack.enter_context(Local(workers))
         self.encoder = RowEncoder(options.encoding_of(files))
@@ -111,29 +117,31 @@ class _Preprocessing:
         self.folder = self.job.folder
         self.seconds: dict[str, float] = {}
         self.report = CorpusReport()
-        # Of the parts taken so far, in the order of the input: their paths, tokens of their sequences, and the number
-        # of their file with how many of its rows are in others.
+        # Of each part of the job so far, in the order of the input: its path, the tokens of each of its sequences, the
+        # number of its file, and how many rows of that file are in parts before it.
         self.paths: list[str] = []
         self.lengths: list[NDArray[np.uint32]] = []
-        self.places: list[tuple[int, int]] = []
-        self.content, self.contents = StreamHash(), [StreamHash() for _ in files]
-        self.reused = self.pieces = 0
+        self.files_and_rows: list[tuple[int, int]] = []
+        # Fingerprints of the whole input and of each file, and pieces they are of.
+        self.fingerprint, self.file_fingerprints = StreamHash(), [StreamHash() for _ in files]
+        self.pieces = 0
+        self.reused_parts = 0
         self.mask_dtype = "uint8"
-        self.keep_parts = False  # whatever ends the run
+        self.must_keep_parts = False  # even if the job fails
 
     def run(self) -> Summary:
-        options, done = self.options, find_done(self.job)
-        self.seconds["preparing"] = time.monotonic() - self.begin_at
-        if done:
+        options, finished = self.options, find_finished(self.job)
+        self.seconds["preparing"] = time.monotonic() - self.start
+        if finished:
             self._clean_up()
-            headers, self.report = done, CorpusReport.of(done[0])
+            headers, self.report = finished, CorpusReport.of(finished[0])
         else:
             with self.folder.locked():
                 state, corpus, anew = begin(self.job)
                 try:
                     headers = self._make(state, corpus, anew=anew)
                 except BaseException as error:
-                    self._end_badly(error)
+                    self._after_failure(error)
                     raise
                 self.folder.clear()
         return Summary(
@@ -142,13 +150,13 @@ class _Preprocessing:
             self.report,
             PackReport.of(headers[: options.output_shards]),
             self.seconds,
-            found=bool(done),
+            found=bool(finished),
             shards=options.output_shards,
             valid=PackReport.of(headers[-1:]) if options.has_valid else None,
         )
 
     def _clean_up(self) -> None:
-        """After a run that was killed as it removed its lock and its parts; a folder of somebody else stays."""
+        """Remove parts and locks of a job that finished and was killed before it did; other folders stay."""
         self.log(f"{self.options.prefix}: done already, with the same input and options")
         if self.options.output_shards > 1 or self.options.has_valid:
             with contextlib.suppress(FormatError, OSError), outputs_held(self.options.prefix):
@@ -160,15 +168,15 @@ class _Preprocessing:
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        begin_at = time.monotonic()
+        start = time.monotonic()
         yield
-        self.seconds[stage] = time.monotonic() - begin_at
+        self.seconds[stage] = time.monotonic() - start
 
     def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
         return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
 
-    def _end_badly(self, error: BaseException) -> None:
-        """Keep what can be gone on with, and say where it is; give the rest of the space back."""
+    def _after_failure(self, error: BaseException) -> None:
+        """Keep parts or corpus where a later job can use them, and log where; else remove the parts."""
         where, interrupted = self.folder.path, not isinstance(error, Exception)
         if "tokenising" in self.seconds:
             kept = where if self.folder.has_parts() else self.job.corpus
@@ -176,23 +184,23 @@ class _Preprocessing:
             if interrupted:
                 self.log("pass --resume to go on, or --overwrite to start anew")
             return
-        of_input = isinstance(error, (FormatError, SequenceError))
-        full = isinstance(error, OSError) and error.errno in _FULL
-        if not self.folder.has_parts() or not (self.keep_parts or not (of_input or full)):
+        is_of_input = isinstance(error, (FormatError, SequenceError))
+        disk_is_full = isinstance(error, OSError) and error.errno in _DISK_FULL
+        if not self.folder.has_parts() or not (self.must_keep_parts or not (is_of_input or disk_is_full)):
             self.folder.clear()
             return
         rows = f"{self.report.rows:,} rows are kept at {where}"
         if interrupted:
             self.log(f"interrupted; {rows}: pass --resume to go on, or --overwrite to start anew")
-        elif not self.keep_parts:
+        elif not self.must_keep_parts:
             self.log(f"{rows}; pass --resume to go on with them")
 
     # ---- tokenise ----
 
     def _has_enough(self) -> bool:
-        """Whether no more rows are asked for than those that the parts taken hold."""
-        most = self.selection.max_rows
-        return most is not None and self.report.rows - self.report.skipped >= most
+        """Whether the parts so far hold all rows that ``--max-rows`` asks for."""
+        max_rows = self.selection.max_rows
+        return max_rows is not None and self.report.rows - self.report.skipped >= max_rows
 
     def _tokenize(self, engine: Local | Cluster, *, anew: bool) -> None:
         job, report = self.job, self.report
@@ -200,17 +208,18 @@ class _Preprocessing:
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
         shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
         remember_encoder(encoding, self.encoder)
-        there = parts_of(self.folder.path)
+        attempts = parts_of(self.folder.path)
+        # Lines of each file in the parts so far; and stretches whose parts are not there yet.
         lines: Counter[int] = Counter()
-        cut: deque[Stretch] = deque()
+        pending: deque[Stretch] = deque()
 
         def stretches() -> Iterator[Stretch]:
             readers = engine.workers if isinstance(engine, Cluster) else 0
             for stretch in cut_input(job.files, job.cutting, readers=readers):
                 if self._has_enough():
                     return
-                cut.append(replace(stretch, dealt=()))
-                yield replace(stretch, attempts=there.get((stretch.number, stretch.part), ()))
+                pending.append(replace(stretch, dealt=()))
+                yield replace(stretch, attempts=attempts.get((stretch.number, stretch.part), ()))
 
         def count(parts: list[MadePart]) -> None:
             for part in parts:
@@ -223,34 +232,44 @@ class _Preprocessing:
             ) as results,
         ):
             for parts in results:
-                stretch = cut.popleft()
+                stretch = pending.popleft()
                 for part in parts:
                     if self._has_enough():
                         break
-                    self._take(part, stretch, lines[stretch.number])
+                    self._add(part, stretch, lines[stretch.number])
                     lines[stretch.number] += part.info.lines
         if not any(map(len, self.lengths)):
             raise FormatError(
                 f"{job.files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
             )
         report.notes = {name: count for name, count in sorted(report.notes.items()) if count}
-        report.reused = self.reused == len(self.paths)
-        if self.reused:
-            self.log(f"resuming: {self.reused:,} of {len(self.paths):,} parts were there already")
+        report.reused = self.reused_parts == len(self.paths)
+        if self.reused_parts:
+            self.log(f"resuming: {self.reused_parts:,} of {len(self.paths):,} parts were there already")
 
-    def _take(self, part: MadePart, stretch: Stretch, before: int) -> None:
-        """Take in one part of a stretch, in the order of the input; ``before`` rows of its file are in others."""
+    def _add(self, part: MadePart, stretch: Stretch, lines_before: int) -> None:
+        """Add the next part in the order of the input, a part of this stretch; count its rows, and report bad ones.
+
+        Args:
+            part: to be added.
+            stretch: of which it was made.
+            lines_before: lines of its file in earlier parts.
+
+        Raises:
+            FormatError: the input has changed since an interrupted job read it.
+            SequenceError: there is a bad row, and bad rows are not skipped.
+        """
         info, report = part.info, self.report
-        # Rows of a range are numbered from 1 on, others as they are in the file.
-        first = before if stretch.nbytes is not None else 0
+        # Rows of a range of bytes are numbered from 1 on, others as they are in the file.
+        first = lines_before if stretch.nbytes is not None else 0
         if part.changed is not None:
-            self.keep_parts = True
+            self.must_keep_parts = True
             raise FormatError(
                 f"{self.folder.path}: {stretch.name}, from row {first + 1} on, is not what the interrupted run read:"
                 f" the content of the input was {part.changed[0]}, is {part.changed[1]}; restore it to go on, or pass"
                 " --overwrite to start anew"
             )
-        if self.options.resume and not part.reused and self.reused == len(self.paths):
+        if self.options.resume and not part.reused and self.reused_parts == len(self.paths):
             self.log(f"resuming after {report.rows:,} rows")
         bad_rows = (SequenceError(stretch.name, first + position, reason) for position, reason in info.bad_rows)
         report.add(info.rows, bad_rows, info.straddling, self.options.encoding.on_bad_row, self.log)
@@ -261,33 +280,37 @@ class _Preprocessing:
             self.mask_dtype = "float32"
         self.paths.append(part.path)
         self.lengths.append(part.lengths)
-        self.places.append((stretch.number, before))
-        for stream in (self.content, self.contents[stretch.number]):
+        self.files_and_rows.append((stretch.number, lines_before))
+        for stream in (self.fingerprint, self.file_fingerprints[stretch.number]):
             stream.update("".join(info.pieces).encode())
         self.pieces += len(info.pieces)
-        self.reused += part.reused
+        self.reused_parts += part.reused
 
     def _described(self) -> tuple[PartsTable, dict[str, Any], dict[str, ColumnSpec]]:
-        """Where the parts are, what a header says of their sequences, and their columns."""
+        """The table of all parts; and of their sequences, the metadata for headers and the columns."""
         report = self.report
-        sources: dict[str, Any] = {"fingerprint": self.content.hex(), "rows": report.rows, "skipped": report.skipped}
+        sources: dict[str, Any] = {
+            "fingerprint": self.fingerprint.hex(),
+            "rows": report.rows,
+            "skipped": report.skipped,
+        }
         if self.selection.max_rows is not None:
             sources["pieces"] = self.pieces
         columns, bases = {}, {}
         for name in self.options.encoding.columns:
             if name == "source":
-                # Files without their folders, and as text whatever bytes a name has.
+                # Names without folders, as text also where a name's bytes are none.
                 names = (os.fsencode(os.path.basename(file.path)) for file in self.job.files)
                 listed = [
-                    {"name": name.decode(errors="backslashreplace"), "fingerprint": one.hex()}
-                    for name, one in zip(names, self.contents, strict=True)
+                    {"name": name.decode(errors="backslashreplace"), "fingerprint": fingerprint.hex()}
+                    for name, fingerprint in zip(names, self.file_fingerprints, strict=True)
                 ]
                 columns["source"] = ColumnSpec("sequence", np.uint32, 2, metadata={"files": listed})
-                bases["source"] = np.array(self.places, np.uint32)
+                bases["source"] = np.array(self.files_and_rows, np.uint32)
             elif name == "label":
                 columns["label"] = ColumnSpec("sequence", np.uint8)
-                bases["label"] = np.zeros(len(self.places), np.uint8)
-            else:  # pairs, which a reader of parts numbers
+                bases["label"] = np.zeros(len(self.files_and_rows), np.uint8)
+            else:  # PartsReader makes its values, the numbers of the pairs
                 columns["pair"] = PAIR
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
         table = PartsTable(self.paths, bounds, self.mask_dtype, bases, "pair" in columns)
@@ -296,7 +319,7 @@ class _Preprocessing:
     # ---- gather ----
 
     def _make(self, state: JobState, corpus: Shard | None, *, anew: bool) -> list[Header]:
-        """Make the shards of the parts; or of the corpus, where that is there or to be kept."""
+        """Tokenise, where no corpus is there, and make the shards of the parts, or of the corpus if it is to be kept."""
         options = self.options
         if corpus is not None:
             self.seconds["tokenising"] = 0.0
@@ -309,7 +332,7 @@ class _Preprocessing:
             self.folder.write(replace(state, tokenized=True))
         table, metadata, columns = self._described()
         lengths = np.concatenate(self.lengths).astype(np.int64)
-        self.lengths.clear()  # gigabytes of a large corpus
+        self.lengths.clear()  # gigabytes in a large job
         settings: dict[str, Any] = {
             "token_dtype": self.encoder.token_dtype,
             "mask_dtype": np.dtype(table.mask_dtype),
@@ -322,10 +345,10 @@ class _Preprocessing:
                 return self._gather(engine, table, lengths, metadata, settings)
             if options.resume:
                 drop_build(ShardPaths.of(self.job.corpus))
-            # In the order of the input; pairs stay together there too.
-            numbers, together = np.arange(len(lengths) + 1), 2 if table.pairs else 1
-            longest = together * int(lengths.max())
-            run = PlannedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
+            # Packs of one sequence or pair, in the order of the input.
+            numbers, per_pack = np.arange(len(lengths) + 1), 2 if table.pairs else 1
+            longest = per_pack * int(lengths.max())
+            run = PlannedRun(numbers[::per_pack], numbers[:-1], None, lengths.astype(np.uint32), longest)
             with (
                 self._progress("joining", len(lengths)) as progress,
                 ShardWriter(self.job.corpus, metadata=metadata, **settings) as writer,
@@ -342,9 +365,10 @@ class _Preprocessing:
         metadata: dict[str, Any],
         settings: dict[str, Any],
     ) -> list[Header]:
+        """Make the shards of the parts; arguments as of ``make_packs``."""
         options, reader, selected = self.options, PartsReader(table), None
         if self.selection.of_rows:
-            files = np.repeat(np.array(self.places)[:, 0], np.diff(table.bounds))
+            files = np.repeat(np.array(self.files_and_rows)[:, 0], np.diff(table.bounds))
             selected = select_rows(reader.column("content", 5), files, self.selection, options.packing.seed)
         return make_packs(
             reader,
@@ -364,6 +388,7 @@ class _Preprocessing:
         )
 
     def _pack(self, corpus: Shard, state: JobState) -> list[Header]:
+        """Make the shards of the corpus."""
         options = self.options
         pack_shard(
             corpus,
