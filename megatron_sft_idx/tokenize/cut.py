@@ -1,9 +1,9 @@
-"""How the input is cut: into pieces, which a worker turns into rows, and stretches of pieces, one task each.
+"""The input is cut into stretches, one task each, and stretches into pieces of about a MiB.
 
-The cut depends on the content of the input alone, never on the engine or on how many work. JSON lines are cut by byte
-ranges, wherever they lie: ranges end where pieces end, so that the pieces of all tasks are those of ``iter_pieces``,
-whoever reads them. To find these ends, only the few bytes before each are read. What cannot be cut by bytes
-(compressed files, JSON arrays, tables) is read by one process, which deals its pieces out.
+The cut depends on the content of the input alone, not on the engine or the number of workers. Files of JSON lines are
+cut into byte ranges, and the task of a stretch reads its range. Ranges end where pieces end, so the pieces of all tasks
+are those of ``iter_pieces``; to find an end, only the bytes before it are read. All other files (compressed ones, JSON
+arrays, tables) are read by the process of the job, which deals the pieces to tasks; or each by a task of its own.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from megatron_sft_idx.storage import is_remote, name_in_errors, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
-# Of decompressed data. The fingerprint of the input, which headers hold, is of such pieces.
+# Bytes of decompressed data in a piece. The fingerprint of the input, which headers hold, depends on it.
 PIECE_NBYTES = 1 << 20
-# Most rows are shorter, so that the end before a given byte is found at once.
+# Bytes that are searched at a time for the end of a line; most rows are shorter.
 _TAIL_NBYTES = 1 << 14
 _READ_NBYTES = 1 << 20
-# Of an object, where a request takes 10 to 100 ms whatever its size; and ends looked for at once.
+# Of an object in a bucket, where each request takes 10 to 100 ms: bytes of one, and ends of pieces searched by one.
 _FETCH_NBYTES = 8 << 20
-_ENDS_AT_ONCE = 16
+_ENDS_PER_REQUEST = 16
 
 _ReadAt = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How finely the input is cut; the same wherever it is.
+    """How finely the input is cut.
 
     Attributes:
-        piece_nbytes: of decompressed data in a piece.
-        pieces: in a part.
+        piece_nbytes: bytes of decompressed data in a piece.
+        pieces: pieces in a stretch, and so in a part.
     """
 
     piece_nbytes: int
@@ -56,23 +56,23 @@ class Cutting:
 
     @classmethod
     def of(cls, files: Sequence[InputFile]) -> Cutting:
-        """Hundreds of parts, so that no worker waits long for the last one; of large inputs some thousands."""
+        """Cutting into hundreds of parts, so that workers end at about the same time; large inputs into thousands."""
         pieces = total_bytes(files) // PIECE_NBYTES
         return cls(PIECE_NBYTES, min(max(min(pieces // 256, 4), pieces // 4096, 1), 128))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Part of the input that one task reads; picklable.
+    """The input of one task: a range of a file, some pieces of one, or a whole file; picklable.
 
     Attributes:
         file: the file, its path absolute.
         name: the file's path as messages name it.
-        number: of the file.
-        part: number of the stretch's first part in the file.
-        offset: where the range begins.
-        nbytes: of the range; None where no range is read.
-        dealt: the pieces themselves; where there are none and no range either, the whole file is read.
+        number: of the file in the input.
+        part: number, in the file, of the stretch's first part.
+        offset: where the range begins, in bytes.
+        nbytes: bytes of the range; None where the stretch is no range.
+        dealt: the pieces themselves; empty where the stretch is a range or a whole file.
         attempts: file names of parts that an earlier job made of this stretch.
     """
 
@@ -92,20 +92,20 @@ class Stretch:
 
 
 def cut_input(files: Sequence[InputFile], cutting: Cutting, *, readers: int = 0) -> Iterator[Stretch]:
-    """The stretches of all files, in order: a part each, but for files that are read whole.
+    """The stretches of all files, in order. A stretch makes one part; one that is a whole file makes several.
 
     Args:
         files: the input.
-        cutting: how finely.
-        readers: whole files are handed out where there are so many or more that would have to be read here; 0 for
-            never. Their parts are the same.
+        cutting: how finely they are cut.
+        readers: how many tasks could read at once. Where at least so many files are remote or have no ranges, each of
+            them is a stretch, instead of being read by this process; 0 for never. Parts are the same in both cases.
     """
-    here = [file for file in files if is_remote(file.path) or not _has_ranges(file)]
-    whole = bool(readers) and len(here) >= readers
+    not_ranges = [file for file in files if is_remote(file.path) or not _has_ranges(file)]
+    are_whole = bool(readers) and len(not_ranges) >= readers
     for number, file in enumerate(files):
         path = file.path if is_remote(file.path) else os.path.abspath(file.path)
         stretch = Stretch(replace(file, path=path), file.path, number)
-        if whole and file in here:
+        if are_whole and file in not_ranges:
             yield stretch
         elif _has_ranges(file):
             size, part = file.num_bytes, 0
@@ -130,7 +130,7 @@ def _has_ranges(file: InputFile) -> bool:
 
 
 def _piece_end(read_at: _ReadAt, start: int, size: int, piece_nbytes: int) -> int:
-    """Behind the last line that ends within a piece's bytes, or behind the first one where it is longer."""
+    """Where the piece from ``start`` on ends: behind the last line within its bytes, or behind its first line."""
     if size - start <= piece_nbytes:
         return size
     stop = start + piece_nbytes + 1
@@ -147,16 +147,16 @@ def _piece_end(read_at: _ReadAt, start: int, size: int, piece_nbytes: int) -> in
             return at + newline + 1
         at += len(block)
         if at - start > MAX_ROW_NBYTES:
-            break  # whoever reads it says so
+            break  # the task that reads it raises the error
     return size
 
 
 class _Ends:
-    """The bytes before the ends of a file's pieces; of an object many at once, about where the next ones will be."""
+    """Reads the bytes before the ends of a file's pieces; of an object, before many ends by one request."""
 
     def __init__(self, file: InputFile, piece_nbytes: int) -> None:
         self._file, self._piece_nbytes = file, piece_nbytes
-        self._held: list[tuple[int, bytes]] = []
+        self._blocks: list[tuple[int, bytes]] = []
         self._local = None if is_remote(file.path) else open_regular(file.path)
         if self._local is None:
             self._store, self._key = open_store(file.path)
@@ -172,26 +172,26 @@ class _Ends:
                 return os.pread(self._local.fileno(), nbytes, offset)
         nbytes = min(nbytes, self._file.num_bytes - offset)
         while True:
-            for begin, held in self._held:
-                if begin <= offset and offset + nbytes <= begin + len(held):
-                    return held[offset - begin : offset - begin + nbytes]
-            # This range, and those of the pieces that follow: each ends somewhat earlier than it might.
+            for begin, block in self._blocks:
+                if begin <= offset and offset + nbytes <= begin + len(block):
+                    return block[offset - begin : offset - begin + nbytes]
+            # This range, and where the next pieces should end: each is shorter than its full size by part of a line.
             ranges = [(offset, nbytes)]
-            for ahead in range(1, _ENDS_AT_ONCE):
+            for ahead in range(1, _ENDS_PER_REQUEST):
                 stop = offset + nbytes + ahead * self._piece_nbytes
                 begin = max(stop - (ahead + 1) * _TAIL_NBYTES, offset + nbytes)
                 if nbytes > _TAIL_NBYTES or stop > self._file.num_bytes:
                     break
                 ranges.append((begin, stop - begin))
-            found = self._store.read_many(self._key, ranges, etag=self._file.etag)
-            self._held = [(begin, bytes(data)) for (begin, _), data in zip(ranges, found, strict=True)]
+            blocks = self._store.read_many(self._key, ranges, etag=self._file.etag)
+            self._blocks = [(begin, bytes(block)) for (begin, _), block in zip(ranges, blocks, strict=True)]
 
 
 def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
-    """The pieces of a stretch. Rows of a range are numbered from 1 on, those of others as they are in the file.
+    """The pieces of a stretch. Rows of a range are numbered from 1 on, those of other stretches as in the file.
 
     Raises:
-        FormatError: as ``iter_pieces``; or the file is shorter than it was.
+        FormatError: as of ``iter_pieces``; or the file is shorter than it was when the job began.
     """
     if stretch.dealt:
         yield from stretch.dealt
@@ -207,22 +207,22 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
 
 
 def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a range, and how far each block reaches in it."""
+    """The blocks of a range, and how many bytes of it each ends behind."""
     assert stretch.nbytes is not None
-    file, done = stretch.file, 0
+    file, num_read = stretch.file, 0
     remote = is_remote(file.path)
     try:
         with open_object(file.path, file.etag) if remote else open_regular(file.path) as source:
             source.seek(stretch.offset)
-            while done < stretch.nbytes:
-                block = source.read(min(_FETCH_NBYTES if remote else _READ_NBYTES, stretch.nbytes - done))
+            while num_read < stretch.nbytes:
+                block = source.read(min(_FETCH_NBYTES if remote else _READ_NBYTES, stretch.nbytes - num_read))
                 if not block:
                     raise FormatError(
-                        f"{stretch.name}: ends at byte {stretch.offset + done}, had {file.num_bytes} when the"
+                        f"{stretch.name}: ends at byte {stretch.offset + num_read}, had {file.num_bytes} when the"
                         " run began; it was changed meanwhile: run again"
                     )
-                done += len(block)
-                yield block, done
+                num_read += len(block)
+                yield block, num_read
     except FileNotFoundError:
         raise FormatError(
             f"{file.path}: not on this node; every node of the cluster has to see the input, at one path"
@@ -230,7 +230,7 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
 
 
 def source_fingerprint(files: Sequence[InputFile], pieces: int | None = None) -> str:
-    """Hash of the content of all inputs in order, or of their first pieces: reads them, tokenises nothing."""
+    """Hash of the content of all files in order, or of their first ``pieces`` pieces; reads all of these."""
     stream = StreamHash()
     for piece in islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), pieces):
         stream.update(piece.fingerprint().encode())

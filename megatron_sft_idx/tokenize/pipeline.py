@@ -74,7 +74,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         log: takes lines for people.
 
     Raises:
-        SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not be replaced.
+        SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not go.
         OSError: of the file system.
     """
     if options.output_shards > 1:
@@ -319,7 +319,7 @@ class _Preprocessing:
     # ---- gather ----
 
     def _make(self, state: JobState, corpus: Shard | None, *, anew: bool) -> list[Header]:
-        """Tokenise, where no corpus is there, and make the shards of the parts, or of the corpus if it is to be kept."""
+        """Tokenise where there is no corpus; make the shards of the parts, or of the corpus where that is kept."""
         options = self.options
         if corpus is not None:
             self.seconds["tokenising"] = 0.0

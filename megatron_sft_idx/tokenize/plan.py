@@ -1,8 +1,8 @@
-"""What is packed: which rows, how often, what of sequences that are too long or train nothing; and into which packs.
+"""The plan of a job: which rows are packed and how often, how sequences are cut, and which pack each cut goes into.
 
-A row's lot is drawn from a hash of what it says (its messages, weights, tools and template variables, or the ids and
-masks it came with) and the seed. So it is the same on any machine and in any order, does not change as other rows are
-added, and rows that say the same share it: no copy of a validation row is trained on.
+Rows are selected by lots. The lot of a row is drawn from the seed and a hash of the row's content: messages, weights,
+tools and template variables, or the ids and masks it came with. So it is the same on any machine and in any order, and
+does not change as other rows are added; and equal rows share it, so that no copy of a validation row is trained on.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megatron_sft_idx.shard import Shard
 if TYPE_CHECKING:
     from megatron_sft_idx.tokenize.gather import SequenceReader
 
-_MOST_WEIGHT = 1000
+_MAX_WEIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is asked for, in the order in which it is done.
+    """Which rows are packed, and how often; applied in the order of the attributes.
 
     Attributes:
-        max_rows: only so many usable rows, the first of the input; None for all.
-        dedup: ``exact`` leaves out rows that say what an earlier one says.
+        max_rows: only the first so many usable rows of the input; None for all.
+        dedup: ``exact`` leaves out rows whose content equals that of an earlier row.
         sample: the share of rows to take, by lot.
         valid_fraction: the share of rows that go to the validation shard, by lot.
-        weights: how often a row of each file is trained on, by the number of the file; empty where all are once.
-        shuffle: put the rows in an order drawn by the seed.
-        drop_untrained: leave out sequences, or what was cut from them, with no token to train on.
+        weights: how often a row of each file is trained on, by the number of the file; empty for once each.
+        shuffle: put the rows into an order drawn by the seed.
+        drop_untrained: leave out sequences, and cuts of them, that have no token to train on.
     """
 
     max_rows: int | None = None
@@ -62,31 +62,30 @@ class Selection:
 
     @property
     def of_rows(self) -> bool:
-        """Whether it is to be known which row says what."""
+        """Whether rows are selected, for which the hashes of their content are needed."""
         return replace(self, drop_untrained=False) != Selection()
 
 
-def file_weights(option: str, given: Sequence[str], files: Sequence[str]) -> list[float]:
-    """A number for each file of the input; 1 for those that are not named.
+def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> list[float]:
+    """A weight for each file of the input; 1 for files that no entry names.
 
     Args:
-        option: what errors call it.
-        given: ``FILE=WEIGHT``, where a file is a path as it is in the input, a glob of such, a folder that they lie in,
-            or the name alone where one file has it.
+        option: name of the option in errors.
+        entries: ``FILE=WEIGHT``, where FILE is a path as it is in the input, a glob, a folder, or the name of one file.
         files: paths of the input.
 
     Raises:
-        FormatError: a weight that is none, or of no file, of several of a name, or of one that has another.
+        FormatError: an entry that is no such weight, or names no file, several of one name, or a file a second time.
     """
     weights: dict[int, float] = {}
-    for entry in given:
+    for entry in entries:
         name, _, number = entry.rpartition("=")
         try:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if not name or not 0 <= weight <= _MOST_WEIGHT:
-            form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MOST_WEIGHT:,}"
+        if not name or not 0 <= weight <= _MAX_WEIGHT:
+            form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
             raise FormatError(f"{option} {entry}: expected {form}")
         folder = name.rstrip("/") + "/"
         found = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
@@ -104,24 +103,24 @@ def file_weights(option: str, given: Sequence[str], files: Sequence[str]) -> lis
 
 
 def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = None) -> NDArray[np.uint32]:
-    """Of what a row says, whatever its columns are called and whatever stands beside them: uint32 [4].
+    """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
 
     Args:
-        row: what it holds: one conversation, or the two of a pair.
-        label: of KTO, the lowest bit of the hash, of which lots do not depend: two rows that differ in it alone are no
-            duplicates, but share their lot.
+        row: its one conversation, or the two of a pair.
+        label: of KTO, the lowest bit of the hash. Lots do not depend on that bit: two rows that differ in their label
+            alone are no duplicates, but share their lot.
     """
     stream = xxhash.xxh3_128()
     for each in row:
         if isinstance(each, TokenizedRow):
             stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
         else:
-            said = [each.messages, each.weights, each.tools, each.kwargs]
+            content = [each.messages, each.weights, each.tools, each.kwargs]
             try:
-                # What JSON has no word for, as tables have it, counts by how Python shows it.
-                text = orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+                # Values of tables that JSON does not have are hashed as Python shows them.
+                text = orjson.dumps(content, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
             except TypeError:  # numbers beyond 64 bits, lone surrogates
-                text = json.dumps(said, default=repr, sort_keys=True).encode()
+                text = json.dumps(content, default=repr, sort_keys=True).encode()
             stream.update(text)
     words = np.frombuffer(stream.digest(), "<u4").copy()
     words[0] = words[0] & 0xFFFFFFFE | (label or 0)
@@ -130,11 +129,11 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """What was selected.
+    """The sequences of selected rows.
 
     Attributes:
-        train: numbers of the sequences to train on, int64, in the order of packing.
-        valid: likewise of those kept apart.
+        train: numbers of the sequences to train on, int64, in the order of packing; some more than once.
+        valid: numbers of the sequences to validate with, likewise.
         counts: of rows, by name, for the summary.
     """
 
@@ -146,17 +145,17 @@ class Selected:
 def select_rows(
     contents: NDArray[np.uint32], files: NDArray[np.integer[Any]], selection: Selection, seed: int
 ) -> Selected:
-    """Decide over all rows of a run, in some 100 bytes a row.
+    """Select among all rows of a job, with about 100 bytes of memory a row.
 
     Args:
-        contents: of each sequence the hash of its row and its number in it, uint32 [sequences, 5]; all of a row end
-            to end, in the order of the input.
-        files: number of the file of each, [sequences].
-        selection: what is asked for.
+        contents: for each sequence the hash of its row and its number in the row, uint32 [sequences, 5]; in the order
+            of the input, sequences of a row end to end.
+        files: number of the file of each sequence, [sequences].
+        selection: of rows.
         seed: of every lot.
 
     Raises:
-        FormatError: nothing is left to train on, or to validate with.
+        FormatError: no row is selected to train on, or to validate with.
     """
     starts = np.flatnonzero(contents[:, 4] == 0)
     sizes = np.diff(starts, append=len(contents))
@@ -182,7 +181,7 @@ def select_rows(
         counts["weighted_out"] = int((times == 0).sum())
         counts["repeats"] = int(np.maximum(times - 1, 0).sum())
         # Copies of a row are far from each other: all rows once, then those that come twice, and so on.
-        train = np.concatenate([train[times > done] for done in range(max(times.max(initial=0), 1))])
+        train = np.concatenate([train[times > copy] for copy in range(max(times.max(initial=0), 1))])
     counts["train"] = len(train)
     if selection.shuffle:
         train = np.random.default_rng(seed).permutation(train)
@@ -192,9 +191,9 @@ def select_rows(
     return Selected(_sequences_of(train, starts, sizes), _sequences_of(valid, starts, sizes), counts)
 
 
-def draw_lots(keys: NDArray[np.uint64], seed: int, what_for: str) -> NDArray[np.float64]:
-    """A number from 0 to below 1 for each key, uint64 [rows, 2]; other seeds and purposes draw others."""
-    lots = (keys[:, 0] >> np.uint64(1)) ^ np.uint64(xxhash.xxh3_64_intdigest(f"{what_for} {seed}".encode()))
+def draw_lots(keys: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.float64]:
+    """A number from 0 to below 1 for each key, uint64 [rows, 2]; it differs with the seed and the purpose."""
+    lots = (keys[:, 0] >> np.uint64(1)) ^ np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}".encode()))
     # The finalizer of SplitMix64 (Steele, Lea and Flood 2014), with the key's other half mixed in between.
     for half in (np.uint64(0), keys[:, 1]):
         lots = lots ^ half
@@ -206,13 +205,13 @@ def draw_lots(keys: NDArray[np.uint64], seed: int, what_for: str) -> NDArray[np.
 
 def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Numbers of the sequences of these rows, end to end."""
-    each = sizes[rows]
-    within = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
-    return np.repeat(starts[rows], each) + within
+    counts = sizes[rows]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts[rows], counts) + within
 
 
 def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
-    """Numbers of the sequences that were made from files of these names, as the column ``source`` names them."""
+    """Numbers of the sequences made from files of these names; FormatError where the column ``source`` has no such."""
     column = source.columns.get("source")
     files = None if column is None else column.spec.metadata.get("files")
     if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
@@ -221,8 +220,8 @@ def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
     if unknown := sorted({*names} - {*listed}):
         known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
         raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
-    wanted = [number for number, name in enumerate(listed) if name in {*names}]
-    return np.flatnonzero(np.isin(column.values[:][:, 0], wanted))
+    numbers = [number for number, name in enumerate(listed) if name in {*names}]
+    return np.flatnonzero(np.isin(column.values[:][:, 0], numbers))
 
 
 # ---- the plan ----
@@ -233,14 +232,14 @@ class PackOptions:
     """How sequences become packs.
 
     Attributes:
-        capacity: most token positions a pack may hold.
+        capacity: how many token positions a pack may hold.
         method: of ``pack_sequences``, or ``none`` for one sequence or pair a pack in the order of the input.
         effort: of ``pack_sequences``.
         overlong: what becomes of sequences longer than the capacity.
-        sequence_multiple: count each sequence as its length rounded up to this.
-        max_sequences_per_pack: at most so many; None for no limit.
+        sequence_multiple: each sequence takes its length rounded up to this many positions.
+        max_sequences_per_pack: None for no limit.
         seed: of every shuffle and lot.
-        selection: of rows, and of what trains nothing; None takes all.
+        selection: of rows and sequences; None takes all.
     """
 
     capacity: int
@@ -253,25 +252,25 @@ class PackOptions:
     selection: Selection | None = None
 
     def describe(self) -> dict[str, Any]:
-        """For headers: a selection only where there is one."""
+        """All attributes for headers; ``selection`` only where there is one."""
         return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits a pack, rounded up as it is; 0 where none does."""
+        """Tokens of the longest sequence that fits a pack after rounding up; 0 where none does."""
         return self.capacity // self.sequence_multiple * self.sequence_multiple
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRun:
-    """Consecutive packs, of a shard or of a window of it, and the cuts in them.
+    """Consecutive packs of a plan, and the cuts in them; a cut is a whole sequence or consecutive tokens of one.
 
     Attributes:
         offsets: pack ``p`` holds the cuts ``[offsets[p], offsets[p + 1])``, int64 [packs + 1].
-        sequences: number of the sequence each is cut from, int64 [cuts].
-        begins: where in that sequence it begins, in tokens, int64 [cuts]; None where all begin at 0.
-        lengths: tokens of each, uint32 or int64 [cuts].
-        longest: tokens of the longest pack, or more.
+        sequences: number of the sequence that each cut is of, int64 [cuts].
+        begins: where in that sequence each cut begins, in tokens, int64 [cuts]; None where all begin at 0.
+        lengths: tokens of each cut, uint32 or int64 [cuts].
+        longest: no pack has more tokens.
     """
 
     offsets: NDArray[np.int64]
@@ -281,7 +280,7 @@ class PlannedRun:
     longest: int
 
     def window(self, first: int, last: int) -> PlannedRun:
-        """Its packs from ``first`` to before ``last``."""
+        """The packs from ``first`` to before ``last``."""
         offsets = self.offsets[first : last + 1]
         cuts = slice(int(offsets[0]), int(offsets[-1]))
         begins = None if self.begins is None else self.begins[cuts]
@@ -290,11 +289,11 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """A plan for all sequences, and what its shards' headers say of it.
+    """A plan for all sequences, and what headers say of it.
 
     Attributes:
-        plan: how the packs were found.
-        run: all of them.
+        plan: as ``pack_sequences`` made it, in which cuts are numbered from 0 on.
+        run: all packs.
         metadata: for headers: options, counts of selected rows, and what became of overlong sequences.
     """
 
@@ -314,21 +313,21 @@ def plan_packs(
     selected: Mapping[str, int] | None = None,
     reader: SequenceReader | None = None,
 ) -> Packing:
-    """Plan all packs, global over the lengths of all sequences.
+    """Plan all packs of a job at once, from the lengths of its sequences.
 
     Args:
         lengths: tokens of each sequence, int64 [sequences].
         options: how they are packed.
-        shards: into how many shards, for there are packs enough.
+        shards: each must get a pack at least.
         source: what errors call the sequences.
-        groups: of pairs, which stay together and are dropped together, as for ``pack_sequences``.
+        groups: numbers of pairs, int64 [sequences]; sequences of a pair stay together, and are dropped together.
         chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
-        selected: counts of rows, for the header.
-        reader: of the sequences, to know what trains nothing, and which labels cuts lose; None to plan without.
+        selected: counts of selected rows, for headers.
+        reader: of the sequences, which tells what cuts and sequences train; None ignores ``drop_untrained``.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: groups that would be parted, no sequence fits or is left, or fewer packs than shards.
+        FormatError: pairs would be torn, no sequence fits a pack or is left, or there are fewer packs than shards.
     """
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
@@ -347,13 +346,13 @@ def plan_packs(
         groups, cuts = None if groups is None else groups[trains], cuts.only(np.flatnonzero(trains))
     if not len(cuts.lengths):
         raise FormatError(f"{source}: no sequence is left to pack ({why})")
-    one_a_pack, most = options.method == "none", options.max_sequences_per_pack
+    one_per_pack, max_sequences = options.method == "none", options.max_sequences_per_pack
     plan = pack_sequences(
         cuts.lengths,
         options.capacity,
-        method="sequential" if one_a_pack else options.method,
+        method="sequential" if one_per_pack else options.method,
         effort=options.effort,
-        max_sequences_per_pack=most if not one_a_pack else 1 if groups is None else 2,
+        max_sequences_per_pack=max_sequences if not one_per_pack else 1 if groups is None else 2,
         sequence_multiple=options.sequence_multiple,
         seed=options.seed,
         groups=groups,
@@ -378,13 +377,13 @@ def plan_packs(
 def _overlong(
     lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, source: str
 ) -> NDArray[np.bool_]:
-    """Which sequences do not fit a pack, alone or with the others of their group; errors as of ``plan_packs``."""
+    """Which sequences do not fit a pack, alone or with the other one of their pair; errors as of ``plan_packs``."""
     longest, multiple = options.longest_sequence, options.sequence_multiple
     if not longest:
         raise FormatError(
             f"--seq-length {options.capacity} is below --sequence-multiple {multiple}: no sequence fits; raise it"
         )
-    rooms, what, together, remedies = lengths, "sequences", 1, "drop, truncate or split"
+    positions, units, per_unit, remedies = lengths, "sequences", 1, "drop, truncate or split"
     if groups is not None:
         if options.overlong in ("truncate", "split"):
             raise FormatError(
@@ -393,22 +392,22 @@ def _overlong(
             )
         if options.max_sequences_per_pack == 1:
             raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
-        starts, what, together, remedies = _group_starts(groups), "pairs", 2, "drop"
+        starts, units, per_unit, remedies = _group_starts(groups), "pairs", 2, "drop"
         sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
-        rooms = np.repeat(sizes, np.diff(starts, append=len(lengths)))
-    long: NDArray[np.bool_] = rooms > longest
+        positions = np.repeat(sizes, np.diff(starts, append=len(lengths)))
+    long: NDArray[np.bool_] = positions > longest
     if options.overlong == "error" and long.any():
         raise SequenceError(
             source,
             None,
-            f"{long.sum() // together} of {len(lengths) // together} {what} are longer than {longest} tokens, the"
-            f" longest has {rooms.max()}; choose --overlong {remedies}, or a larger --seq-length",
+            f"{long.sum() // per_unit} of {len(lengths) // per_unit} {units} are longer than {longest} tokens, the"
+            f" longest has {positions.max()}; choose --overlong {remedies}, or a larger --seq-length",
         )
     return long
 
 
 def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None) -> NDArray[np.bool_]:
-    """Which cuts have a token to train on, bool [cuts]; of a group all have where one has."""
+    """Which cuts have a token to train on, bool [cuts]; both of a pair have where one has."""
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     trains = reader.are_trained(cuts.numbers, begins, cuts.lengths)
     if groups is None or not len(trains):
@@ -422,17 +421,17 @@ def _group_starts(groups: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
 
 
 class _Cuts(NamedTuple):
-    """Whole sequences, or runs of tokens cut from them: where each is from, and what is lost behind the cuts.
+    """The cuts to pack, each a whole sequence or consecutive tokens of one, and what cutting lost.
 
     Attributes:
-        lengths: tokens of each [cuts].
-        sequences: number of the sequence each is cut from, int64 [cuts]; None where cut ``i`` is of sequence ``i``.
-        begins: where in that sequence each begins, int64 [cuts]; None where all begin at 0.
-        overlong: sequences that were longer than a pack.
-        dropped_tokens: of dropped sequences, or behind the cut of truncated ones.
-        parted: sequences that go on behind a cut, int64; one entry a cut.
-        parted_at: the position in the sequence behind that cut, int64: whether its token is trained on decides
-            whether the cut loses a label.
+        lengths: tokens of each cut, [cuts].
+        sequences: number of the sequence that each cut is of, int64 [cuts]; None where cut ``i`` is of sequence ``i``.
+        begins: where in that sequence each cut begins, int64 [cuts]; None where all begin at 0.
+        overlong: how many sequences were longer than a pack.
+        dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
+        parted: number of the sequence, for each end of a cut within a sequence, int64.
+        parted_at: position in that sequence of the token behind this end, int64. Where that token is trained on, the
+            cut loses its label.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -445,11 +444,11 @@ class _Cuts(NamedTuple):
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """Of the sequences, also where these are all."""
+        """``sequences``, as an array in any case."""
         return np.arange(len(self.lengths)) if self.sequences is None else self.sequences
 
     def only(self, which: NDArray[np.int64]) -> _Cuts:
-        """These of them, by number, in this order."""
+        """The cuts of these indices, in this order."""
         return self._replace(
             lengths=self.lengths[which],
             sequences=which if self.sequences is None else self.sequences[which],
@@ -458,7 +457,7 @@ class _Cuts(NamedTuple):
 
 
 def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], options: PackOptions) -> _Cuts:
-    """Do with overlong sequences as is asked."""
+    """The cuts of all sequences, where those that are too long are dropped, truncated or split as the options say."""
     longest, count = options.longest_sequence, int(long.sum())
     if not count:
         return _Cuts(lengths)
@@ -467,8 +466,8 @@ def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], options: PackOptio
     if options.overlong == "truncate":
         dropped, at = int((lengths[long] - longest).sum()), np.full(count, longest, np.int64)
         return _Cuts(np.minimum(lengths, longest), None, None, count, dropped, np.flatnonzero(long), at)
-    parts = -(-lengths // longest)
-    sequences = np.repeat(np.arange(len(lengths)), parts)
-    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(parts) - parts, parts)) * longest
-    inner, each = begins > 0, np.minimum(lengths[sequences] - begins, longest)
-    return _Cuts(each, sequences, begins, count, 0, sequences[inner], begins[inner])
+    counts = -(-lengths // longest)
+    sequences = np.repeat(np.arange(len(lengths)), counts)
+    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
+    inner, cut_lengths = begins > 0, np.minimum(lengths[sequences] - begins, longest)
+    return _Cuts(cut_lengths, sequences, begins, count, 0, sequences[inner], begins[inner])
