@@ -106,7 +106,7 @@ class SpanFinder:
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         segments = [] if traced is None else traced.segments
-        if traced is not None and traced.around:  # one message was written while another was
+        if traced is not None and traced.outer:  # a frame opened inside another one
             segments = without_glances(traced, messages)
         for segment in segments:
             self._written.setdefault(segment.message, []).append(segment)

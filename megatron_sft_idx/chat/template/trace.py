@@ -1,16 +1,16 @@
 """Which message wrote which characters: a template's syntax tree, marked.
 
-Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is told the loop
-variable; if that very object is one of the conversation's messages (or is an index by which the loop body
-picks one), what the iteration writes is that message's. Nested loops over anything else (tool calls, content
-parts) stay with the message around them. ``{% generation %}`` blocks get a pair of marks too.
+Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is given the loop variable.
+If that very object is one of the conversation's messages, or an index by which the loop body picks one, the iteration
+is that message's: it opens a *frame*, and what it writes belongs to the message. An iteration over anything else (tool
+calls, content parts) opens no frame, so that its text belongs to the frame that is open. ``{% generation %}`` blocks
+get a pair of marks too.
 
-Marks in the template's own flow are statements that write nothing: they note how much the render has yielded
-so far, so the text is the plain render's by construction, and no second render is needed to see that it is.
-Inside macros, call, filter and ``set`` blocks and recursive loops text is captured before it is yielded, and
-that count means nothing. There the marks write sentinels from Unicode's private use area, which are stripped
-afterwards; a template may measure, trim or compare what it captured, so what is left is required to equal a
-second, unmarked render, character for character.
+Marks in the template's own flow are statements that write nothing: they note how many chunks of text the rendering has
+yielded so far, so that its text is that of a plain rendering. Inside macros, call, filter and ``set`` blocks and
+recursive loops, text is captured before it is yielded, and that number means nothing. Marks there write sentinels from
+Unicode's private use area, which are stripped afterwards. A template may measure, trim or compare what it captures, so
+the stripped text must equal that of a second, plain rendering, character for character.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from megatron_sft_idx.chat.template.environment import GENERATION, MARK, Templat
 from megatron_sft_idx.chat.template.words import pieces_of
 from megatron_sft_idx.errors import FormatError
 
-_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
+_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; those from 0 on open the frame of that number
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 _WRITERS = (nodes.Output, nodes.CallBlock, nodes.FilterBlock, nodes.Block, nodes.Include)
 
 
-class Untraceable(Exception):  # noqa: N818 - an answer, where others find another way
-    """Tracing cannot tell which message wrote what in this conversation: why."""
+class Untraceable(Exception):  # noqa: N818 - an answer, which lets the caller find another way
+    """Tracing cannot tell which message wrote what in this conversation; the message says why."""
 
 
 class Segment(NamedTuple):
-    """Characters ``[start, stop)`` written by one message in one iteration (``frame``) of a loop."""
+    """Characters ``[start, stop)`` that one message wrote in one frame, that is, in one iteration of a loop."""
 
     start: int
     stop: int
@@ -51,72 +51,75 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A rendered text with its origins.
+    """A rendered text, and which message wrote what of it.
 
     Attributes:
         text: exactly what the unmarked template renders.
-        segments: what the messages wrote, in the order of the text, not overlapping.
+        segments: what messages wrote, in the order of the text, not overlapping.
         generated: ``(start, stop)`` of the template's ``{% generation %}`` blocks, ascending, disjoint.
-        frames: the message of each iteration.
-        around: for each iteration inside another message's, that one.
+        frames: the message of each frame; frames are numbered from 0 in the order in which they opened.
+        outer: for each frame that opened inside another one, that other frame.
     """
 
     text: str
     segments: list[Segment]
     generated: list[tuple[int, int]]
     frames: list[int]
-    around: dict[int, int]
+    outer: dict[int, int]
 
 
 class _Tracker:
-    """Notes marks while a template renders. One render at a time.
+    """Notes the marks that a template passes while it renders; only one rendering may run at a time.
 
-    Marks are called in every loop iteration, so they are closures over the lists they fill.
+    Marks are called in every loop iteration, so for speed they are closures over the lists that they fill.
     """
 
     def __init__(self) -> None:
         self.chunks: list[str] = []
-        self.events: list[tuple[int, int]] = []  # (chunks yielded so far, event)
+        self.events: list[tuple[int, int]] = []  # (how many chunks were yielded before it, event)
         self.frames: list[int] = []  # the message of each frame
-        self._stack = [-1]  # the message each open loop iteration belongs to
-        self._places: dict[int, int] = {}  # identity of a message to its position
+        self._stack = [-1]  # of each open iteration the message whose text it writes; -1 for nobody's
+        self._positions: dict[int, int] = {}  # position of a message by its id()
         self.sentinel = ""
         self.captured = False
 
     def reset(self, messages: Iterable[object], sentinel: str) -> None:
+        """Begin a rendering of these messages, whose marks write ``sentinel`` into captured text."""
         self.chunks.clear()
         self.events.clear()
         self.frames.clear()
         self._stack[:] = [-1]
-        self._places.clear()
-        self._places.update((id(message), index) for index, message in enumerate(messages))
+        self._positions.clear()
+        self._positions.update((id(message), index) for index, message in enumerate(messages))
         self.sentinel = sentinel
         self.captured = False
 
     def marks(self) -> dict[str, Callable[..., Any]]:
-        """The filters that ``marks`` puts into templates, by name."""
+        """The filters by which ``_Marker`` marks templates, by name."""
         chunks, events, frames, stack = self.chunks, self.events, self.frames, self._stack
-        place = self._places.get
+        position = self._positions.get
 
         def push(value: Any, lists: Sequence[Any]) -> int:
-            # The message that a loop variable stands for: itself, an index of it, or one of several values.
-            stands_for = [value]
+            """Open an iteration; returns the number of the frame that it opens, -1 where it opens none."""
+            # The loop variable may be the message, its index in one of the lists, or one of several values.
+            candidates = [value]
             if type(value) is int:
-                stands_for = [some[value] for some in lists if type(some) is list and 0 <= value < len(some)]
+                candidates = [some[value] for some in lists if type(some) is list and 0 <= value < len(some)]
             elif type(value) is tuple:
-                stands_for = [value, *value]
-            message = next((found for one in stands_for if (found := place(id(one))) is not None), None)
-            around = stack[-1]
-            if message is None or message == around:
-                stack.append(around)
+                candidates = [value, *value]
+            positions = (position(id(candidate)) for candidate in candidates)
+            message = next((one for one in positions if one is not None), None)
+            writing = stack[-1]
+            if message is None or message == writing:
+                stack.append(writing)
                 return -1
             stack.append(message)
             frames.append(message)
             return len(frames) - 1
 
         def enter(value: Any, *lists: Any) -> None:
-            message = place(id(value))
-            if message is not None and message != stack[-1]:  # `push`, inlined for plain loops over messages
+            message = position(id(value))
+            if message is not None and message != stack[-1]:  # push(), inlined for plain loops over messages
                 events.append((len(chunks), len(frames)))
                 frames.append(message)
                 stack.append(message)
@@ -146,12 +149,13 @@ class _Tracker:
         }
 
     def _written(self, event: int) -> str:
+        """The sentinel of an event, to be written into captured text."""
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
 
 
 class _Marker(NodeTransformer):
-    """Puts the marks into a syntax tree; with ``marks=False`` only generation blocks become scopes."""
+    """Puts marks into a syntax tree. Generation blocks become plain scopes, with ``marks=False`` too."""
 
     def __init__(self, environment: TemplateEnvironment, marks: bool) -> None:
         self.environment = environment
@@ -170,15 +174,15 @@ class _Marker(NodeTransformer):
         elif isinstance(node.target, nodes.Tuple):
             target = nodes.Tuple([nodes.Name(name.name, "load") for name in node.target.find_all(nodes.Name)], "load")
         writes = any(isinstance(item, _WRITERS) or any(item.find_all(_WRITERS)) for item in node.body)
-        # A break behind ``else`` is one of the loop around.
-        behind, node.else_ = [child for item in node.else_ for child in self._listed(item)], []
+        # A break in the ``else`` of a loop is one of the outer loop.
+        else_body, node.else_ = [child for item in node.else_ for child in self._listed(item)], []
         if target is None or not writes:
-            leaves, self._leaves = self._leaves, []  # its breaks are its own
+            leaves, self._leaves = self._leaves, []  # a break in this loop leaves no other one
             self.generic_visit(node)
-            self._leaves, node.else_ = leaves, behind
+            self._leaves, node.else_ = leaves, else_body
             return node
-        around, node.else_ = self.captured, behind
-        self.captured = around or node.recursive
+        outer_captured, node.else_ = self.captured, else_body
+        self.captured = outer_captured or node.recursive
         lists: list[nodes.Expr] = []
         if isinstance(target, nodes.Name):
             lists = [nodes.Name(name, "load") for name in _indexed_by(node, target.name)]
@@ -188,11 +192,11 @@ class _Marker(NodeTransformer):
         body = [child for item in node.body for child in self._listed(item)]
         self._leaves.pop()
         node.body = [enter, *body, leave]
-        self.captured = around
+        self.captured = outer_captured
         return node
 
     def visit_Break(self, node: nodes.Node) -> Any:  # noqa: N802
-        """Leave before jumping, for ``continue`` too."""
+        """Put the leave mark of the loop before a ``break`` or ``continue``."""
         return [self._leaves[-1], node] if self.marks and self._leaves else node
 
     visit_Continue = visit_Break  # noqa: N815
@@ -202,7 +206,7 @@ class _Marker(NodeTransformer):
         function = node.call.node
         if not (isinstance(function, nodes.ExtensionAttribute) and function.name == GENERATION):
             return self._visit_captured(node)
-        # A call block's body is a scope of its own; so is this, and it writes into the template's flow.
+        # The body of a call block is a scope of its own. So is this one, but it writes into the template's flow.
         self.generations += 1
         body = [child for item in node.body for child in self._listed(item)]
         if self.marks:
@@ -212,12 +216,13 @@ class _Marker(NodeTransformer):
         return nodes.Scope(body).set_lineno(node.lineno).set_environment(self.environment)
 
     def _visit_captured(self, node: nodes.Node) -> nodes.Node:
-        around, self.captured = self.captured, True
+        """Mark what is inside of a node whose text is captured."""
+        outer_captured, self.captured = self.captured, True
         leaves = self._leaves
         if isinstance(node, (nodes.Macro, nodes.CallBlock)):
             self._leaves = []  # a function of its own: no break crosses out of it
         self.generic_visit(node)
-        self.captured, self._leaves = around, leaves
+        self.captured, self._leaves = outer_captured, leaves
         return node
 
     visit_Macro = visit_FilterBlock = visit_AssignBlock = _visit_captured  # noqa: N815
@@ -227,26 +232,26 @@ class _Marker(NodeTransformer):
         return visited if isinstance(visited, list) else [visited]
 
     def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
-        """A statement that calls the tracker: as a filter, which the sandbox calls without ceremony."""
+        """A statement that calls the tracker, as a filter since the sandbox calls these without a check."""
         call = nodes.Filter(value, f"{MARK}{name}{'_captured' if self.captured else ''}", lists, [], None, None)
         statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
 
 
 def _indexed_by(loop: nodes.For, index: str) -> list[str]:
-    """Names that a loop's body subscripts with its own variable: ``messages`` in ``messages[i]``.
+    """Names that a loop's body subscripts with the loop variable: ``messages`` in ``messages[i]``.
 
-    Names that the body itself assigns are left out, so that looking at them early changes no scoping.
+    Names that the body itself assigns are left out: reading them before would change their scope.
     """
     stored = {name.name for name in loop.find_all(nodes.Name) if name.ctx != "load"}
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for item in loop.body:
         for subscript in item.find_all(nodes.Getitem):
             holder, argument = subscript.node, subscript.arg
             by_index = isinstance(argument, nodes.Name) and argument.name == index
             if by_index and isinstance(holder, nodes.Name) and holder.name not in stored:
-                found[holder.name] = None
-    return list(found)
+                names[holder.name] = None
+    return list(names)
 
 
 class TracedTemplate:
@@ -254,8 +259,8 @@ class TracedTemplate:
 
     Args:
         source: the template's text.
-        environment: its own environment; marks are registered there.
-        name: what to call the template in errors.
+        environment: where marks are registered as filters; no other template may share it.
+        name: what errors call the template.
 
     Raises:
         FormatError: the template does not compile.
@@ -297,9 +302,9 @@ class TracedTemplate:
         return _traced(text, events, tracker.frames.copy())
 
     def line_of(self, error: BaseException) -> str:
-        """``"line N: "`` for an error that came out of the template, else nothing."""
-        places = [(frame.f_code.co_filename, at) for frame, at in walk_tb(error.__traceback__)]
-        lines = [self._compiled[file].get_corresponding_lineno(at) for file, at in places if file in self._compiled]
+        """``"line N: "`` for an error that a rendering of the template raised, else an empty string."""
+        calls = [(frame.f_code.co_filename, at) for frame, at in walk_tb(error.__traceback__)]
+        lines = [self._compiled[file].get_corresponding_lineno(at) for file, at in calls if file in self._compiled]
         return f"line {lines[-1]}: " if lines else ""
 
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
@@ -309,11 +314,11 @@ class TracedTemplate:
         environment.allowance.start(variables)
         context = environment.context_class(environment, {**template.globals, **variables}, self._name, template.blocks)
         for chunk in template.root_render_func(context):
-            append(chunk)  # one at a time: marks note how many there are
+            append(chunk)  # one at a time, since marks note how many there are so far
         return environment.allowance.joined(chunks)
 
     def _events(self) -> list[tuple[int, int]]:
-        """The events in the template's flow, by character."""
+        """The events of marks in the template's flow, each with its position in the text."""
         tracker = self._tracker
         ends = [0, *accumulate(map(len, tracker.chunks))]
         return [(ends[chunk], event) for chunk, event in tracker.events]
@@ -321,7 +326,11 @@ class TracedTemplate:
     def _without_sentinels(
         self, messages: Sequence[object], variables: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render with sentinels that this text does not hold; strip them, keeping where they were."""
+        """Render with sentinels that the text does not hold, and strip them.
+
+        Returns:
+            The text, and the events of all marks, each with its position in that text.
+        """
         plain = self.plain(variables)
         sentinel = next((one for one in _SENTINELS if one not in plain), None)
         if sentinel is None:
@@ -330,7 +339,7 @@ class TracedTemplate:
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
         found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
-        # At one place, a mark in the template's flow came before the text that starts there.
+        # Of two marks at one position, that in the template's flow came first, before the captured text.
         events = [(position, 0, event) for position, event in self._events()]
         events += [(match.start(), 1, int(match[1])) for match in found]
         events.sort(key=lambda item: item[:2])
@@ -362,10 +371,10 @@ class TracedTemplate:
 
 
 def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Traced:
-    """Turn marks into segments; text between marks belongs to the innermost open iteration."""
+    """Makes segments of marks: text between two of them belongs to the innermost open frame."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
-    around: dict[int, int] = {}
+    outer: dict[int, int] = {}
     stack: list[int] = []
     depth = begun = at = 0
     last = (-1, -1)  # where the last segment stops, and its frame
@@ -382,36 +391,38 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         if stack and position > at:
             frame = stack[-1]
             if segments and last == (at, frame):
-                at = segments.pop().start  # nothing was written by an iteration in between
+                at = segments.pop().start  # the frames that opened in between wrote nothing
             segments.append(Segment(at, position, frame, frames[frame]))
             last = (position, frame)
         at = position
         if event >= 0:
             if stack:
-                around[event] = stack[-1]
+                outer[event] = stack[-1]
             stack.append(event)
         elif event == _LEAVE and stack:
             stack.pop()
         elif event == _LEAVE or stack or depth:
             raise Untraceable("the template cut marked text apart")
-    return Traced(text, segments, generated, frames, around)
+    return Traced(text, segments, generated, frames, outer)
 
 
 def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """Segments, where what was written while a message was merely looked at belongs to the message being written.
+    """The segments of a text in which one message's frame opened inside another's.
 
-    A template may loop over all messages while it writes one, to look up the name of a call. It may also write a tool's
-    results there, which then are the tool's: what holds a message's words, and holds them first, is that message's.
+    While it writes a message, a template may loop over the others only to look something up, such as the name of a
+    call. What it writes during such a glance belongs to the message that it is writing. It may also write another
+    message there, such as a tool's results: the frame that holds a message's words, and is the first to, is that
+    message's own.
     """
-    if not any(segment.frame in traced.around for segment in traced.segments):
+    if not any(segment.frame in traced.outer for segment in traced.segments):
         return traced.segments
     writers = _writers(traced, messages)
     result: list[Segment] = []
     for segment in traced.segments:
         start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.around and writers.get(message) != owner:
-            # A glance at another answer is part of the text around it; at anything else, nobody's.
-            outer = traced.around[owner]
+        while owner in traced.outer and writers.get(message) != owner:
+            # A glance at an answer belongs to the outer frame's message; a glance at anything else is nobody's.
+            outer = traced.outer[owner]
             owner = outer if messages[message].get("role") == "assistant" else -1
             message = traced.frames[outer]
         if owner < 0:
@@ -423,17 +434,18 @@ def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> li
 
 
 def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The iteration that writes each message: of the best claims the first. None if that one holds no piece of it.
+    """The frame that writes each message, for messages of which a frame holds any words.
 
-    A claim is the better if the iteration is not inside another message's, and then by the pieces that its text holds.
+    Of several frames of one message it is the best, and among equals the first. A frame is better that is not inside
+    another message's; then the one whose text holds more pieces of the message's words.
     """
     written: dict[int, str] = {}
     for segment in traced.segments:
         written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
     best: dict[int, tuple[bool, int, int]] = {}
-    for frame, text in sorted(written.items()):  # an iteration's number tells when it began
+    for frame, text in sorted(written.items()):  # in the order in which they opened
         message = traced.frames[frame]
-        claim = (frame not in traced.around, sum(piece.text in text for piece in pieces_of(messages[message])))
+        claim = (frame not in traced.outer, sum(piece.text in text for piece in pieces_of(messages[message])))
         if text.strip() and (message not in best or claim > best[message][:2]):
             best[message] = (*claim, frame)
     return {message: frame for message, (_, held, frame) in best.items() if held}
