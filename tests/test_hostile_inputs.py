@@ -21,7 +21,7 @@ from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.cli import main
 from megatron_sft_idx.formats.memmap import read_manifest
 from megatron_sft_idx.live.catalog import read_document
-from megatron_sft_idx.produce.feed import InputLog
+from megatron_sft_idx.produce.feed import TakenFiles
 from megatron_sft_idx.shard import find_remains, read_header
 
 READING = [text for text in RECIPES if "<" in text and not text.startswith("bench-read")]
@@ -182,7 +182,7 @@ CLAIMS: dict[str, tuple[str, bytes, Callable[[str], object]]] = {
     "a header": ("x/s.seq.idx", HEADER.ljust(1024, b"\0"), lambda path: read_header(f"{path}/s")),
     "a header to be rebuilt": ("x/s.seq.idx", HEADER.ljust(1024, b"\0"), lambda path: rebuild(f"{path}/s")),
     "a document": ("x/_live.json", b"[]", lambda path: read_document(f"{path}/_live.json")),
-    "a list of input": ("x/_inputs.jsonl", b"[]\n", lambda path: InputLog(f"{path}/_inputs.jsonl")),
+    "a list of input": ("x/_inputs.jsonl", b"[]\n", lambda path: TakenFiles(f"{path}/_inputs.jsonl")),
     "a journal": ("x/s.journal", b"SFTJRNL2" + b"\xff" * 1016, lambda path: find_remains(f"{path}/s")),
 }
 

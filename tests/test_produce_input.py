@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.produce.feed import GrowingFolder, InputLog, Position, TakenFile, feed, fixed_files
+from megatron_sft_idx.produce.feed import GrowingFolder, Position, TakenFile, TakenFiles, feed, fixed_files
 from megatron_sft_idx.tokenize import NOT_YET
 
 
@@ -34,7 +34,7 @@ class Scene:
         growing = GrowingFolder(
             str(self.folder),
             1 << 10,
-            InputLog(self.log_path),
+            TakenFiles(self.log_path),
             log=self.lines.append,
             clock=lambda: self.now,
             **self.options,  # type: ignore[arg-type]
@@ -195,26 +195,26 @@ def test_an_empty_file_is_taken_and_gives_nothing(scene):
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FormatError, match="no such folder to watch"):
-        GrowingFolder(str(tmp_path / "x"), 1, InputLog(str(tmp_path / "log")), settle=1, end_after=None, log=print)
+        GrowingFolder(str(tmp_path / "x"), 1, TakenFiles(str(tmp_path / "log")), settle=1, end_after=None, log=print)
     with pytest.raises(FormatError, match="copy what appears in the bucket"):
-        GrowingFolder("s3://bucket/x", 1, InputLog(str(tmp_path / "log")), settle=1, end_after=None, log=print)
+        GrowingFolder("s3://bucket/x", 1, TakenFiles(str(tmp_path / "log")), settle=1, end_after=None, log=print)
 
 
 def test_the_log_is_read_back_but_for_a_torn_line(tmp_path):
     path = tmp_path / "log"
     files = [TakenFile("a\nb", 3), TakenFile("ü", 0), TakenFile("c", 2**40)]
-    log = InputLog(str(path))
+    log = TakenFiles(str(path))
     log.add(*files[:2])
     log.add(files[2])
     log.close()
     whole = path.read_bytes()
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        found = InputLog(str(path))
+        found = TakenFiles(str(path))
         assert found.files == files[: whole[:length].count(b"\n")]
         found.add(TakenFile("last", 1))
         found.close()
-        assert InputLog(str(path)).files == [*files[: whole[:length].count(b"\n")], TakenFile("last", 1)]
+        assert TakenFiles(str(path)).files == [*files[: whole[:length].count(b"\n")], TakenFile("last", 1)]
 
 
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
@@ -222,7 +222,7 @@ def test_a_log_with_anything_else_is_refused(tmp_path_factory, line):
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes((line.encode() if isinstance(line, str) else line) + b"\n")
     with pytest.raises(FormatError, match="damaged"):
-        InputLog(str(path))
+        TakenFiles(str(path))
 
 
 @pytest.mark.parametrize("change", [{"file": -1}, {"pieces": None}, {"fingerprint": 3}, {"file_fingerprint": None}])
@@ -274,7 +274,7 @@ class Files:
             (folder / f"{number}.jsonl").write_text("".join(rows))
 
     def rest(self, start: Position | None = None) -> list[tuple[bytes, Position]]:
-        files, log = expand_inputs([str(self.folder / "*.jsonl")]), InputLog(str(self.folder / "log"))
+        files, log = expand_inputs([str(self.folder / "*.jsonl")]), TakenFiles(str(self.folder / "log"))
         start = start or Position()
         fed = feed(fixed_files(files, 100, log, start.file), start, "catalog")
         return [(piece.payload, place.behind) for place, piece in fed]  # type: ignore[misc]

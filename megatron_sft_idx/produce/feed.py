@@ -1,7 +1,7 @@
-"""The input as one stream of pieces, each with the position behind it, from which a later run goes on.
+"""The input of a producer as one stream of pieces, each with the position behind it, at which a later job goes on.
 
-It is files that are all there, a pipe, or a folder that grows: then its files in the order of their names, each once it
-is whole.
+The input is a list of files that are all there, a pipe, or a folder that grows. Of such a folder the files come in the
+order of their names, each as soon as it is whole.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, 
 from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-# The pieces of every file that is left, NOT_YET wherever one has to wait.
+# For each file its pieces, in order; NOT_YET in place of a file or a piece that is not there yet.
 Files: TypeAlias = Iterator[Iterator[Piece | NotYet] | NotYet]
 
 
 @dataclass(frozen=True, slots=True)
 class Position(Record):
-    """A place in the input. No path and no time: it is in the shards' headers.
+    """A position in the input. It is stored in the headers of shards, so it holds no path and no time.
 
     Attributes:
         file: number of the file it is in, from 0.
-        pieces: of this file before it.
-        file_fingerprint: of all content before this file.
-        fingerprint: of all content before this place.
+        pieces: how many pieces of this file lie before it.
+        file_fingerprint: hash of all content before this file.
+        fingerprint: hash of all content before this position.
     """
 
     file: int = 0
@@ -51,14 +51,14 @@ class Position(Record):
     fingerprint: str = ""
 
 
-class Fed(NamedTuple):
-    """Where a piece is in the input.
+class PieceOrigin(NamedTuple):
+    """Where a piece lies in the input.
 
     Attributes:
         path: its file.
-        first: the number of its first row.
+        first: number of its first row in that file.
         behind: the position behind it.
-        nbytes: of the input, from the beginning of the file that this run began in to there.
+        nbytes: bytes of the input up to that position, from the beginning of the file that this job began in.
     """
 
     path: str
@@ -67,18 +67,19 @@ class Fed(NamedTuple):
     nbytes: int
 
 
-def feed(files: Files, start: Position, name: str) -> Iterator[tuple[Fed, Piece] | NotYet]:
-    """Pieces of an input from a position on.
+def feed(files: Files, start: Position, name: str) -> Iterator[tuple[PieceOrigin, Piece] | NotYet]:
+    """The pieces of an input from a position on.
 
-    Only the file that the position is in is read again, as far as the position, and compared with what it was.
+    The file that the position lies in is read again up to it, and its content compared by its hash; files before it
+    are not read.
 
     Args:
-        files: from that of the position on.
-        start: the place to go on from.
-        name: of the catalog, in errors.
+        files: the files of the input, from that of the position on.
+        start: the position to go on from.
+        name: what errors call the catalog.
 
     Raises:
-        FormatError: the content before the position is another.
+        FormatError: the content before the position has changed.
     """
     number, before, nbytes, path = start.file, start.file_fingerprint, 0, "the input"
     for pieces in files:
@@ -86,19 +87,19 @@ def feed(files: Files, start: Position, name: str) -> Iterator[tuple[Fed, Piece]
             yield NOT_YET
             continue
         count, fingerprint = 0, before
-        known = start.pieces if number == start.file else 0
+        num_done = start.pieces if number == start.file else 0
         for piece in pieces:
             if isinstance(piece, NotYet):
                 yield NOT_YET
                 continue
-            # Chained: unlike a hash's inner state it can be stored.
+            # A chain of hashes, which can be stored and continued, unlike the inner state of one hash.
             fingerprint = xxhash.xxh3_128_hexdigest((fingerprint + piece.fingerprint()).encode())
             count, nbytes, path = count + 1, nbytes + piece.num_bytes, piece.path
-            if count == known and fingerprint != start.fingerprint:
+            if count == num_done and fingerprint != start.fingerprint:
                 raise _other_input(name, path)
-            if count > known:
-                yield Fed(path, piece.first, Position(number, count, before, fingerprint), nbytes), piece
-        if count < known:
+            if count > num_done:
+                yield PieceOrigin(path, piece.first, Position(number, count, before, fingerprint), nbytes), piece
+        if count < num_done:
             raise _other_input(name, path)
         number, before = number + 1, fingerprint
     if number <= start.file and start.pieces:
@@ -112,53 +113,55 @@ def _other_input(name: str, path: str) -> FormatError:
     )
 
 
-# ---- what it is read from ----
+# ---- the three kinds of input ----
 
 
-def fixed_files(files: Sequence[InputFile], piece_nbytes: int, log: InputLog, first: int) -> Files:
-    """Files that are all there, from the ``first`` on; ``log`` is that of an earlier run over the same, or empty.
+def fixed_files(files: Sequence[InputFile], piece_nbytes: int, taken: TakenFiles, first: int) -> Files:
+    """The pieces of files that are all there, from the file ``first`` on.
+
+    ``taken`` lists the files that an earlier job for the same catalog took; files that it lacks are added to it.
 
     Raises:
-        FormatError: the earlier run had other files.
+        FormatError: the earlier job took other files.
     """
-    now = [TakenFile(file.path, file.num_bytes) for file in files]
-    for number, (found, wanted) in enumerate(zip_longest(log.files, now), 1):
-        # How many there are is among the options: a shorter log is one that was being written.
-        if found is not None and (wanted is None or found.num_bytes != wanted.num_bytes):
-            shown = f"{wanted.name} of {wanted.num_bytes:,} bytes" if wanted else "none"
+    present = [TakenFile(file.path, file.num_bytes) for file in files]
+    for number, (before, now) in enumerate(zip_longest(taken.files, present), 1):
+        # A list that is shorter was cut short as it was written: the number of files is one of the job's options.
+        if before is not None and (now is None or before.num_bytes != now.num_bytes):
+            shown = f"{now.name} of {now.num_bytes:,} bytes" if now else "none"
             raise FormatError(
-                f"{log.path}: this catalog is made from other input: file {number} was {found.name} of"
-                f" {found.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
+                f"{taken.path}: this catalog is made from other input: file {number} was {before.name} of"
+                f" {before.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
             )
-    if missing := now[len(log.files) :]:
-        log.add(*missing)
+    if missing := present[len(taken.files) :]:
+        taken.add(*missing)
     return (iter_pieces([file], piece_nbytes=piece_nbytes) for file in files[first:])
 
 
-# Pieces read ahead from a pipe.
+# How many pieces are read ahead from a pipe.
 _AHEAD = 2
-# Until a pipe is said to have nothing now: long enough that a fast one is never said to.
+# How long to wait for the next piece of a pipe before answering NOT_YET; a pipe that is fast never takes so long.
 _PATIENCE_SECONDS = 0.05
 
 
 def standard_input(piece_nbytes: int) -> Iterator[Piece | NotYet]:
-    """JSON lines from a pipe, read by a thread, so that nobody who asks for a piece waits long for the pipe."""
-    taken: queue.Queue[Piece | BaseException | None] = queue.Queue(_AHEAD)
-    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread that reads it may outlive us
+    """The pieces of JSON lines from standard input, which a thread reads, so that asking for one never takes long."""
+    ready: queue.Queue[Piece | BaseException | None] = queue.Queue(_AHEAD)
+    stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread may read from it for longer than this function runs
 
-    def take() -> None:
+    def read() -> None:
         try:
             for piece in stream_pieces(stream, name="standard input", piece_nbytes=piece_nbytes):
-                taken.put(piece)
-            taken.put(None)
-        except BaseException as error:  # whoever takes from the queue raises it
-            taken.put(error)
+                ready.put(piece)
+            ready.put(None)
+        except BaseException as error:  # raised where the queue is emptied
+            ready.put(error)
 
-    # A daemon: nobody waits for a pipe that stays open when the work is over.
-    threading.Thread(target=take, name="standard input", daemon=True).start()
+    # A daemon thread, since the process must end although the pipe may stay open.
+    threading.Thread(target=read, name="standard input", daemon=True).start()
     while True:
         try:
-            piece = taken.get(timeout=_PATIENCE_SECONDS)
+            piece = ready.get(timeout=_PATIENCE_SECONDS)
         except queue.Empty:
             yield NOT_YET
             continue
@@ -175,20 +178,20 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class GrowingFolder:
-    """Files of a folder as they appear, until a file named ``_END`` does, or nothing new for too long.
+    """The files of a folder as they appear, until a file named ``_END`` does, or nothing new comes for too long.
 
-    The first file by name is taken when another one follows it, when ``_END`` is there, or when it has not changed
-    for ``settle`` seconds of this process's own clock; then its size is held against what it was until another file
-    or the end is there. Names that begin with ``.`` or ``_`` or end in ``.tmp``,
-    ``.part`` or ``.partial`` are being written; folders are passed over.
+    A file is taken when another one follows it by name, when ``_END`` is there, or when it has not changed for
+    ``settle`` seconds. A file that was taken for its age alone must keep its size until another file or the end is
+    there. Files are still being written whose names begin with ``.`` or ``_`` or end in ``.tmp``, ``.part`` or
+    ``.partial``. Folders in the folder are passed over.
 
     Args:
-        folder: to be watched.
-        piece_nbytes: see ``iter_pieces``.
-        taken: the files taken so far, by earlier runs too.
-        settle: seconds.
-        end_after: seconds without anything new; None waits for ``_END`` alone.
-        log: takes lines for people.
+        folder: the folder to watch.
+        piece_nbytes: as for ``iter_pieces``.
+        taken: the files that were taken so far, by earlier jobs too; those that this one takes are added.
+        settle: how long, in seconds, a file must have stayed the same to count as whole.
+        end_after: how long, in seconds, to wait for anything new; None waits for ``_END`` alone.
+        log: called with messages for the user.
         clock: seconds since some moment.
 
     Raises:
@@ -199,7 +202,7 @@ class GrowingFolder:
         self,
         folder: str,
         piece_nbytes: int,
-        taken: InputLog,
+        taken: TakenFiles,
         *,
         settle: float,
         end_after: float | None,
@@ -212,41 +215,41 @@ class GrowingFolder:
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
         self._settle, self._end_after, self._log, self._clock = settle, end_after, log, clock
         self._names = {file.name for file in taken.files}
-        # Whole ones of the last look, in order: looking costs as much as there are files.
+        # Names of whole files that the last listing found, in order; a listing takes long where files are many.
         self._whole: deque[str] = deque()
-        # Taken for its age alone.
+        # The last file, where it was taken for its age alone.
         self._settled: TakenFile | None = None
-        # What the first file looks like, and when anything was last new.
+        # How long the first file that is not taken has been the same; when anything was last new; the last listing.
         self._first = Unchanged(clock)
         self._news_at, self._looked_at = clock(), float("-inf")
 
     def files(self, first: int) -> Files:
-        """The pieces of every file from the ``first`` on, counted from 0."""
+        """For each file its pieces, from the file ``first`` on, counted from 0."""
         number = first
         while True:
             if number >= len(self._taken.files):
-                found = self._look()
-                if found is None:
+                file = self._next_file()
+                if file is None:
                     return
-                if isinstance(found, NotYet):
+                if isinstance(file, NotYet):
                     yield NOT_YET
                     continue
-                self._names.add(found.name)
-                self._taken.add(found)
+                self._names.add(file.name)
+                self._taken.add(file)
             yield self._pieces(self._taken.files[number])
             number += 1
             self._news_at = self._clock()
 
-    def _look(self) -> TakenFile | NotYet | None:
-        """The next file that is whole; None at the end."""
+    def _next_file(self) -> TakenFile | NotYet | None:
+        """The next file that is whole; None at the end of the input."""
         now = self._clock()
         if not self._whole:
             if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
                 return NOT_YET
-            # In this order no file is missed that was there before the end was.
+            # Look for the end first: then no file is missed that was there before it.
             ended = os.path.lexists(os.path.join(self._folder, _END_OF_INPUT))
             names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
-            # One that was taken for its age may be gone, it was read; it must not have grown since.
+            # A file that was taken for its age may have been removed since, but it must not have grown.
             if self._settled is not None and os.path.exists(os.path.join(self._folder, self._settled.name)):
                 self._require_same_size(self._settled)
             if not names:
@@ -260,14 +263,14 @@ class GrowingFolder:
         path = os.path.join(self._folder, name)
         try:
             status = os.stat(path)
-        except FileNotFoundError:  # renamed or removed since it was listed
+        except FileNotFoundError:  # it was renamed or removed after it was listed
             return NOT_YET
         file = TakenFile(name, status.st_size)
         if is_whole:
             return file
-        if self._first.sight != (seen := (*file, status.st_mtime_ns)):
+        if self._first.sight != (sight := (*file, status.st_mtime_ns)):
             self._news_at = now
-        if (unchanged := self._first.seconds(seen)) >= self._settle:
+        if (unchanged := self._first.seconds(sight)) >= self._settle:
             self._log(f"{path}: taken, its size has not changed for {unchanged:.0f} s")
             self._settled = file
             return file
@@ -288,11 +291,11 @@ class GrowingFolder:
         self._require_same_size(file)
 
     def _require_same_size(self, file: TakenFile) -> str:
-        """Its path. A file that grows after it was taken was not whole: what was added would be lost without a word."""
+        """The path of a file that was taken; FormatError where its size has changed, since more was written to it."""
         path = os.path.join(self._folder, file.name)
-        found = os.stat(path).st_size if os.path.exists(path) else None
-        if found != file.num_bytes:
-            shown = "is not there any more" if found is None else f"has {found:,} bytes"
+        nbytes = os.stat(path).st_size if os.path.exists(path) else None
+        if nbytes != file.num_bytes:
+            shown = "is not there any more" if nbytes is None else f"has {nbytes:,} bytes"
             raise FormatError(
                 f"{path}: had {file.num_bytes:,} bytes when it was taken, and {shown}; restore it and start again."
                 f" Write input under a name that begins with '.' or '_' and rename it when it is whole, or raise"
@@ -301,36 +304,39 @@ class GrowingFolder:
         return path
 
 
-# ---- the files that were taken, noted on disk ----
+# ---- the list of files that were taken, on disk ----
 
 _MAX_NBYTES = 1 << 30
 _LINE = b'{"name":'
 
 
 class TakenFile(NamedTuple):
-    """Name in the folder that is watched, or path as it was found; and size when it was taken."""
+    """A file that was taken: its name in the watched folder, or its path; and its size then."""
 
     name: str
     num_bytes: int
 
 
-class InputLog:
-    """The list of files, on disk as soon as ``add`` returns; the file is made with the first of them.
+class TakenFiles:
+    """The list of the files that were taken, each a line of JSON; on disk as soon as ``add`` returns.
+
+    Args:
+        path: of the list. It need not exist: the first ``add`` makes it.
 
     Raises:
-        FormatError: what is there was not written by this class.
+        FormatError: what is at ``path`` was not written by this class.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: OutputFile | None = None
-        self._found = os.path.lexists(path)  # one that appears later is not this one
-        if self._found and describe(path) != "a file":
+        self._exists = os.path.lexists(path)  # a file that appears at this path later is somebody else's
+        if self._exists and describe(path) != "a file":
             raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
-        content = read_beginning(path, _MAX_NBYTES + 1) if self._found else b""
+        content = read_beginning(path, _MAX_NBYTES + 1) if self._exists else b""
         if len(content) > _MAX_NBYTES:
             raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
-        # A line without its end was being written when the producer was killed: its file was not read yet.
+        # A last line without its end was being written when the producer was killed; its file was not read by then.
         self._nbytes = content.rfind(b"\n") + 1
         torn = content[self._nbytes :]
         if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
@@ -349,9 +355,9 @@ class InputLog:
             self.files.append(file)
 
     def add(self, *files: TakenFile) -> None:
-        """Note files that come after those noted."""
+        """Add files to the end of the list, durably."""
         if self._file is None:
-            self._file = OutputFile(self.path, append=self._found)
+            self._file = OutputFile(self.path, append=self._exists)
             self._file.truncate(self._nbytes)
             sync_folder(Path(self.path).parent)
         self._file.write(b"".join(json.dumps(file._asdict()).encode() + b"\n" for file in files))
@@ -359,7 +365,7 @@ class InputLog:
         self.files += files
 
     def clear(self) -> None:
-        """Forget all files: nothing was made of them."""
+        """Empty the list. The caller must know that nothing was made of these files."""
         self.files, self._nbytes = [], 0
 
     def close(self) -> None:

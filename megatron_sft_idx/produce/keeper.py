@@ -1,4 +1,4 @@
-"""What a producer keeps in order: its state on disk, and the room that consumers leave it."""
+"""What a producer keeps up to date on disk: its state, and how many shards it is ahead of its consumers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 _SECONDS_BETWEEN_BEATS = 2.0
-# Shorter waits are the normal course of things and nothing to tell.
+# A shorter wait does not change the state on disk and is not logged.
 _SECONDS_BEFORE_A_STATE = 0.5
 # The state of a producer that has nothing left to do.
 ENDED: dict[str, Any] = {"state": "stopped", "reason": "the input has ended"}
 
 
 class StateKeeper:
-    """Keeps ``_producer.json``. A context manager: a thread beats inside, and leaving it by an exception says so.
+    """Keeps ``_producer.json`` up to date; the producer must hold the catalog.
+
+    A context manager: inside, a thread writes a new beat every few seconds. Where it is left by an exception, the state
+    on disk says so.
 
     Args:
-        catalog: held by this producer.
-        state: to begin with.
+        catalog: the catalog.
+        state: the state to begin with.
 
     Attributes:
-        state: what is on disk.
+        state: the state on disk.
     """
 
     def __init__(self, catalog: Catalog, state: ProducerState) -> None:
         self._catalog, self.state = catalog, state
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def update(self, **changes: Any) -> None:
@@ -62,7 +65,7 @@ class StateKeeper:
         self._stop_beating()
         if error is None:
             return
-        # A full disk must not hide what went wrong; consumers then notice that the producer is silent.
+        # A full disk must not hide the first error; consumers then notice that the producer is silent.
         with contextlib.suppress(OSError):
             if isinstance(error, Exception):
                 self.update(state="failed", reason=str(error) or type(error).__name__)
@@ -71,21 +74,21 @@ class StateKeeper:
 
     def wait_for(
         self,
-        found: Callable[[], Found | NotYet],
+        look: Callable[[], Result | NotYet],
         state: State,
         log: Callable[[str], None],
         why: Callable[[], str],
         *,
         longest: float = 1.0,
-    ) -> Found:
-        """What ``found`` gives once it is not ``NOT_YET``.
+    ) -> Result:
+        """Call ``look`` until it returns something other than ``NOT_YET``, and return that.
 
         Args:
-            found: looks.
-            state: meanwhile, unless it is so short that there is nothing to tell.
-            log: takes a line when the state is set, then one a minute.
-            why: what is waited for, for the line.
-            longest: seconds between two looks, once it has lasted for a while.
+            look: called again and again.
+            state: the state on disk during a wait that is not short.
+            log: called with a message when that state is set, and then once a minute.
+            why: what is waited for, for these messages.
+            longest: the longest time between two calls of ``look``, in seconds.
         """
 
         def say(waited: float) -> None:
@@ -95,7 +98,7 @@ class StateKeeper:
 
         try:
             for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
-                if not isinstance(result := found(), NotYet):
+                if not isinstance(result := look(), NotYet):
                     return result
         finally:
             if self.state.state == state:
@@ -103,30 +106,32 @@ class StateKeeper:
         raise AssertionError("looks never end by themselves")
 
     def end(self) -> None:
-        """Say that the producer has nothing left to do; nothing is written after this, unless something fails."""
+        """Write down that the input has ended; nothing is written after this, unless something fails."""
         self._stop_beating()
         self.update(**ENDED)
 
     def _stop_beating(self) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join()
 
     def _beat(self) -> None:
-        while not self._over.wait(_SECONDS_BETWEEN_BEATS):
-            # A disk that is full now may have room at the next beat; work that needs it meets the error by itself.
+        while not self._ended.wait(_SECONDS_BETWEEN_BEATS):
+            # A disk that is full now may have room at the next beat; other writing will raise the error.
             with contextlib.suppress(OSError):
                 self.update()
 
 
 class Room:
-    """The shards that are there, as training completes them.
+    """How far the producer may run ahead of its consumers, and the removal of shards that these have completed.
 
     Args:
-        catalog: held by this producer.
-        keeper: whose limits hold, and whose state counts a shard before it may be removed: a removed one has no header
-            to ask.
-        ack_dir: where consumers acknowledge, when that is not in the catalog.
-        log: takes lines for people.
+        catalog: the catalog, which the producer must hold.
+        keeper: has the limits. A shard must be counted in its state before it may be removed.
+        ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
+        log: called with messages for the user.
+
+    Attributes:
+        removed: how many shards were removed so far.
     """
 
     def __init__(self, catalog: Catalog, keeper: StateKeeper, ack_dir: str | None, log: Callable[[str], None]) -> None:
@@ -134,54 +139,58 @@ class Room:
         self._acks = ack_folder(catalog, ack_dir)
         self._log = log
         self.removed = 0
-        # Listed once, then counted along: the folder of a long run has hundreds of thousands of files.
-        self._there: list[int] | None = None
+        # The shards that are there, and up to which number. Listed once, since the folder may have very many files.
+        self._present: list[int] | None = None
         self._counted = 0
 
     def wait_for(self, nbytes: int) -> None:
-        """Return when another shard of about ``nbytes`` may be published.
+        """Wait until another shard of about ``nbytes`` may be published.
 
         Raises:
-            FormatError: it is larger than all that may be ahead, or an acknowledgement is damaged.
+            FormatError: the shard alone is larger than the producer may be ahead, or an acknowledgement is damaged.
         """
-        most = self._limits.max_ahead_nbytes
-        if most is not None and nbytes > most:
+        limit = self._limits.max_ahead_nbytes
+        if limit is not None and nbytes > limit:
             raise FormatError(
-                f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, and no more than {most / 1e9:g} GB may"
+                f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, and no more than {limit / 1e9:g} GB may"
                 " be ahead of training: raise --max-ahead-gb, or lower --tokens-per-shard"
             )
         ahead: list[int] = []
 
         def has_room() -> bool | NotYet:
             ahead[:] = self.free_completed()
-            fits = most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
+            fits = limit is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= limit
             return not ahead or (fits and len(ahead) < (self._limits.max_ahead_shards or math.inf)) or NOT_YET
 
         self._keeper.wait_for(has_room, "waiting for consumers", self._log, lambda: self._why(ahead))
 
     def free_completed(self) -> list[int]:
-        """Remove completed shards that are not kept; those that are not completed, by number, where these count."""
+        """Remove the completed shards that are not to be kept.
+
+        Returns:
+            The numbers of the shards that some consumer has not completed; none where acknowledgements do not matter.
+        """
         if not self._limits.needs_acks:
             return []
         last = self._keeper.state.published
-        if self._there is None:
-            self._there = [number for number in self._catalog.numbers() if number < last]
+        if self._present is None:
+            self._present = [number for number in self._catalog.numbers() if number < last]
         else:
-            self._there += range(self._counted, last)
-        self._counted, published = last, self._there
-        done = completed(read_acks(self._acks), self._limits.consumers, published)
-        kept = len(done) if self._limits.keep_recent is None else self._limits.keep_recent
-        if free := done[: max(len(done) - kept, 0)]:
-            self._there = sorted(set(published).difference(free))
-            # Consumers that still ask for one are told so from here on.
-            self._keeper.update(freed=min(self._there, default=last))
+            self._present += range(self._counted, last)
+        self._counted, published = last, self._present
+        complete = completed(read_acks(self._acks), self._limits.consumers, published)
+        num_kept = len(complete) if self._limits.keep_recent is None else self._limits.keep_recent
+        if free := complete[: max(len(complete) - num_kept, 0)]:
+            self._present = sorted(set(published).difference(free))
+            # Written before the first is removed, so that a consumer that asks for it is told why it is gone.
+            self._keeper.update(freed=min(self._present, default=last))
             for number in free:
                 remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
             self.removed += len(free)
-        return sorted(set(published).difference(done))
+        return sorted(set(published).difference(complete))
 
     def remove_remains(self) -> None:
-        """Finish removals that a kill cut short."""
+        """Finish removals of shards that were cut short by a kill."""
         published = self._keeper.state.published
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):

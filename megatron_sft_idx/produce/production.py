@@ -1,8 +1,8 @@
-"""Input in, shards out, one after the other, until the input ends.
+"""A producer: makes shards of the input, one after the other, until the input ends.
 
-A shard's bytes depend on the input, the options and the seed alone. Its header holds the place in the input behind it,
-so there is no moment at which the shards and that place disagree: whatever ends a producer, the next one begins
-behind the last shard that is there and makes anew what was half made.
+The bytes of a shard depend on the input, the options and the seed alone. Its header holds the position in the input
+behind it (its cursor), so shards and position can never disagree: however a producer ends, the next one begins behind
+the last shard that is there, and makes anew what was half done.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
-    Fed,
     Files,
     GrowingFolder,
-    InputLog,
+    PieceOrigin,
     Position,
+    TakenFiles,
     feed,
     fixed_files,
     standard_input,
@@ -61,39 +61,39 @@ from megatron_sft_idx.tokenize import (
     write_part,
 )
 
-# Of text that becomes one token, about: a shard is then some eight pieces.
+# About how many bytes of text become one token; with it a shard has some eight pieces.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
-_LEAST_PIECE_NBYTES, _MOST_PIECE_NBYTES = 1 << 10, 1 << 20
-# Beside the shards: the lock of the one producer, the files taken, and the tokenised pieces of the shard in the making.
+_MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
+# Beside the shards: the lock of the one producer, the list of files taken, and the parts of the shard in the making.
 _LOCK, _INPUTS, _WORK = "_producer.journal", "_inputs.jsonl", "_work"
-# The key of the header's JSON block that holds a shard's cursor: publishing a shard and moving on is one step.
+# The key under which the JSON block of a shard's header holds its cursor.
 _CURSOR = "cursor"
 
-_Encoded: TypeAlias = tuple[Fed, EncodedPiece]
+_Encoded: TypeAlias = tuple[PieceOrigin, EncodedPiece]
 
 
 @dataclass(frozen=True, slots=True)
 class ProduceOptions:
-    """One producer. The first two groups decide over the bytes of the shards, the third does not.
+    """The options of a producer. The first two groups decide over the bytes of the shards, the third does not.
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders, or ``-`` alone for JSON lines on standard input.
-        watch: a folder whose files are the input, as they appear; ``inputs`` is empty then.
-        catalog: the folder of shards.
+        watch: a folder whose files are the input, as they appear; ``inputs`` must be empty then. Else None.
+        catalog: the folder of the shards.
 
-        encoding: rows to sequences.
-        packing: sequences to packs; ``max_sequences_per_pack`` is set, since consumers rely on it.
-        tokens_per_shard: a shard ends with the first piece of input at which it holds as many.
+        encoding: how rows become sequences.
+        packing: how sequences become packs; ``max_sequences_per_pack`` must be set, since consumers rely on it.
+        tokens_per_shard: a shard ends with the first piece of the input at which it has so many tokens.
 
-        workers: tokenising processes; 0 tokenises in this one.
-        max_ahead_shards: most published shards that some consumer has not completed; None for no limit.
-        max_ahead_nbytes: most bytes of these; None for no limit.
-        consumers: training runs that are to read the catalog.
-        keep_recent: remove completed shards but for so many, the newest; None removes nothing.
-        ack_dir: where consumers acknowledge, when that is not in the catalog.
-        end_after: seconds without new input in ``watch`` that end it; None waits for its ``_END``.
-        settle: seconds for which the size of a file in ``watch`` must stay the same until it counts as whole.
+        workers: how many processes tokenise; with 0 this one does.
+        max_ahead_shards: the most published shards that some consumer has not completed; None for no limit.
+        max_ahead_nbytes: the most bytes of such shards; None for no limit.
+        consumers: how many training jobs will read the catalog.
+        keep_recent: how many of the completed shards are kept, the newest; older ones are removed. None keeps all.
+        ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
+        end_after: after how many seconds without anything new in ``watch`` the input ends; None waits for ``_END``.
+        settle: how long, in seconds, a file in ``watch`` must have stayed the same to count as whole.
     """
 
     inputs: Sequence[str]
@@ -112,13 +112,13 @@ class ProduceOptions:
     settle: float = 5.0
 
     def __post_init__(self) -> None:
-        for path, what in (
+        for path, role in (
             (self.catalog, "a live catalog"),
             (self.watch, "a folder that is watched"),
             (self.ack_dir, "a folder of acknowledgements"),
         ):
             if path is not None:
-                require_local(path, what)
+                require_local(path, role)
         if (acks := self.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
             raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
         if self.packing.max_sequences_per_pack is None:
@@ -131,24 +131,24 @@ class ProduceOptions:
 
     @property
     def from_stdin(self) -> bool:
-        """Whether the input comes in a pipe."""
+        """Whether the input is a pipe on standard input."""
         return self.watch is None and list(self.inputs) == ["-"]
 
     @property
     def sharding(self) -> dict[str, int]:
-        """When a shard ends: at so many tokens, behind a piece of input of so many bytes."""
+        """What decides where a shard ends: the tokens of a shard, and the bytes of a piece of the input."""
         nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
-        nbytes = min(max(nbytes, _LEAST_PIECE_NBYTES), _MOST_PIECE_NBYTES)
+        nbytes = min(max(nbytes, _MIN_PIECE_NBYTES), _MAX_PIECE_NBYTES)
         return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": nbytes}
 
     def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
-        """All that decides over the bytes of the shards, but for the content of the input."""
+        """All options that decide over the bytes of the shards, as plain values."""
         source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
         described = {"packing": self.packing.describe(), "sharding": self.sharding, "input": {"input": source}}
         return encoder.describe() | described
 
     def limits(self, encoder: RowEncoder) -> Limits:
-        """What consumers may rely on."""
+        """The limits that consumers may rely on."""
         assert self.packing.max_sequences_per_pack is not None
         return Limits(
             capacity=self.packing.capacity,
@@ -164,12 +164,12 @@ class ProduceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Cursor(Record):
-    """How far the input has become shards.
+    """How much of the input has become shards.
 
     Attributes:
-        position: in the input.
-        rows: before it.
-        skipped: of these, rows that could not be used.
+        position: a position in the input, up to which all is in shards.
+        rows: how many rows lie before it.
+        skipped: how many of these could not be used.
     """
 
     position: Position = field(default_factory=Position)
@@ -178,18 +178,19 @@ class Cursor(Record):
 
 
 def own_files(folder: str) -> list[str]:
-    """The folder of a catalog, and what a producer writes in it under names that it always has."""
+    """The folder of a catalog, and the files in it, other than shards, that a producer may write."""
     return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _LOCK, _WORK))]
 
 
 def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> str:
-    """Make the catalog, or go on with it; see ``ProduceOptions``.
+    """Make a catalog, or go on with one; see ``ProduceOptions``.
 
     Returns:
-        How many shards and rows there are, and what this run did for it, for people.
+        A report for people: how many shards and rows there are, and what this job did.
 
     Raises:
-        SFTIndexError: an input, a row, an option, another producer at work, or a catalog made from something else.
+        SFTIndexError: an input, a row or an option is bad, another producer is at work, or the catalog was made from
+            other input or with other options.
         OSError: the disk says no.
     """
     begin = time.monotonic()
@@ -199,7 +200,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     encoder = RowEncoder(replace(options.encoding, source=False))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_held(catalog))
-        taken = stack.enter_context(contextlib.closing(InputLog(os.path.join(catalog.folder, _INPUTS))))
+        taken = stack.enter_context(contextlib.closing(TakenFiles(os.path.join(catalog.folder, _INPUTS))))
         files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
         state, cursor = _find_start(catalog, options, encoder, len(files))
         if not state.published:
@@ -207,7 +208,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         source = _input(options, files, taken, cursor.position.file, log)
         keeper = StateKeeper(catalog, state)
         room = Room(catalog, keeper, options.ack_dir, log)
-        if found := catalog.end() is not None:
+        if is_complete := catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
             keeper.state = replace(state, **ENDED)
             room.remove_remains()
@@ -215,12 +216,12 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         else:
             if state.published:
                 log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
-            left = total_bytes(files), total_bytes(files[cursor.position.file :])
-            cursor = _Production(options, catalog, encoder, keeper, room, left, log).run(source, cursor)
-    shards, made = keeper.state.published, keeper.state.published - state.published
+            sizes = total_bytes(files), total_bytes(files[cursor.position.file :])
+            cursor = _Production(options, catalog, encoder, keeper, room, sizes, log).run(source, cursor)
+    shards, new = keeper.state.published, keeper.state.published - state.published
     lines = [
-        f"{'found' if found else 'wrote'} {catalog.folder}",
-        f"shards          {shards:,} ({made:,} made by this run, {room.removed:,} removed by it)",
+        f"{'found' if is_complete else 'wrote'} {catalog.folder}",
+        f"shards          {shards:,} ({new:,} made by this run, {room.removed:,} removed by it)",
         f"rows            {cursor.rows:,}",
         *([f"  skipped       {cursor.skipped:,}"] if cursor.skipped else []),
         f"seconds         {time.monotonic() - begin:.1f}",
@@ -230,15 +231,15 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
 
 @contextlib.contextmanager
 def _held(catalog: Catalog) -> Iterator[None]:
-    """The catalog's folder and the one to work in, made where missing, for this producer alone.
+    """Make the catalog's folder and its folder of parts, where they are missing, and hold them for this producer alone.
 
     Raises:
-        FormatError: there is something else, or another producer.
+        FormatError: something else is in their place, or another producer is at work.
     """
     folder = resolve(catalog.folder, folder=True)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
-    made = not os.path.isdir(folder)
+    is_new = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
     busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
     try:
@@ -247,8 +248,8 @@ def _held(catalog: Catalog) -> Iterator[None]:
             with _work_of(catalog).locked():
                 yield
     finally:
-        if made:
-            with contextlib.suppress(OSError):  # it is not empty
+        if is_new:
+            with contextlib.suppress(OSError):  # where it is not empty
                 os.rmdir(folder)
 
 
@@ -257,9 +258,9 @@ def _work_of(catalog: Catalog) -> PartsFolder:
 
 
 def _input(
-    options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, first: int, log: Callable[[str], None]
+    options: ProduceOptions, files: Sequence[InputFile], taken: TakenFiles, first: int, log: Callable[[str], None]
 ) -> Files:
-    """The files of the input, from the ``first`` on."""
+    """For each file of the input its pieces, from the file ``first`` on."""
     nbytes = options.sharding["piece_nbytes"]
     if options.from_stdin:
         return iter([standard_input(nbytes)][first:])
@@ -271,13 +272,17 @@ def _input(
     return GrowingFolder(options.watch, nbytes, taken, settle=settle, end_after=end_after, log=log).files(first)
 
 
-def _encode(encoding: EncodingOptions, given: tuple[Fed, Piece]) -> _Encoded:
-    """What became of a piece, and where it was."""
-    return given[0], encode_piece(encoding, given[1])
+def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Encoded:
+    """Tokenise a piece; what workers do."""
+    origin, piece = item
+    return origin, encode_piece(encoding, piece)
 
 
 class _Production:
-    """One run over what is left of the input; ``left`` is the bytes of all of it, and of the files to be read."""
+    """The job of making shards of what is left of the input.
+
+    ``sizes`` are the bytes of all files, and of those that this job reads, for the time left; 0 where nobody knows.
+    """
 
     def __init__(
         self,
@@ -286,16 +291,16 @@ class _Production:
         encoder: RowEncoder,
         keeper: StateKeeper,
         room: Room,
-        left: tuple[int, int],
+        sizes: tuple[int, int],
         log: Callable[[str], None],
     ) -> None:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
-        self._keeper, self._room, self._left = keeper, room, left
+        self._keeper, self._room, self._sizes = keeper, room, sizes
         self._work = _work_of(catalog)
         self._begin, self._tokens, self._nbytes, self._read = time.monotonic(), 0, 0, 0
 
     def run(self, source: Files, cursor: Cursor) -> Cursor:
-        """Make shards until the input ends; gives the place behind the last of them."""
+        """Make shards until the input ends; returns the cursor behind the last of them."""
         encoding, folder = self._encoder.options, self._catalog.folder
         remember_encoder(encoding, self._encoder)
         pieces = feed(source, cursor.position, folder)
@@ -308,8 +313,8 @@ class _Production:
             ) as results,
         ):
             self._room.remove_remains()
-            while (made := self._make(results, report, cursor)) is not None:
-                cursor = made
+            while (behind := self._make(results, report, cursor)) is not None:
+                cursor = behind
             self._room.free_completed()
             if not keeper.state.published:
                 raise FormatError(
@@ -320,28 +325,28 @@ class _Production:
         return replace(cursor, rows=report.rows, skipped=report.skipped)
 
     def _make(self, results: Iterator[_Encoded | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
-        """Make the next shard; the place behind it, None where the input has nothing left to fill one with."""
+        """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
         self._work.clear()
-        cursor, kept, mask_dtype = before, 0, "uint8"
+        cursor, num_tokens, mask_dtype = before, 0, "uint8"
         paths: list[str] = []
         lengths = [np.empty(0, np.int64)]
         notes: Counter[str] = Counter()
-        while kept < self._options.tokens_per_shard and (result := self._next(results, report)) is not None:
-            fed, done = result
+        while num_tokens < self._options.tokens_per_shard and (result := self._next(results, report)) is not None:
+            origin, encoded = result
             info = PartInfo(self._encoder.digest, [])
-            info.add(done)
+            info.add(encoded)
             paths.append(os.path.join(self._work.path, f"000000-{len(paths):06d}.part"))
-            write_part(paths[-1], info, [done])
-            report.add(done.rows, done.bad_rows, done.straddling, self._options.encoding.on_bad_row, self._log)
+            write_part(paths[-1], info, [encoded])
+            report.add(encoded.rows, encoded.bad_rows, encoded.straddling, self._options.encoding.on_bad_row, self._log)
             notes.update(info.notes)
-            lengths.append(done.lengths)
+            lengths.append(encoded.lengths)
             if info.mask_dtype == "float32":
                 mask_dtype = "float32"
-            kept += self._tokens_kept(fed, done)
-            cursor = Cursor(fed.behind, report.rows, report.skipped)
-            self._tokens, self._nbytes = self._tokens + len(done.input_ids), self._nbytes + done.num_bytes
-            self._read = fed.nbytes
-        if not kept:
+            num_tokens += self._tokens_kept(origin, encoded)
+            cursor = Cursor(origin.behind, report.rows, report.skipped)
+            self._tokens, self._nbytes = self._tokens + len(encoded.input_ids), self._nbytes + encoded.num_bytes
+            self._read = origin.nbytes
+        if not num_tokens:
             return None
         metadata = self._encoder.describe() | {
             "sources": {
@@ -358,30 +363,34 @@ class _Production:
         return cursor
 
     def _next(self, results: Iterator[_Encoded | NotYet], report: CorpusReport) -> _Encoded | None:
-        """The next piece, as soon as there is one; None at the end of the input."""
+        """The next piece, tokenised, as soon as there is one; None at the end of the input."""
         so_far = f"{report.rows:,} rows so far"
         return self._keeper.wait_for(
             lambda: next(results, None), "waiting for input", self._log, lambda: so_far, longest=0.25
         )
 
-    def _tokens_kept(self, fed: Fed, done: EncodedPiece) -> int:
-        """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
-        lengths, packing = done.lengths, self._options.packing
+    def _tokens_kept(self, origin: PieceOrigin, encoded: EncodedPiece) -> int:
+        """How many tokens of a piece packing will keep: all but those of sequences that are to be dropped.
+
+        Raises:
+            SequenceError: a sequence is too long, and the options say that this is an error.
+        """
+        lengths, packing = encoded.lengths, self._options.packing
         long = lengths > packing.longest_sequence
         if packing.overlong == "error" and long.any():
             raise SequenceError(
-                fed.path,
-                fed.first,
-                f"among the {done.rows} rows from this one on, {long.sum()} are longer than"
+                origin.path,
+                origin.first,
+                f"among the {encoded.rows} rows from this one on, {long.sum()} are longer than"
                 f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
                 " or split, or a larger --seq-length",
             )
         return int(lengths[~long].sum() if packing.overlong == "drop" else lengths.sum())
 
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
-        """Pack the sequences into the next shard, once there is room for it."""
+        """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
         number = self._keeper.state.published
-        # About what the packed shard will take: the tokens are the same.
+        # The packed shard takes about as many bytes as its parts, since its tokens are the same.
         self._room.wait_for(sum(map(os.path.getsize, table.paths)))
         headers = make_packs(
             PartsReader(table),
@@ -406,8 +415,8 @@ class _Production:
         )
 
     def _pace(self) -> str:
-        """The rate, and the time left where the end is known; what was read again was done by an earlier run."""
-        seconds, (total, left) = max(time.monotonic() - self._begin, 1e-9), self._left
+        """The rate, and the time left where sizes are known; pieces that were only read again do not count."""
+        seconds, (total, left) = max(time.monotonic() - self._begin, 1e-9), self._sizes
         rate = f"{self._tokens / seconds:,.0f} tokens/s"
         if not total or not self._nbytes:
             return rate
@@ -415,21 +424,21 @@ class _Production:
         return f"{rate}, {100 * (1 - left / total):.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"
 
 
-# ---- where a producer begins: an empty catalog, or one that it was making, however it ended ----
+# ---- where a producer begins ----
 
 
 def _find_start(
     catalog: Catalog, options: ProduceOptions, encoder: RowEncoder, num_files: int
 ) -> tuple[ProducerState, Cursor]:
-    """The state to go on from, and the place in the input.
+    """The state and the cursor to go on from: of an empty folder, or of a catalog that is not finished.
 
-    Shards that were published after the state was last written are counted, since each holds its own cursor. Where
-    there is no shard yet, the options may be others.
+    Shards that were published after the state was last written count too, since each holds its own cursor. While there
+    is no shard, the options may differ from those before.
 
     Raises:
         FormatError: the folder holds shards that no producer made, or was made with other options; says which.
     """
-    limits, wanted = options.limits(encoder), options.describe(encoder, num_files)
+    limits, described = options.limits(encoder), options.describe(encoder, num_files)
     state = catalog.producer()
     if state is None and ((present := catalog.present()) or catalog.end() is not None):
         raise FormatError(
@@ -438,11 +447,11 @@ def _find_start(
         )
     if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
         beat = 0 if state is None else state.beat
-        return ProducerState(limits, beat, options=wanted, input=Cursor().to_json()), Cursor()
+        return ProducerState(limits, beat, options=described, input=Cursor().to_json()), Cursor()
     differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
     for group in ("sharding", "input"):
-        found = state.options.get(group)
-        differs += differences(found if isinstance(found, dict) else {}, wanted[group])
+        before = state.options.get(group)
+        differs += differences(before if isinstance(before, dict) else {}, described[group])
     if state.limits.token_dtype != limits.token_dtype:
         differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
     if differs:
@@ -454,7 +463,7 @@ def _find_start(
     published = state.published
     while catalog.is_published(published):
         paths = ShardPaths.of(catalog.shard_prefix(published))
-        remove_remains(paths)  # the last thing to go of a build is its journal
+        remove_remains(paths)  # a build that was killed behind its publication left its journal
         content = read_header(paths).metadata.get(_CURSOR)
         if not isinstance(content, dict):
             raise FormatError(
@@ -462,5 +471,5 @@ def _find_start(
             )
         cursor = Cursor.parse(paths.seq_idx, content, f"{_CURSOR}.")
         published += 1
-    state = ProducerState(limits, state.beat, "running", None, published, state.freed, wanted, cursor.to_json())
+    state = ProducerState(limits, state.beat, "running", None, published, state.freed, described, cursor.to_json())
     return state, cursor
