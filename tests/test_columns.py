@@ -283,7 +283,7 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
             copy = tmp_path / f"recovered-{step}"
             os.rename(folder, copy)
             left = find_remains(copy / "x")
-            if left is not None and (left.num_packs or left.done):
+            if left is not None and (left.num_packs or left.is_complete):
                 recover(copy / "x", overwrite=True)
                 recovered += 1
                 taken = Shard(copy / "x")

@@ -29,7 +29,7 @@ from megatron_sft_idx.packs import split as split_module
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
-from megatron_sft_idx.packs.transfer import Source
+from megatron_sft_idx.packs.transfer import CopySource
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
 from megatron_sft_idx.shard import publication as publication_module
 from megatron_sft_idx.shard.opening import missing_files
@@ -332,7 +332,7 @@ def test_a_merge_that_is_killed_leaves_the_shard_with_all_it_lists_or_none(tmp_p
             assert found in (old, whole)
         else:
             left = find_remains(folder / "x")
-            if left is not None and left.done:
+            if left is not None and left.is_complete:
                 recover(folder / "x", overwrite=True)
                 recovered += 1
                 assert files_of(folder) == whole
@@ -353,7 +353,7 @@ def test_packs_of_a_killed_merge_are_recovered_with_their_columns(tmp_path: Path
         prefix, step = tmp_path / f"x{step}", step + 1
         if (prefix.parent / f"{prefix.name}.journal").exists() and not Path(f"{prefix}.seq.idx").exists():
             left = find_remains(prefix)
-            if left is None or not (left.num_packs or left.done):
+            if left is None or not (left.num_packs or left.is_complete):
                 continue
             recover(prefix, overwrite=True)
             shard = Shard(prefix)
@@ -543,9 +543,9 @@ def test_a_copy_goes_on_with_what_has_arrived(tmp_path: Path, monkeypatch: pytes
     write_columned(tmp_path / "x", PACKS, FEW)
     size = (tmp_path / "x.topk.col").stat().st_size
     begins: list[tuple[str, int]] = []
-    chunks = Source.chunks
+    chunks = CopySource.chunks
 
-    def seen(self: Source, suffix: str, offset: int = 0) -> Any:
+    def seen(self: CopySource, suffix: str, offset: int = 0) -> Any:
         begins.append((suffix, offset))
         yield from chunks(self, suffix, offset)
 
@@ -562,7 +562,7 @@ def test_a_copy_goes_on_with_what_has_arrived(tmp_path: Path, monkeypatch: pytes
         killed_inside_the_column()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    monkeypatch.setattr(Source, "chunks", seen)
+    monkeypatch.setattr(CopySource, "chunks", seen)
     copy_shard(str(tmp_path / "x"), str(tmp_path / "there/x"))
     assert files_of(tmp_path / "there") == files_of(tmp_path)
     arrived = {suffix: offset for suffix, offset in begins if suffix not in (".seq.idx", ".grade.col")}

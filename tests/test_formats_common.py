@@ -230,7 +230,7 @@ def with_columns(packs: list[Sample]) -> PackRun:
 def test_columns_go_with_the_packs_that_are_cut_out_and_joined(packs: list[Sample], data: st.DataObject) -> None:
     run = with_columns(packs)
     cut = data.draw(st.integers(0, len(packs)))
-    parts = [run.part(0, cut), run.part(cut, len(packs))]
+    parts = [run.subrun(0, cut), run.subrun(cut, len(packs))]
     assert [len(part.columns["source"].values) for part in parts] == [len(part.seq_starts) for part in parts]
     whole = PackRun.joined(parts)
     for name, (spec, values) in run.columns.items():

@@ -245,9 +245,9 @@ def test_a_window_knows_the_places_of_its_sequences(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", packs, capacity=64)
     window = runs.read_window(Shard(tmp_path / "x"), 3, 7)
     places = [(3 + i, s) for i, pack in enumerate(packs[3:7]) for s in range(len(pack.starts))]
-    assert [window.place(i) for i in range(len(places))] == places
+    assert [window.locate(i) for i in range(len(places))] == places
     before, inside = (sum(len(p.tokens) for p in some) for some in (packs[:3], packs[3:7]))
-    assert (window.token, window.num_tokens) == (before, inside)
+    assert (window.first_token, window.num_tokens) == (before, inside)
     ids, loss = window.content()
     assert ids.tolist() == [token for p in packs[3:7] for token in p.tokens]
     assert loss.tolist() == [value for p in packs[3:7] for value in p.label_mask]

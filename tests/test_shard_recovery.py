@@ -46,7 +46,7 @@ def test_every_pack_of_the_journal_comes_back(tmp_path: Path, mask_dtype: Any) -
     packs = demo_samples(9)
     leave(tmp_path / "x", packs, mask_dtype=mask_dtype, capacity=40, pad_id=3, metadata={"a": 1})
     remains = found(tmp_path / "x")
-    assert (remains.num_packs, remains.num_recorded, remains.done) == (9, 9, False)
+    assert (remains.num_packs, remains.num_recorded, remains.is_complete) == (9, 9, False)
     assert remains.num_tokens == sum(len(pack.tokens) for pack in packs)
     assert remains.num_sequences == sum(len(pack.starts) for pack in packs)
     assert remains.build_options.metadata == {"a": 1}
@@ -176,7 +176,7 @@ def test_a_publication_killed_halfway_is_finished_as_it_was_meant(tmp_path: Path
         # Before the journal has its head there is nothing that could be finished.
         if not os.path.exists(folder / "x.journal") or not os.path.getsize(folder / "x.journal"):
             continue
-        if not (remains := found(folder / "x")).done:
+        if not (remains := found(folder / "x")).is_complete:
             continue
         finished += 1
         assert (remains.num_packs, remains.num_recorded) == (5, 5)
@@ -195,7 +195,7 @@ def test_a_file_that_changed_since_it_was_complete_is_found(tmp_path: Path) -> N
         killed_at(step, lambda folder=folder: write_samples(folder / "x", demo_samples(5), durable=True))  # type: ignore[misc]
         if (folder / "x.bin").exists():
             break
-    assert found(folder / "x").done
+    assert found(folder / "x").is_complete
     for name in ("x.bin", "x.loss.bin.tmp", "x.seq.bin.tmp", "x.idx.tmp", "x.seq.idx.tmp"):
         raw = (folder / name).read_bytes()
         for changed in (raw[:-1], raw + b"\0", b""):

@@ -15,7 +15,7 @@ from packs import demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
-from megatron_sft_idx.packs.transfer import Source
+from megatron_sft_idx.packs.transfer import CopySource
 from megatron_sft_idx.shard import ShardWriter
 
 
@@ -89,15 +89,15 @@ def test_a_damaged_source_is_refused(shard: str, store: str, tmp_path: Path, suf
     assert "x.seq.idx" not in names(tmp_path / "store")
     path.write_bytes(raw[:-1])
     with pytest.raises(CorruptShardError):
-        Source(shard)
+        CopySource(shard)
 
 
 def test_a_missing_source_says_what_is_missing(shard: str, store: str) -> None:
     os.unlink(shard + ".loss.bin")
     with pytest.raises(ShardNotFoundError, match=r"missing .*train\.loss\.bin \(rule F1\)"):
-        Source(shard)
+        CopySource(shard)
     with pytest.raises(ShardNotFoundError, match=r"no shard here, missing .*x\.bin and the other four"):
-        Source(f"{store}/x")
+        CopySource(f"{store}/x")
 
 
 def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Path) -> None:

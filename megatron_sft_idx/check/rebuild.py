@@ -21,7 +21,14 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
 from megatron_sft_idx.shard.opening import read_header, where_to_look
-from megatron_sft_idx.shard.publication import held, inode_of, lock_journal, named_by, read_journal, with_present
+from megatron_sft_idx.shard.publication import (
+    inode_of,
+    lock_journal,
+    locked_prefix,
+    read_journal,
+    with_named_columns,
+    with_present_columns,
+)
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -121,7 +128,7 @@ def rebuild(
     journal = read_journal(paths)
     # An empty journal is only a lock, and that of a rebuild which was killed before its renames names no packs.
     if os.path.lexists(paths.journal) and os.lstat(paths.journal).st_size:
-        is_rebuild = journal is not None and journal.work == "rebuild" and journal.done is None
+        is_rebuild = journal is not None and journal.work == "rebuild" and journal.replaced_inodes is None
         if not is_rebuild and (remains := find_remains(prefix)) is not None:
             return _recover_build(paths, remains, dry_run, watch)
     if not paths.present():
@@ -216,7 +223,7 @@ def _fault_of(error: SFTIndexError) -> str:
 
 def _verified(paths: ShardPaths, watch: Watch, stage: str) -> Report:
     """The report of a full verification."""
-    with watch(stage, sum(os.stat(path).st_size for path in with_present(paths).present())) as advance:
+    with watch(stage, sum(os.stat(path).st_size for path in with_present_columns(paths).present())) as advance:
         return verify_shard(paths.prefix, full=True, advance=advance)
 
 
@@ -245,7 +252,7 @@ def _states(
         else:
             states.append(FileState(path, "good"))
     broken = {finding.path: finding for finding in reversed(report.findings)}
-    paths = with_present(paths.with_columns({} if header is None else listed_columns(header.metadata)))
+    paths = with_present_columns(paths.with_columns({} if header is None else listed_columns(header.metadata)))
     for path in map(paths.column, paths.columns):
         if finding := broken.get(path):
             states.append(FileState(path, "lost", finding.what, f"a column cannot be derived; {finding.remedy}"))
@@ -266,7 +273,7 @@ def _column_note(paths: ShardPaths, header: Header) -> str:
     if not header.rebuilt:
         return ""
     notes = []
-    if present := with_present(paths).columns:
+    if present := with_present_columns(paths).columns:
         notes.append(f"the new .seq.idx lists no columns; {', '.join(present)} stay beside it, like attached ones")
     rebuilt = header.metadata.get("rebuilt")
     unproven = rebuilt.get("unproven", {}).get("metadata", {}) if isinstance(rebuilt, dict) else {}
@@ -307,7 +314,7 @@ def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(held(paths))
+            lock = stack.enter_context(locked_prefix(paths))
         except PermissionError as error:
             raise FormatError(
                 f"{paths.folder}: {error.strerror}: rebuilt files go beside the data, so this folder must be writable;"
@@ -327,7 +334,7 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
     """
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
     replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
-    if paths.present() and (not remains.done or replaces):
+    if paths.present() and (not remains.is_complete or replaces):
         _, header, error = _read_header(paths)
         faults, report = _faults(paths, header, error, watch)
         if faults:
@@ -338,16 +345,18 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
             )
         note = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
         return _all_good(paths, header, report, f"; {note}", dry_run)
-    if not remains.done and not remains.num_packs:
+    if not remains.is_complete and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
             " build it again with overwrite (--overwrite)"
         )
     counts = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
-    state = "complete but for renames" if remains.done else "killed"
+    state = "complete but for renames" if remains.is_complete else "killed"
     if not dry_run:
         with watch("recovering", remains.num_tokens) as advance:
-            recover(paths.prefix, overwrite=remains.done, progress=advance)
+            recover(paths.prefix, overwrite=remains.is_complete, progress=advance)
         _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
-    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in named_by(paths, remains.head).all)
+    files = tuple(
+        FileState(path, "rebuilt", remedy="from the journal") for path in with_named_columns(paths, remains.head).all
+    )
     return Rebuilt(paths.prefix, files, note=f"from the journal of a build that was {state}: {counts}", dry_run=dry_run)

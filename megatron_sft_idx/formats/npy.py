@@ -226,7 +226,7 @@ class Reader(PackedReader):
         return self.packs.pack(index)
 
     def _run(self, first: int, last: int) -> PackRun:
-        return self.packs.part(first, last)
+        return self.packs.subrun(first, last)
 
 
 class LegacyPickleWriter(PackedWriter):
@@ -263,7 +263,7 @@ class LegacyPickleWriter(PackedWriter):
 
     def _append(self, run: PackRun) -> None:
         for i in range(len(run)):
-            pack = run.part(i, i + 1)
+            pack = run.subrun(i, i + 1)
             values = (pack.tokens.tolist(), pack.loss_mask.tolist(), pack.seq_starts.tolist())
             self._file.write(pickle_opcodes(dict(zip(KEYS, values, strict=True))) + pickle.APPEND)
 

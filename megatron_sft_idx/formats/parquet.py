@@ -52,7 +52,7 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens, fitting
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, count_fitting, fewer_tokens
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import name_in_errors, open_regular
 from megatron_sft_idx.storage.publish import Kind
@@ -460,12 +460,13 @@ class Writer(PackedWriter):
         while first < len(run):
             # Where a group ends depends on its packs and tokens alone: runs of any size give the same file.
             room = min(
-                fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held_tokens), len(run) - first
+                count_fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held_tokens),
+                len(run) - first,
             )
             last = first + max(0, min(room, self._row_group_size - self._num_held_packs))
             if last == first and not self._held:
                 last = first + 1  # a pack that is longer than a group may be is a group by itself
-            self._hold(run.part(first, last))
+            self._hold(run.subrun(first, last))
             if last < len(run) or self._num_held_packs == self._row_group_size:
                 self._write_group()
             first = last

@@ -119,7 +119,7 @@ class Reader(PackedReader):
     def _runs(self) -> Iterator[PackRun]:
         for window in windows(self.shard, fewer_tokens(RUN_TOKENS, self.columns), self.columns):
             yield self._checked_run(
-                window.first,
+                window.first_pack,
                 *window.content(),
                 window.starts(),
                 np.diff(window.pack_bounds),

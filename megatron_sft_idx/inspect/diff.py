@@ -166,7 +166,7 @@ def _compare_windows(here: Window, there: Window, result: Comparison, most: int)
         pair: tuple[str, Any, Any] = "length", int(lengths[i]), int(others[i])
         if lengths[i] == others[i]:
             pair = "boundaries", _starts(here, i), _starts(there, i)
-        found.append(Difference(pair[0], here.first + i, None, None, None, *pair[1:]))
+        found.append(Difference(pair[0], here.first_pack + i, None, None, None, *pair[1:]))
     # The tokens of packs of one shape: where they lie here and there.
     kept, other_kept = (
         np.flatnonzero(np.repeat(~reshaped, np.diff(window.pack_bounds))) if reshaped.any() else slice(None)
@@ -188,8 +188,8 @@ def _compare_windows(here: Window, there: Window, result: Comparison, most: int)
         changed[np.searchsorted(here.pack_bounds, at, "right") - 1] = True
         for i, j in zip(at[:most].tolist(), other_at[:most].tolist(), strict=True):
             number = int(np.searchsorted(here.bounds, i, "right")) - 1
-            pack, sequence = here.place(number)
-            token, position = i - int(here.bounds[number]), i - int(here.pack_bounds[pack - here.first])
+            pack, sequence = here.locate(number)
+            token, position = i - int(here.bounds[number]), i - int(here.pack_bounds[pack - here.first_pack])
             found.append(Difference(what, pack, sequence, token, position, ours[i].item(), theirs[j].item()))
     result.reshaped += int(np.count_nonzero(reshaped))
     result.differing_packs += int(np.count_nonzero(changed))
@@ -297,11 +297,11 @@ def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample, HashSample]:
     for window in windows(shard):
         tokens, loss = window.content()
         both = [_native.hash_runs(values, window.pack_bounds) for values in (tokens, loss)]
-        packs.add(both[0] ^ both[1] * np.uint64(3) ^ _shape_hashes(window) * np.uint64(5), window.first)
+        packs.add(both[0] ^ both[1] * np.uint64(3) ^ _shape_hashes(window) * np.uint64(5), window.first_pack)
         hashes, masks = _native.hash_runs(tokens, window.bounds), _native.hash_runs(loss, window.bounds)
-        ids.add(hashes, window.sequence)
+        ids.add(hashes, window.first_sequence)
         # The upper half decides what is kept, and must do so alike whatever the mask.
-        whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.sequence)
+        whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.first_sequence)
     return packs, ids, whole
 
 

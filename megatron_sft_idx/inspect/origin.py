@@ -70,7 +70,7 @@ def find_row(shard: Shard, file: int, row: int) -> Iterator[tuple[int, int]]:
     for window in windows(shard, columns=[SOURCE]):
         values = window.columns[SOURCE].values
         for number in np.flatnonzero((values[:, 0] == file) & (values[:, 1] == row)).tolist():
-            yield window.place(number)
+            yield window.locate(number)
 
 
 def cut_length(header: Header) -> int | None:
@@ -137,14 +137,14 @@ class SourceCounts:
         self._tokens += self._counted(files, lengths)
         self._cut += self._counted(files, lengths == self._longest)
         places = window.columns[SOURCE].values.astype(np.uint64)
-        self._rows.add(_with_file(_mixed(places[:, 0] << np.uint64(32) | places[:, 1]), files), window.sequence)
+        self._rows.add(_with_file(_mixed(places[:, 0] << np.uint64(32) | places[:, 1]), files), window.first_sequence)
 
     def add_content(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
         """Trained tokens, and hashes of ids, one a sequence."""
         files = self._file_of(window)
         self._trained += self._counted(files, trained)
         self._read += self._counted(files, np.diff(window.bounds))
-        self._ids.add(_with_file(hashes, files), window.sequence)
+        self._ids.add(_with_file(hashes, files), window.first_sequence)
 
     def _counted(self, files: NDArray[np.int64], weights: NDArray[Any] | None = None) -> NDArray[np.int64]:
         return np.bincount(files, weights, len(self._sequences)).astype(np.int64)

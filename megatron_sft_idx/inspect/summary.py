@@ -135,7 +135,7 @@ class Survey:
 
     def add_index(self, window: Window) -> None:
         """What the indexes tell of a window. FormatError: packs are larger than the header says (rule H9)."""
-        first, begins = window.first, window.sequence_offsets[:-1]
+        first, begins = window.first_pack, window.sequence_offsets[:-1]
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
         counts = np.diff(window.sequence_offsets)
         # Distributions have room for no others.
@@ -150,7 +150,7 @@ class Survey:
         self._single.add(first, np.logical_or.reduceat(single, begins))
         self._costliest.add(first, cost)
         self._most_sequences.add(first, counts)
-        self._longest.add(window.sequence, lengths)
+        self._longest.add(window.first_sequence, lengths)
         self._emptiest.add(first, -pack_lengths)
         if self.sources is not None:
             self.sources.add_index(window)
@@ -171,17 +171,17 @@ class Survey:
             # The last mask of a sequence is that of a token behind it.
             cut = (lengths == self._cut_length) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
             self._cut_sequences += int(np.count_nonzero(cut))
-            self._cut.add(window.sequence, cut)
+            self._cut.add(window.first_sequence, cut)
         begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
         of_packs, pack_lengths = np.add.reduceat(trained, begins), np.diff(window.pack_bounds)
         self.trained.add(_permille(of_packs, pack_lengths))
         # Nothing predicts the first token of a sequence.
         whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
         self._whole_packs += int(np.count_nonzero(whole))
-        self._masked.add(window.first, of_packs == 0)
-        self._whole.add(window.first, whole)
+        self._masked.add(window.first_pack, of_packs == 0)
+        self._whole.add(window.first_pack, whole)
         hashes = _native.hash_runs(ids, window.bounds)
-        self._repeats.add(hashes, window.sequence)
+        self._repeats.add(hashes, window.first_sequence)
         if self.sources is not None:
             self.sources.add_content(window, trained, hashes)
         self.read_packs += len(window)

@@ -246,7 +246,7 @@ def find_text(shard: Shard, text: str, decode: Decode, *, tell: Update | None = 
                 token, end = token_at(at), at + len(text)
                 trained = token > 0 and bool(loss[start + token - 1])
                 before, after = decoded[max(0, at - _CONTEXT) : at], decoded[end : end + _CONTEXT]
-                yield Match(*window.place(number), token, trained, before, text, after)
+                yield Match(*window.locate(number), token, trained, before, text, after)
                 at = decoded.find(text, end)
         if tell:
             tell(window.num_tokens, len(window))

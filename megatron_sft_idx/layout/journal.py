@@ -220,18 +220,18 @@ class Head(NamedTuple):
         content: all of the head, with what only the work itself knows: ``BuildOptions`` of a build.
         work: ``build``, ``copy``, ``rebuild`` or ``removal``.
         files: inodes of the temporary files, or of the files to be removed, by path.
-        done: what the DONE block says: inodes of the files that are replaced or go, by path; None before it.
+        replaced_inodes: what the DONE block says: inodes of the files that are replaced or go, by path; None before it.
     """
 
     content: dict[str, Any]
     work: str
     files: dict[str, int]
-    done: dict[str, int] | None
+    replaced_inodes: dict[str, int] | None
 
     @property
     def inodes(self) -> set[int]:
         """Of all files that it names."""
-        return {*self.files.values(), *(self.done or {}).values()}
+        return {*self.files.values(), *(self.replaced_inodes or {}).values()}
 
     @classmethod
     def read(cls, paths: ShardPaths) -> Head | None:

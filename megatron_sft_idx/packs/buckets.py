@@ -20,7 +20,7 @@ import xxhash
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
-from megatron_sft_idx.packs.transfer import Copied, HeldBytes, Source, download
+from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.columns import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
@@ -35,7 +35,7 @@ _ATTEMPTS = 5
 
 
 def upload(
-    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
+    source: CopySource, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
     """Copy a shard to a remote prefix. What is there already with the right checksum is not sent again.
 
@@ -86,7 +86,7 @@ def copy_shard(
     ``beside`` are names of the columns whose files lie at the source, by ``columns_beside``; None to look.
     """
     copy = upload if is_remote(target) else download
-    return copy(Source(source, beside), target, overwrite=overwrite, on_progress=on_progress)
+    return copy(CopySource(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
 
 def _remote_prefix(prefix: str) -> str:
@@ -140,7 +140,7 @@ class _Target:
 
 
 class _Upload(_Target):
-    def __init__(self, source: Source, prefix: str, on_progress: Advance) -> None:
+    def __init__(self, source: CopySource, prefix: str, on_progress: Advance) -> None:
         super().__init__(prefix, [*source.files])
         self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
@@ -265,12 +265,12 @@ class _Upload(_Target):
 
     def _checked(self, suffix: str) -> Iterator[bytes | memoryview]:
         """The chunks of a file; CorruptShardError after the last one unless they are what they must be."""
-        held = HeldBytes(self._source.files[suffix])
+        held = ContentCheck(self._source.files[suffix])
         for chunk in self._source.chunks(suffix):
             held.update(chunk)
             yield chunk
             self._on_progress(len(chunk))
-        if not held.are_all():
+        if not held.passed():
             raise self._source.corrupt(suffix)
 
     def _publish(self) -> None:
@@ -352,7 +352,7 @@ class StagedOutput:
             SFTIndexError: as ``upload``; what was built stays here.
         """
         local = self.local + suffix
-        copied = upload(Source(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)
+        copied = upload(CopySource(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)
         remove_shard(ShardPaths.of(local))
         with contextlib.suppress(OSError):  # others are being built here
             self._folder.rmdir()

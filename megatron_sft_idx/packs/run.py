@@ -1,4 +1,4 @@
-"""Packs in memory: the one form in which they go from reader to writer, and windows of a shard's indexes."""
+"""Packs in memory: runs, in which packs go from readers to writers, and windows, in which a shard is gone through."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from megatron_sft_idx.shard.columns import ShardColumn
     from megatron_sft_idx.shard.reader import Pack, Shard
 
-# Tokens in a run, about: large enough that what is done once a run does not count, small enough to stay in cache.
+# Tokens in a run, about. In larger runs, what is done once a run costs no less; smaller ones stay in the cache.
 RUN_TOKENS = 1 << 20
-# What a window of a shard holds at most, or one pack where that is larger: some 50 MiB with what is computed from it.
+# The most that a window holds, unless its first pack alone holds more: some 50 MiB with what is computed from it.
 WINDOW_PACKS, WINDOW_SEQUENCES, WINDOW_TOKENS = 1 << 15, 1 << 18, 1 << 22
 
 
 class Column(NamedTuple):
-    """Values that travel beside the tokens.
+    """A column of some packs.
 
     Attributes:
-        spec: what has one row, and the rest of what the column is.
+        spec: dtype and width of a row, what has one row (token, sequence or pack), and metadata.
         values: [rows], or [rows, width].
     """
 
@@ -41,20 +41,24 @@ Columns = Mapping[str, Column]
 
 
 def require_rows(columns: Columns, **rows: int) -> None:
-    """ValueError unless each column has as many rows as there are of what it has one row for."""
+    """Check the lengths of columns: ``rows`` says how many tokens, sequences and packs there are.
+
+    Raises:
+        ValueError: a column has another number of rows than one for each of what its spec says.
+    """
     for name, (spec, values) in columns.items():
         if len(values) != rows[spec.per]:
             raise ValueError(f"column {name}: {len(values)} rows, expected {rows[spec.per]}: one a {spec.per}")
 
 
 def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Columns:
-    """The rows of columns that belong to some tokens, sequences and packs: views, or read now where none is mapped."""
+    """The rows of columns that ``rows`` gives for tokens, sequences and packs: views, or read now where unmapped."""
     return {name: Column(column.spec, column.values[rows[column.spec.per]]) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
 class PackRun:
-    """Some packs end to end, in the form ``ShardWriter.add_packs`` takes.
+    """Consecutive packs: their arrays end to end, as ``ShardWriter.add_packs`` takes them.
 
     Attributes:
         tokens: ids [sum of pack lengths], integers.
@@ -62,8 +66,8 @@ class PackRun:
         seq_starts: where each sequence begins in its pack, int64 [sum of sequence counts].
         pack_lengths: tokens in each pack, int64 [packs].
         pack_sequences: sequences in each pack, int64 [packs].
-        unplaced: set mask values of the file that had no place in a label-aligned mask and were left out.
-        columns: values of these tokens, sequences or packs, in their order.
+        unplaced: how many set values of a file's mask a label-aligned mask has no position for; they were left out.
+        columns: columns of these packs, by name.
 
     Raises:
         ValueError: a column has another number of rows than there are tokens, sequences or packs.
@@ -95,19 +99,19 @@ class PackRun:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the arrays take."""
+        """Bytes of memory that the arrays take, offsets and columns included."""
         arrays = (self.tokens, self.loss_mask, self.seq_starts, self.pack_lengths, self.pack_sequences)
         beside = (column.values for column in self.columns.values())
         return sum(array.nbytes for array in (*arrays, *beside, self.token_offsets, self.sequence_offsets))
 
     def sequence_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each sequence, of all packs end to end: int64 [sum of sequence counts]."""
+        """Tokens in each sequence of all packs, in order: int64 [sum of sequence counts]."""
         begins = np.repeat(self.token_offsets[:-1], self.pack_sequences)
         return np.diff(self.seq_starts + begins, append=len(self.tokens))
 
     def pack(self, index: int) -> Pack:
-        """Pack ``index`` of the run with its columns; but for the boundaries, as read-only views."""
-        if len(self) == 1 and index == 0:  # as readers of one pack have it: no offsets to sum up
+        """Pack ``index`` of the run, with its columns. Ids and mask are read-only views, boundaries are a copy."""
+        if len(self) == 1 and index == 0:  # the runs of readers that read one pack: offsets need not be summed up
             start, stop, first, last = 0, len(self.tokens), 0, len(self.seq_starts)
         else:
             start, stop = self.token_offsets[index : index + 2].tolist()
@@ -123,8 +127,8 @@ class PackRun:
             pack[name] = values[rows[spec.per]]  # type: ignore[literal-required]
         return pack
 
-    def part(self, first: int, last: int) -> PackRun:
-        """Packs ``first`` up to ``last``, as views; what had no place in a mask is not counted again."""
+    def subrun(self, first: int, last: int) -> PackRun:
+        """Packs ``[first, last)`` as views. Its ``unplaced`` is 0: the whole run counts those values."""
         tokens = slice(*self.token_offsets[[first, last]].tolist())
         sequences, packs = slice(*self.sequence_offsets[[first, last]].tolist()), slice(first, last)
         return PackRun(
@@ -138,7 +142,7 @@ class PackRun:
 
     @classmethod
     def joined(cls, runs: Sequence[PackRun]) -> PackRun:
-        """The packs of one or more runs as copies. ValueError where one has other columns than the first."""
+        """Copy the packs of one or more runs into one. ValueError where the runs differ in their columns."""
         specs = {name: column.spec for name, column in runs[0].columns.items()}
         if any({name: column.spec for name, column in run.columns.items()} != specs for run in runs):
             raise ValueError("runs with different columns")
@@ -157,43 +161,51 @@ class PackRun:
 
 
 def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
-    """So many tokens, or as many as take the memory of those with their columns: at least one."""
+    """How many tokens, with their token columns, take the memory of ``tokens`` tokens without any; at least one."""
     return max(1, 8 * tokens // (8 + sum(spec.row_nbytes for spec in columns.values() if spec.per == "token")))
 
 
 def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:
-    """First and last + 1 pack of runs of at most ``tokens`` tokens, or of one pack, by the packs' offsets."""
+    """Cut packs into runs: yields each one's first pack, and the pack behind its last.
+
+    Args:
+        token_offsets: where each pack begins, and the last one ends: [packs + 1].
+        tokens: the most tokens of a run; a longer pack is a run of its own.
+    """
     first, packs = 0, len(token_offsets) - 1
     while first < packs:
-        last = first + max(1, fitting(token_offsets[first:], tokens))
+        last = first + max(1, count_fitting(token_offsets[first:], tokens))
         yield first, last
         first = last
 
 
-def fitting(offsets: NDArray[Any], most: int) -> int:
-    """How many packs, from the first one on, have at most so many tokens or sequences together."""
-    return min(int(np.searchsorted(offsets, offsets[0] + most, side="right")), len(offsets)) - 1
+def count_fitting(offsets: NDArray[Any], max_size: int) -> int:
+    """How many packs, counted from the first one, hold at most ``max_size`` tokens (or sequences) together.
+
+    ``offsets`` [packs + 1] says where each pack begins in tokens (or sequences), and the last one ends.
+    """
+    return min(int(np.searchsorted(offsets, offsets[0] + max_size, side="right")), len(offsets)) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive packs of a shard by its indexes, which divide them into sequences; ids and masks are read when asked.
+    """Consecutive packs of a shard: their offsets are in memory, ids and masks are read by ``content``.
 
     Attributes:
-        shard: whose packs they are.
-        first: number of the first pack.
-        token: number of its first token, among all of the shard.
-        sequence: number of its first sequence, among all of the shard.
+        shard: the shard that the packs are of.
+        first_pack: number of the first pack in the shard.
+        first_token: number of its first token among all tokens of the shard.
+        first_sequence: number of its first sequence among all sequences of the shard.
         pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
         sequence_offsets: the same in sequences of the window: int64 [packs + 1].
         bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
-        columns: values of these tokens, sequences or packs.
+        columns: columns of these packs, by name.
     """
 
     shard: Shard
-    first: int
-    token: int
-    sequence: int
+    first_pack: int
+    first_token: int
+    first_sequence: int
     pack_bounds: NDArray[np.int64]
     sequence_offsets: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -204,12 +216,12 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its packs."""
+        """How many tokens its packs hold."""
         return int(self.pack_bounds[-1])
 
     def content(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Ids and label-aligned mask, each [tokens]: views where the shard is mapped, else read now."""
-        tokens = slice(self.token, self.token + self.num_tokens)
+        tokens = slice(self.first_token, self.first_token + self.num_tokens)
         return self.shard.files.tokens[tokens], self.shard.files.loss[tokens]
 
     def starts(self) -> NDArray[np.int64]:
@@ -217,23 +229,23 @@ class Window:
         starts: NDArray[np.int64] = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
         return starts
 
-    def place(self, sequence: int) -> tuple[int, int]:
-        """Pack, and number inside it, of the window's sequence ``sequence``."""
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """Number in the shard of the pack that a sequence of the window is in, and its number in that pack."""
         pack = int(np.searchsorted(self.sequence_offsets, sequence, "right")) - 1
-        return self.first + pack, sequence - int(self.sequence_offsets[pack])
+        return self.first_pack + pack, sequence - int(self.sequence_offsets[pack])
 
 
 def windows(shard: Shard, tokens: int | None = None, columns: Iterable[str] = ()) -> Iterator[Window]:
-    """All packs of a shard in order, in memory that does not grow with it.
+    """All packs of a shard, in order, in windows of bounded size.
 
     Args:
         shard: opened with any backend; with ``pread`` no page of it is mapped.
-        tokens: of a window at most, unless a single pack has more; None for ``WINDOW_TOKENS``.
-        columns: names of those whose values the windows have.
+        tokens: the most tokens of a window; a longer pack is a window of its own. None for ``WINDOW_TOKENS``.
+        columns: names of the columns that the windows carry.
 
     Raises:
-        ShardNotFoundError: the shard has no such column.
-        FormatError: offsets or starts that do not divide the tokens (rules O1, O2, P2 to P4).
+        ShardNotFoundError: the shard lacks one of the columns.
+        FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
     """
     shard.check_ends()
     first, columns = 0, tuple(columns)
@@ -244,11 +256,11 @@ def windows(shard: Shard, tokens: int | None = None, columns: Iterable[str] = ()
 
 
 def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Iterable[str] = ()) -> Window:
-    """Packs from ``first`` on, before ``stop``: as many as fit a window, and at least one. Raises as ``windows``."""
+    """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
     files, stop = shard.files, min(stop, len(shard))
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
-    most = WINDOW_TOKENS if tokens is None else tokens
-    count = max(1, min(fitting(pack_bounds, most), fitting(sequence_offsets, WINDOW_SEQUENCES)))
+    max_tokens = WINDOW_TOKENS if tokens is None else tokens
+    count = max(1, min(count_fitting(pack_bounds, max_tokens), count_fitting(sequence_offsets, WINDOW_SEQUENCES)))
     pack_bounds, sequence_offsets = pack_bounds[: count + 1], sequence_offsets[: count + 1]
     token, sequence, last = int(pack_bounds[0]), int(sequence_offsets[0]), int(sequence_offsets[-1])
     try:
@@ -259,10 +271,10 @@ def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, 
     except ValueError as error:
         where = f"{shard.prefix}: packs from {first} on: {error}"
         raise FormatError(f"{where} (rules O1, O2, P2 to P4); megatron-sft-idx verify says what is wrong") from None
-    here = sliced(
+    values = sliced(
         {name: shard.columns.open(name) for name in columns},
         token=slice(token, token + int(pack_bounds[-1])),
         sequence=slice(sequence, last),
         pack=slice(first, first + count),
     )
-    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds, here)
+    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)

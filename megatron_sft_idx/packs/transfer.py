@@ -20,7 +20,7 @@ from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, column_of
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
-from megatron_sft_idx.shard.publication import Publication, places_of, read_journal, with_present
+from megatron_sft_idx.shard.publication import Publication, places_of, read_journal, with_present_columns
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
@@ -81,7 +81,7 @@ class FileContent(NamedTuple):
         return same and digest_file(path, len(self.head)) == self.rest
 
 
-class HeldBytes:
+class ContentCheck:
     """Bytes that come one after the other, held to what a file must hold.
 
     Args:
@@ -98,12 +98,12 @@ class HeldBytes:
         self._rest.update(piece[len(head) :])
         self._nbytes += len(piece)
 
-    def are_all(self) -> bool:
+    def passed(self) -> bool:
         """Whether they were what they must be, to the end."""
         return self._same and self._nbytes == self._content.nbytes and self._rest.digest() == self._content.rest
 
 
-class Source:
+class CopySource:
     """A shard whose files are there and have the sizes that their headers say.
 
     Args:
@@ -247,12 +247,12 @@ def check_destinations(
             header = read_header(prefix)
             paths = paths.with_columns(column_names(ShardPaths.of(prefix), header, beside.get(prefix)))
         check_free(paths, overwrite=True, any_file=not overwrite)
-        if not overwrite and with_present(paths).present():
-            _compare(Source(prefix, beside.get(prefix)), paths, overwrite=False)
+        if not overwrite and with_present_columns(paths).present():
+            _compare(CopySource(prefix, beside.get(prefix)), paths, overwrite=False)
 
 
 def download(
-    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
+    source: CopySource, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
     """Copy a shard to a local prefix. What is there already with the right checksum is not fetched again.
 
@@ -269,7 +269,7 @@ def download(
     """
     paths = ShardPaths.of(prefix).with_columns(source.paths.columns)
     interrupted = read_journal(paths)
-    if interrupted is not None and interrupted.work == "copy" and interrupted.done is not None:
+    if interrupted is not None and interrupted.work == "copy" and interrupted.replaced_inodes is not None:
         recover(paths.prefix, overwrite=overwrite)
     same, goes = _compare(source, paths, overwrite=overwrite)
     if wanted := [suffix for suffix in source.files if suffix not in same]:
@@ -282,7 +282,7 @@ def download(
     return Copied(paths.prefix, source.nbytes - found, found, notes=source.notes)
 
 
-def _compare(source: Source, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
+def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
     """Which files are there already, by suffix, and paths of the columns that go with the shard that is replaced.
 
     Raises:
@@ -292,7 +292,7 @@ def _compare(source: Source, paths: ShardPaths, *, overwrite: bool) -> tuple[set
     same = {suffix for suffix, path in places.items() if source.files[suffix].is_at(path)}
     goes = []
     if ".seq.idx" not in same:
-        strange = [path for path in with_present(ShardPaths(paths.prefix)).all if path not in places.values()]
+        strange = [path for path in with_present_columns(ShardPaths(paths.prefix)).all if path not in places.values()]
         goes = [path for path in strange if is_of_another_shard(path, source.header.shard_id)]
     others = [path for suffix, path in places.items() if suffix not in same and os.path.lexists(path)] + goes
     if others and not overwrite:
@@ -304,7 +304,7 @@ def _compare(source: Source, paths: ShardPaths, *, overwrite: bool) -> tuple[set
 
 
 def _fetch_all(
-    source: Source, paths: ShardPaths, wanted: list[str], goes: list[str], overwrite: bool, on_progress: Advance
+    source: CopySource, paths: ShardPaths, wanted: list[str], goes: list[str], overwrite: bool, on_progress: Advance
 ) -> None:
     """Bring files to their temporary names, and publish them; columns of the shard that is replaced go."""
     content = {"shard_id": source.header.shard_id.hex()}
@@ -335,12 +335,12 @@ def _fetch_all(
         new.close()  # what has arrived stays for the next attempt
 
 
-def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
+def _fetch(source: CopySource, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
     """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
     file, content = new.open(new.paths.prefix + suffix, keep=keep), source.files[suffix]
     if file.nbytes > content.nbytes:
         file.truncate(0)
-    held = HeldBytes(content)
+    held = ContentCheck(content)
     for offset in range(0, file.nbytes, _READ_NBYTES):
         held.update(file.read_at(offset, _READ_NBYTES))
     on_progress(file.nbytes)
@@ -350,7 +350,7 @@ def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progres
         file.write(chunk)
         held.update(chunk)
         on_progress(len(chunk))
-    if held.are_all():
+    if held.passed():
         return True
     on_progress(-file.nbytes)
     return False

@@ -31,7 +31,7 @@ from megatron_sft_idx.layout.column import (
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
-from megatron_sft_idx.shard.publication import held, is_column
+from megatron_sft_idx.shard.publication import is_column, locked_prefix
 from megatron_sft_idx.storage import (
     Array,
     Backend,
@@ -93,7 +93,7 @@ def write_column(
     pieces: Iterator[Any] = iter([values]) if whole else iter(cast(Iterable[Any], values))
     first = np.asarray(next(pieces, ()))
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
-    with held(paths):
+    with locked_prefix(paths):
         if read_header(paths) != header:
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
         if name in listed_columns(header.metadata):

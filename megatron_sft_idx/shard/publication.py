@@ -100,12 +100,12 @@ def read_journal(paths: ShardPaths) -> Head | None:
     return None
 
 
-def named_by(paths: ShardPaths, head: Head) -> ShardPaths:
+def with_named_columns(paths: ShardPaths, head: Head) -> ShardPaths:
     """The files that are meant, and the columns that a journal names."""
-    return paths.with_columns_of((*head.files, *(head.done or {})))
+    return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
-def with_present(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
+def with_present_columns(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
     """The files that are meant, and the columns that lie at the prefix: one look at the folder.
 
     Columns are known by their magic; temporary ones by the journal whose head is given, or as empty.
@@ -118,11 +118,11 @@ def with_present(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
             path = os.path.join(folder, entry.name)
             found = paths.with_columns_of([path])
             if found != paths and entry.is_file(follow_symlinks=False):
-                paths = found if (is_column(path) if column_of(path) else _may_go(path, head)) else paths
+                paths = found if (is_column(path) if column_of(path) else _is_removable(path, head)) else paths
     return paths
 
 
-def _may_go(path: str, head: Head | None) -> bool:
+def _is_removable(path: str, head: Head | None) -> bool:
     """Whether what is at a path is nothing, is empty as a kill leaves it, or is a file that a journal names."""
     if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
         return True
@@ -160,7 +160,7 @@ def check_free(
     """
     require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
-    paths = with_present(paths) if only is None else paths.with_columns_of(only)
+    paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
     if max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all) > MAX_NAME_NBYTES:
         raise FormatError(
             f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
@@ -189,10 +189,10 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
 
     def is_ours(path: str) -> bool:
-        return (is_column(path) if column_of(path) else is_shard) or _may_go(path, head)
+        return (is_column(path) if column_of(path) else is_shard) or _is_removable(path, head)
 
     ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
-    temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
+    temporary = Kind("a temporary file that a journal names", lambda path: _is_removable(path, head))
     for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
         with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
             check_place(path, kind, overwrite=True)
@@ -231,13 +231,13 @@ def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def held(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
+def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
     """Keep writers away from a prefix where no build is half done, or may be dropped; in the end its journal is gone.
 
     FormatError: another writer is at work, or was interrupted here.
     """
     with _kept_while_needed(paths.journal, lock_journal(paths, create=True)) as lock:
-        settle(paths, lock, overwrite=overwrite, drops=("rebuild",))
+        finish_interrupted(paths, lock, overwrite=overwrite, drops=("rebuild",))
         yield lock
 
 
@@ -270,19 +270,19 @@ def _unlink_locked(path: str, lock: int) -> None:
 def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
     """Remove the temporary files that a journal names, and empty ones."""
     for path in paths.unpublished.all:
-        if inode_of(path) is not None and _may_go(path, head):
+        if inode_of(path) is not None and _is_removable(path, head):
             os.unlink(path)
 
 
 def remove_shard(paths: ShardPaths) -> None:
     """Remove the files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
-    paths = with_present(paths)
+    paths = with_present_columns(paths)
     if not paths.present():
         return
-    with held(paths) as lock:
+    with locked_prefix(paths) as lock:
         with contextlib.closing(OutputFile(paths.journal, append=True)) as journal:
             journal.write(encode_head({"work": "removal", "files": _by_suffix(paths, _inodes(paths.all))}))
-        settle(paths, lock, overwrite=False)
+        finish_interrupted(paths, lock, overwrite=False)
 
 
 def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
@@ -293,11 +293,11 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
     """
     paths = ShardPaths.of(prefix)
     if os.path.lexists(paths.journal):
-        with held(paths, overwrite=True):
+        with locked_prefix(paths, overwrite=True):
             pass
 
 
-def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
+def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
     """Bring what a killed writer left to an end, and empty the journal, whose lock is held.
 
     What was half done is dropped, with leave to overwrite or where it is work of ``drops``; what was complete but for
@@ -312,18 +312,18 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
         head = Head.read(paths)
     except FormatError:
         # It says nothing that would make these files anybody's.
-        if not overwrite or not all(_may_go(path, None) for path in paths.unpublished.all):
+        if not overwrite or not all(_is_removable(path, None) for path in paths.unpublished.all):
             raise
         head = None
     if head is None:
-        paths = with_present(paths)
+        paths = with_present_columns(paths)
     else:
-        paths = named_by(paths, head)
+        paths = with_named_columns(paths, head)
         if head.work == "removal":
             for path in reversed(paths.all):
                 if inode_of(path) in head.files.values():
                     os.unlink(path)
-        elif head.done is not None:
+        elif head.replaced_inodes is not None:
             if not overwrite:
                 raise FormatError(
                     f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
@@ -331,17 +331,19 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
                 )
             # Once a step of the renames was taken, the shard that is replaced is none any more.
             written = [path for path in paths.all if paths.temporary(path) in head.files]
-            if _pending(paths, head) != written or (paths.seq_idx in head.done and inode_of(paths.seq_idx) is None):
+            if _pending(paths, head) != written or (
+                paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None
+            ):
                 rename_all(paths, head, durable=True)
         elif not overwrite and head.work not in drops:
-            raise left(paths, head)
+            raise interrupted_error(paths, head)
     _remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
     with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
 
 
-def left(paths: ShardPaths, head: Head) -> FormatError:
+def interrupted_error(paths: ShardPaths, head: Head) -> FormatError:
     """The error about what an interrupted writer left, and what may be done with it."""
     return FormatError(f"{paths.journal}: {_LEFT[head.work]} {paths.prefix}")
 
@@ -362,7 +364,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
             sync_folder(paths.folder, durable)
         move_into_place(paths.temporary(path), path, identity(path))
     sync_folder(paths.folder, durable)
-    _remove_temporaries(named_by(paths, head), head)
+    _remove_temporaries(with_named_columns(paths, head), head)
 
 
 def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
@@ -370,10 +372,10 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
 
     Returns the files that have yet to be renamed.
     """
-    assert head.done is not None
+    assert head.replaced_inodes is not None
     pending = _pending(paths, head)
     for path, inode in _inodes(pending).items():
-        if inode != head.done.get(path):
+        if inode != head.replaced_inodes.get(path):
             raise FormatError(
                 f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
                 f" then finish the build: megatron-sft-idx rebuild {paths.prefix}"
@@ -382,7 +384,7 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
         if inode_of(paths.seq_idx) is not None:
             os.unlink(paths.seq_idx)
             sync_folder(paths.folder, durable)
-        for path, inode in head.done.items():
+        for path, inode in head.replaced_inodes.items():
             if paths.temporary(path) not in head.files and inode_of(path) == inode:
                 os.unlink(path)
     return pending
@@ -390,13 +392,19 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
 
 def _pending(paths: ShardPaths, head: Head) -> list[str]:
     """The files that have yet to be renamed."""
-    return [path for path in named_by(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()]
+    return [
+        path for path in with_named_columns(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()
+    ]
 
 
 def is_set_aside(paths: ShardPaths) -> bool:
     """Whether a shard is whole here but for its names."""
     head = read_journal(paths)
-    return head is not None and head.done is not None and inode_of(paths.unpublished.seq_idx) in head.files.values()
+    return (
+        head is not None
+        and head.replaced_inodes is not None
+        and inode_of(paths.unpublished.seq_idx) in head.files.values()
+    )
 
 
 def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
@@ -412,7 +420,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
         for paths in shards:
             with locked_journal(paths) as lock:
                 head = Head.read(paths)
-                if head is None or head.done is None:
+                if head is None or head.replaced_inodes is None:
                     raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
                 if last:
                     rename_all(paths, head, durable=durable)
@@ -434,7 +442,7 @@ class Publication:
             the columns of a shard that is replaced go with it.
         nbytes: what will be written at least, for which room is looked for.
         drops: what half done work may be dropped without leave to overwrite.
-        lock: of the journal, where the caller has it already (``held``); the files at the prefix are then any files.
+        lock: the journal's lock, where the caller holds it (``locked_prefix``). Files at the prefix may then be any.
 
     Raises:
         FormatError: something is at the prefix, or another process is writing it.
@@ -454,7 +462,7 @@ class Publication:
         drops: Collection[str] = (),
         lock: int | None = None,
     ) -> None:
-        self._set(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
+        self._set_fields(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
         check_free(paths, only=only, strangers=False, **options)
         make_folders(paths.prefix)
@@ -463,8 +471,8 @@ class Publication:
             # Once more: now nobody else of this package writes here. What is refused has settled nothing.
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
-                settle(paths, self._lock, overwrite=overwrite, drops=drops)
-            present = with_present(paths)
+                finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
+            present = with_present_columns(paths)
             self._replaced = check_free(paths, only=present.all if only is None else only, **options)
             _remove_temporaries(present, None)
             self.journal = OutputFile(paths.journal, durable=durable, append=True)
@@ -486,7 +494,7 @@ class Publication:
             self.abandon()
             raise
 
-    def _set(self, paths: ShardPaths, durable: bool, head: Head, *, borrowed: bool = False) -> None:
+    def _set_fields(self, paths: ShardPaths, durable: bool, head: Head, *, borrowed: bool = False) -> None:
         self.paths, self.durable, self._head, self._borrowed = paths, durable, head, borrowed
         self._files: dict[str, OutputFile] = {}
         self._replaced = {}
@@ -510,8 +518,8 @@ class Publication:
         try:
             if (head := Head.read(paths)) is None:
                 raise FileNotFoundError(paths.journal)
-            paths = named_by(paths, head)
-            self._set(paths, True, head)
+            paths = with_named_columns(paths, head)
+            self._set_fields(paths, True, head)
             self._lock, self.taken_up = lock, True
             for path, inode in _inodes(paths.unpublished.all).items():
                 # What is written to may have no other name: it would change there too.
@@ -521,7 +529,7 @@ class Publication:
                         " link); recover the build where it was made, or, where all of it was copied, with"
                         f" megatron-sft-idx rebuild --copied {paths.prefix}"
                     )
-            if overwrite and head.done is None:
+            if overwrite and head.replaced_inodes is None:
                 self._replaced = check_free(paths, overwrite=True, only=only)
             self.journal = OutputFile(paths.journal, append=True)
         except BaseException:
@@ -562,9 +570,9 @@ class Publication:
     def _name_files(self) -> None:
         """Let the journal name the temporary files that are there now."""
         self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
-        self._note(FILE, self._head.files)
+        self._append_inodes(FILE, self._head.files)
 
-    def _note(self, kind: bytes, inodes: Mapping[str, int]) -> None:
+    def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
         """Append a block about files to the journal, behind its last complete one: a torn one would hide it."""
         if self.taken_up:
             with open_regular(self.paths.journal) as stream:
@@ -594,8 +602,8 @@ class Publication:
             )
         # The journal is believed from here on: before it says so, the files and their names are on disk.
         sync_folder(self.paths.folder, self.durable)
-        self._head = self._head._replace(done=found)
-        self._note(DONE, found)
+        self._head = self._head._replace(replaced_inodes=found)
+        self._append_inodes(DONE, found)
 
     def set_aside(self) -> None:
         """``complete``, and leave the shard to ``publish_all``: under temporary names, whole, its lock given up."""

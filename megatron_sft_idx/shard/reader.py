@@ -286,7 +286,7 @@ class Shard:
         lengths = np.diff(offsets)
         if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
             what = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
-            raise self.broken_pack(f"shard 0, pack {wrong[0]}: {what} (rule O2)")
+            raise self.pack_error(f"shard 0, pack {wrong[0]}: {what} (rule O2)")
         return offsets
 
     def sequence_bounds(self) -> NDArray[np.int64]:
@@ -299,7 +299,7 @@ class Shard:
         try:
             return _native.absolute_offsets(*arrays)
         except ValueError as error:
-            raise self.broken_pack(str(error)) from None
+            raise self.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
         """Say which packs come next; returns at once.
@@ -359,7 +359,7 @@ class Shard:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def broken_pack(self, found: str, pack: int | None = None) -> FormatError:
+    def pack_error(self, found: str, pack: int | None = None) -> FormatError:
         """The error where a kernel found ``shard S, pack N: what (rule R)``; ``pack`` where N counts otherwise.
 
         Offsets are read from ``.seq.idx``, starts from ``.seq.bin``.
@@ -383,4 +383,4 @@ class Shard:
         if 0 <= first < last <= most:
             rule, what, (first, last), most = "O1", "sequence", files.sequence_pair(i), files.num_sequences
         found = f"{what} offsets {first}, {last}, expected ascending and at most {most}"
-        return self.broken_pack(f"shard 0, pack {i}: {found} (rule {rule})")
+        return self.pack_error(f"shard 0, pack {i}: {found} (rule {rule})")

@@ -18,7 +18,7 @@ from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
 from megatron_sft_idx.shard.opening import read_start
-from megatron_sft_idx.shard.publication import Publication, check_free, left, locked_journal, read_journal
+from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error, locked_journal, read_journal
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.progress import Advance
@@ -39,9 +39,9 @@ class Remains:
     num_recorded: int
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all files are complete and synced, and only renames are left; the counts are then the shard's."""
-        return self.head.done is not None
+        return self.head.replaced_inodes is not None
 
     @property
     def build_options(self) -> BuildOptions:
@@ -69,12 +69,12 @@ def read_remains(paths: ShardPaths) -> Remains:
     """As ``find_remains``, for whoever holds the lock."""
     if (head := Head.read(paths)) is None:
         raise torn(paths.journal, "the journal's head is torn or changed")
-    if head.done is not None:
+    if head.replaced_inodes is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
         return Remains(paths, head, *counts, counts[0])
     if head.work != "build":
-        raise left(paths, head)
+        raise interrupted_error(paths, head)
     most = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in BuildOptions.decode(head.content, paths.journal).files(paths):
         rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
@@ -163,7 +163,7 @@ def recover(
         raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to recover from it") from None
     try:
         remains = read_remains(paths)
-        if remains.done:
+        if remains.is_complete:
             # .seq.idx is renamed last: under its temporary name, the one beside it is of the shard to be replaced.
             if not overwrite and os.path.lexists(paths.unpublished.seq_idx) and os.path.lexists(paths.seq_idx):
                 check_free(paths, overwrite=False)

@@ -198,7 +198,7 @@ class ShardSet:
             raise FormatError("an empty list of shards; name at least one")
         options = ReadOptions.of(os.fspath(prefixes[0]), backend)
         named = tuple(ShardPaths.of(prefix).prefix for prefix in prefixes)
-        self._take(named, options, b"", index_cache, tuple(columns))
+        self._set_fields(named, options, b"", index_cache, tuple(columns))
         different = "they come from different tokenizers"
         if alike:
             self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards with one dtype")
@@ -214,7 +214,7 @@ class ShardSet:
         """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
         return cls(find_prefixes(source), **options)
 
-    def _take(
+    def _set_fields(
         self,
         prefixes: tuple[str, ...],
         options: ReadOptions,
@@ -234,7 +234,7 @@ class ShardSet:
 
     def __setstate__(self, state: _State) -> None:
         prefixes, options, fingerprint, index_cache, columns = state
-        self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache, columns)
+        self._set_fields(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache, columns)
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
@@ -248,7 +248,7 @@ class ShardSet:
         """The shards of several sets, one set after the other, read as the first one is."""
         found, first = cls.__new__(cls), sets[0]
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
-        found._take(prefixes, first._options, b"", first._index_cache, first._chosen)
+        found._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
         found.headers = [header for one in sets for header in one.headers]
         found.columns = joined_columns(sets)
         return found

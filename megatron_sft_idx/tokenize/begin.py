@@ -376,7 +376,11 @@ def find_finished(job: Job) -> list[Header]:
         publish_all(set_aside)
         renamed.append(job.options.prefix)
     for prefix in job.outputs:
-        if not is_set_aside(ShardPaths.of(prefix)) and (remains := _remains(prefix)) is not None and remains.done:
+        if (
+            not is_set_aside(ShardPaths.of(prefix))
+            and (remains := _remains(prefix)) is not None
+            and remains.is_complete
+        ):
             recover(prefix, overwrite=True)  # the killed job might replace what is there
             renamed.append(prefix)
     for prefix in renamed:
@@ -480,7 +484,7 @@ def _unfinished_shards(job: Job, *, replaces: bool) -> list[str]:
             job.check_free(prefix, overwrite=replaces)
             continue
         paths = ShardPaths.of(prefix)
-        if (remains := _remains(prefix)) is not None and not remains.done:
+        if (remains := _remains(prefix)) is not None and not remains.is_complete:
             unfinished.append(prefix)
             if differs := packing_differences(remains.build_options.metadata, job.options.packing):
                 raise _other_job_error(paths.journal, differs)

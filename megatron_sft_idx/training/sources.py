@@ -233,7 +233,7 @@ class StoredPacks(_ShardPacks):
 
         def broken(at: int, found: str) -> FormatError:
             number, pack = (int(place[0]) for place in self.shards.locate(wanted[at : at + 1]))
-            return self.shards.shard(number).broken_pack(found, pack)
+            return self.shards.shard(number).pack_error(found, pack)
 
         limits = self.capacity, self.sequence_multiple, self.most_sequences
         return located(indexes, slots, local, limits, broken, numbers=numbers, numbered=self._numbered)

@@ -14,7 +14,7 @@ from packs import demo_samples, five_files, write_samples
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packs.buckets import copy_shard, upload
-from megatron_sft_idx.packs.transfer import Source, download
+from megatron_sft_idx.packs.transfer import CopySource, download
 from megatron_sft_idx.shard import Shard, write_column
 
 pytestmark = pytest.mark.cloud
@@ -34,12 +34,12 @@ def large(tmp_path: Path) -> str:
 
 
 def test_there_and_back(s3: Any, bucket: str, large: str, tmp_path: Path) -> None:
-    sent = upload(Source(large), f"s3://{bucket}/a/large")
+    sent = upload(CopySource(large), f"s3://{bucket}/a/large")
     assert remote_files(s3, bucket, "a/large") == five_files(large)
     assert sent.nbytes_sent == sum(map(len, five_files(large).values()))
     assert keys(s3, bucket) == five_keys("a/large")
     assert unfinished(s3, bucket) == []
-    download(Source(f"s3://{bucket}/a/large"), str(tmp_path / "back/large"))
+    download(CopySource(f"s3://{bucket}/a/large"), str(tmp_path / "back/large"))
     assert five_files(tmp_path / "back/large") == five_files(large)
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted(five_keys("large"))
     assert verify_shard(str(tmp_path / "back/large"), full=True).ok

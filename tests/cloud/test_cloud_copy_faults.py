@@ -18,7 +18,7 @@ from swift_server import SwiftServer
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.packs.buckets import copy_shard
-from megatron_sft_idx.packs.transfer import Source
+from megatron_sft_idx.packs.transfer import CopySource
 
 pytestmark = pytest.mark.cloud
 
@@ -45,7 +45,7 @@ def caught_uploading(s3: Any, bucket: str, shard: str, **environment: str) -> su
 def assert_no_shard(s3: Any, bucket: str) -> None:
     assert "x.seq.idx" not in keys(s3, bucket)
     with pytest.raises(ShardNotFoundError):
-        Source(f"s3://{bucket}/x")
+        CopySource(f"s3://{bucket}/x")
 
 
 def assert_whole(s3: Any, bucket: str, shard: str) -> None:
@@ -246,7 +246,7 @@ def test_an_upload_that_loses_its_claim_does_not_publish(
     assert code == 1, said
     # To force an upload over one that is at work is what --overwrite warns of: the shard is whole, or there is none.
     with contextlib.suppress(ShardNotFoundError, CorruptShardError):
-        Source(f"s3://{bucket}/x")
+        CopySource(f"s3://{bucket}/x")
         assert remote_files(s3, bucket, "x") == five_files(small)
     copy_shard(small, f"s3://{bucket}/x", overwrite=True)
     assert remote_files(s3, bucket, "x") == five_files(small)

@@ -38,7 +38,7 @@ def run(data: bytes) -> None:
             assert contents(folder) == before
             header = recover(prefix)
             assert remains is not None
-            if remains.done:
+            if remains.is_complete:
                 published = {name.removesuffix(".tmp"): before[name] for name in NAMES[1:] if name in before}
                 assert all(published[name] == content for name, content in contents(folder).items())
             else:
