@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats import npy
+from megatron_sft_idx.formats import pickles
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.npy import read_legacy, recognise
 from megatron_sft_idx.packs.run import PackRun
@@ -207,12 +207,12 @@ def test_damaged_and_lying_files_are_refused(tmp_path: Path, content: bytes) -> 
 
 
 def test_a_pickle_changes_nothing_that_it_names(tmp_path: Path) -> None:
-    before = dict(npy._STAND_INS)
+    before = dict(pickles._STAND_INS)
     state = b"N}U\x0c__defaults__U\x05utf16\x85s\x86b0"
     (tmp_path / "x.npy").write_bytes(pickled(b"c_codecs\nencode\n", state, b"]"))
     assert_same(read_legacy(tmp_path / "x.npy"), [])
-    assert npy._encode("a") == b"a"
-    assert before == npy._STAND_INS
+    assert pickles._encode("a") == b"a"
+    assert before == pickles._STAND_INS
 
 
 def test_an_array_of_numbers_is_no_list_of_packs(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from megatron_sft_idx import open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec
-from megatron_sft_idx.formats.pbin import Reader, Writer, write_pairs
+from megatron_sft_idx.formats.pbin import Reader, Writer
+from megatron_sft_idx.formats.pickles import write_pairs
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard import Shard, ShardWriter
 from tests.packs import demo_samples, write_samples

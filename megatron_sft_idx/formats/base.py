@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -633,15 +632,6 @@ def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(out, description)
     return out.getvalue()
-
-
-def pickle_opcodes(value: Any) -> bytes:
-    """The opcodes of a value inside a pickle of protocol 2: without the first and last opcode, and without memo."""
-    file = BytesIO()
-    pickler = pickle.Pickler(file, 2)
-    pickler.fast = True
-    pickler.dump(value)
-    return file.getvalue()[2:-1]
 
 
 # ---- the package metadata ----

@@ -30,14 +30,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs, parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity, first_bad_range
-from megatron_sft_idx.formats.pbin import (
-    Framing,
-    native_tokens,
-    read_document_index,
-    read_pairs,
-    require_framings,
-    write_pairs,
-)
+from megatron_sft_idx.formats.pbin import Framing, native_tokens, read_document_index, require_framings
+from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
 from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart

@@ -3,26 +3,20 @@
 The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
 (where the sequences start; 0 comes first), as lists or arrays. A pickle can only be read as a whole, so reading takes
 the whole file into memory. Writing does not: the pickle is made pack by pack.
-
-Pickles of other people are read by an unpickler that knows stand-ins for the few names that packs need, and no other
-name: no code of a file, and none that it names, is ever run.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import pickletools
 import struct
-from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     MaskAlignment,
@@ -34,9 +28,9 @@ from megatron_sft_idx.formats.base import (
     file_identity,
     npy_header,
     npy_header_bytes,
-    pickle_opcodes,
     unplaced_note,
 )
+from megatron_sft_idx.formats.pickles import PickledArray, pickle_opcodes, unpickle_list
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
@@ -125,7 +119,11 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
     """
     name = os.fspath(path)
     with open_regular(path) as file:
-        objects = unpickle_packs(file, name)
+        shape, _, dtype = npy_header(file, name)
+        if not dtype.hasobject and shape != (0,):
+            raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
+        # numpy.save makes an array of float64 of an empty list.
+        objects = unpickle_list(file, name) if dtype.hasobject else []
     packs = [checked_run(name, 0, [], [], [], [], [], token_dtype=np.int32, mask_dtype=np.uint8)]
     objects.reverse()
     while objects:  # each is freed before the next is converted: as Python numbers it is many times larger
@@ -278,136 +276,3 @@ class LegacyPickleWriter(PackedWriter):
 
 
 Writer = LegacyPickleWriter
-
-
-# ---- pickles, read without running what they name ----
-
-
-def unpickle_packs(file: BinaryIO, name: str) -> list[Any]:
-    """The elements of the object array in a ``.npy``, of which ``name`` is the path, for errors.
-
-    Raises:
-        FormatError: not such a file, or its pickle names anything but plain data.
-    """
-    shape, _, dtype = npy_header(file, name)
-    if not dtype.hasobject:
-        if shape == (0,):
-            return []  # numpy.save of an empty list: an array of float64
-        raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
-    try:
-        # ValueError where an opcode would have the unpickler allocate memory for nothing.
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            data = np.frombuffer(mapped, np.uint8)
-            try:
-                _native.check_pickle(data[file.tell() :])
-            finally:
-                del data  # or the map cannot be closed
-        content = _Unpickler(file).load()
-        objects = content.array().tolist() if isinstance(content, PickledArray) else content
-    except FormatError as error:
-        raise FormatError(f"{name}: {error}") from None
-    except Exception as error:
-        # A damaged or hostile pickle may make the stand-ins and the unpickler fail in any way.
-        raise FormatError(f"{name}: no readable pickle: {type(error).__name__}: {error}") from None
-    if not isinstance(objects, list):
-        raise FormatError(f"{name}: found {type(objects).__name__}, expected a list of packs")
-    return objects
-
-
-class _PickledDtype:
-    """The stand-in of ``numpy.dtype``: name and byte order of a type of numbers, or of objects.
-
-    What a stand-in holds is set on its class, too: a pickle can make an object without calling its ``__init__``.
-    """
-
-    _NAMES = frozenset({"O8", "b1", "f2", "f4", "f8", *(kind + size for kind in "iu" for size in "1248")})
-    _name, _order = "u1", ""
-
-    def __init__(self, name: str, *_: Any) -> None:
-        if name not in self._NAMES:
-            raise FormatError(f"an array of {name!r}, only numbers and objects are read")
-        self._name = name
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if state[1] in "<>":
-            self._order = state[1]
-
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(object) if self._name == "O8" else np.dtype(self._order + self._name)
-
-
-class PickledArray:
-    """The stand-in of ``numpy.ndarray``: what a pickle says of an array, of which ``array`` makes one."""
-
-    _shape: Sequence[int] = (0,)
-    _dtype = _PickledDtype("u1")
-    _fortran = False
-    _data: Any = b""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, self._shape, dtype, self._fortran, self._data = state
-        if not isinstance(dtype, _PickledDtype):
-            raise FormatError(f"an array of {type(dtype).__name__}, expected a dtype")
-        self._dtype = dtype
-
-    def array(self) -> NDArray[Any]:
-        """The array, made by numpy's safe constructors. ValueError or TypeError where what was said makes none."""
-        dtype = self._dtype.dtype()
-        if dtype.hasobject:
-            flat = np.empty(len(self._data), dtype=object)
-            flat[:] = list(self._data)
-        else:
-            flat = np.frombuffer(self._data, dtype)
-        return flat.reshape(self._shape, order="F" if self._fortran else "C")
-
-
-def _from_buffer(data: Any, dtype: _PickledDtype, shape: Sequence[int], order: str) -> PickledArray:
-    array = PickledArray()
-    array.__setstate__((1, shape, dtype, order == "F", data))
-    return array
-
-
-def _scalar(dtype: _PickledDtype, data: bytes) -> Any:
-    return np.frombuffer(data, dtype.dtype())[0].item()
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """The stand-in of ``codecs.encode``, by which protocol 2 writes bytes."""
-    if encoding != "latin1":
-        raise FormatError(f"bytes encoded as {encoding!r}")
-    return text.encode("latin1")
-
-
-_CORES = ("numpy.core", "numpy._core")  # numpy's older and newer name
-_STAND_INS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy", "ndarray"): PickledArray,
-    ("numpy", "dtype"): _PickledDtype,
-    ("_codecs", "encode"): _encode,
-    **{(f"{core}.multiarray", "_reconstruct"): PickledArray for core in _CORES},
-    **{(f"{core}.multiarray", "scalar"): _scalar for core in _CORES},
-    **{(f"{core}.numeric", "_frombuffer"): _from_buffer for core in _CORES},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """An unpickler with a stand-in for each name that packs need; any other name is a FormatError."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        try:
-            stand_in = _STAND_INS[module_name, global_name]
-        except KeyError:
-            raise FormatError(
-                f"its pickle calls {module_name}.{global_name}, which plain packs do not need and which could run any"
-                " code: refused; write the packs again as lists with numpy.save if they are yours"
-            ) from None
-        if isinstance(stand_in, type):
-            return stand_in
-
-        # A pickle can set attributes of a function that it names, so it gets one of its own.
-        def call(*arguments: Any) -> Any:
-            return stand_in(*arguments)
-
-        return call

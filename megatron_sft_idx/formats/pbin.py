@@ -33,13 +33,12 @@ damage of Modalities' merge tool, which moves the index entries of each further 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx._native import parse_pickled_pairs
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     PackedReader,
@@ -49,8 +48,8 @@ from megatron_sft_idx.formats.base import (
     file_identity,
     first_bad_range,
     joined_ranges,
-    pickle_opcodes,
 )
+from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
@@ -450,45 +449,3 @@ class Writer(PackedWriter):
             ends = np.cumsum(nbytes) + offset
             yield np.stack([ends - nbytes, nbytes], axis=1)
             offset = int(ends[-1]) if len(ends) else offset
-
-
-# ---- the index: a pickled list of pairs, read without unpickling ----
-
-# Pairs that are pickled at once, as tuples of Python.
-_PAIRS_AT_ONCE = 1 << 12
-
-
-def read_pairs(path: str, data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Read a pickle of one list of pairs, of any protocol, without unpickling it: int64 [pairs, 2].
-
-    Args:
-        path: of the file that the pickle is in, for errors.
-        data: the bytes of the pickle.
-
-    Raises:
-        FormatError: the pickle holds anything but pairs of 64-bit integers.
-    """
-    try:
-        return parse_pickled_pairs(data)
-    except ValueError as error:
-        raise FormatError(
-            f"{path}: its index is no pickled list of pairs of integers: {error} of the pickle;"
-            " nothing of it was run: do not unpickle the file by other means unless you know who made it"
-        ) from None
-
-
-def write_pairs(write: Callable[[bytes], object], blocks: Iterable[NDArray[np.int64]]) -> None:
-    """Write a pickled list of pairs of integers, block by block.
-
-    Args:
-        write: takes the bytes in order.
-        blocks: the pairs, int64 [some, 2].
-    """
-    beginning, empty_list = b"\x80\x02", b"]"
-    write(beginning + empty_list)
-    for block in blocks:
-        for i in range(0, len(block), _PAIRS_AT_ONCE):
-            pairs = list(zip(*block[i : i + _PAIRS_AT_ONCE].T.tolist(), strict=True))
-            # Without the opcode of a new list, the others append the pairs to the one that is there.
-            write(pickle_opcodes(pairs).removeprefix(empty_list))
-    write(b".")

@@ -8,7 +8,7 @@ import numpy as np
 from fuzz.contract import refused
 from pickled_pairs_twin import twin
 
-from megatron_sft_idx.formats.pbin import read_pairs, write_pairs
+from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 
 
 def run(data: bytes) -> None:
