@@ -5,11 +5,5 @@ paths apart, makes many requests at once, checks answers and words errors; it ha
 Endpoints and credentials come from where each library looks for them. No message may contain them.
 """
 
-from megatron_sft_idx.storage.remote.store import (
-    RemoteArray,
-    RemotePath,
-    RemoteStore,
-    forget_stores,
-    open_store,
-)
+from megatron_sft_idx.storage.remote.store import RemoteArray, RemotePath, RemoteStore, forget_stores, open_store
 from megatron_sft_idx.storage.remote.transport import ObjectInfo, RetryPolicy

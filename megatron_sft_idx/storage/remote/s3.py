@@ -50,17 +50,10 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
 _BY_STATUS: dict[int, type[Failure]] = {
     401: AccessDenied, 403: AccessDenied, 404: NoSuchObject, 408: TemporaryFailure, 412: EtagMismatch,
-    416: RangePastEnd, 429: TemporaryFailure,
+    416: RangePastEnd, 429: TemporaryFailure
 }  # fmt: skip
 # Codes that some stores send with status 400.
-_TEMPORARY = {
-    "RequestTimeout",
-    "SlowDown",
-    "InternalError",
-    "ServiceUnavailable",
-    "Throttling",
-    "ThrottlingException",
-}
+_TEMPORARY = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
 # Codes of credentials that were good once.
 _EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
