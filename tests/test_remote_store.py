@@ -104,7 +104,7 @@ def failing(times: int) -> Callable[[], int]:
 
 
 def test_what_passes_is_tried_again() -> None:
-    assert RetryPolicy(total_seconds=60, first_delay=0.001).run(failing(5)) == 7
+    assert RetryPolicy(total_seconds=60, first_delay=0.001).retry(failing(5)) == 7
 
 
 def test_the_bound_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,10 @@ def test_the_bound_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         "megatron_sft_idx.storage.remote.transport.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     )
     with pytest.raises(TemporaryFailure, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
-        RetryPolicy(total_seconds=0.3, first_delay=0.1).run(failing(10**6))
+        RetryPolicy(total_seconds=0.3, first_delay=0.1).retry(failing(10**6))
     assert now <= 0.3
     with pytest.raises(TemporaryFailure, match="1 attempts"):
-        RetryPolicy(total_seconds=0).run(failing(1))
+        RetryPolicy(total_seconds=0).retry(failing(1))
 
 
 def test_what_does_not_pass_is_not_tried_again() -> None:
@@ -132,7 +132,7 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
         raise NoSuchObject("HTTP 404")
 
     with pytest.raises(NoSuchObject):
-        RetryPolicy().run(attempt)
+        RetryPolicy().retry(attempt)
     assert len(calls) == 1
 
 

@@ -124,8 +124,8 @@ def _proves(filled: bytearray, stored: bytes, json_end: int) -> bool:
     if len(filled) > _MAX_SEARCHED_NBYTES:
         return False
     underived = [_FIELDS[name] for name in _UNDERIVED]
-    places = [at for offset, form in underived for at in range(offset, offset + form.size)]
-    for at in (*places, *range(HEADER_FIXED_NBYTES, json_end)):
+    offsets = [at for offset, form in underived for at in range(offset, offset + form.size)]
+    for at in (*offsets, *range(HEADER_FIXED_NBYTES, json_end)):
         for bit in range(8):
             filled[at] ^= 1 << bit
             if xxhash.xxh3_128_digest(filled) == stored:

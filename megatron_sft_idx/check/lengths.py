@@ -5,7 +5,7 @@ No file is trusted: each source is checked from end to end when it is opened; on
 Inference from the data (``infer_lengths``): ``.seq.bin`` tells how many packs there are and where each sequence starts
 in its pack, so only the length of each pack's last sequence is missing. A pack may begin at token ``p`` only if a
 sequence may end before ``p`` and before each later start of the pack. Packs follow one another, and a pack is longer
-than its last start. So pack k begins at one of a set of places, and ``begin[k + 1] > begin[k] + last_start[k]``. If two
+than its last start. So pack k begins at one of a set of tokens, and ``begin[k + 1] > begin[k] + last_start[k]``. If two
 lists of begins satisfy this, then so do their smaller begins, pack by pack, and their larger begins. Hence there is an
 earliest solution and a latest one; each is found by a greedy pass over the tokens. The lengths are certain if and only
 if the two are equal. Nothing is guessed, and memory does not grow with the shard.

@@ -52,7 +52,7 @@ _EXACT = "byte for byte"
 # Added to the name of a file that a new one replaces.
 _DAMAGED = ".damaged"
 _COPY_NBYTES = 1 << 20
-_PIECE_TOKENS = 1 << 16
+_CHUNK_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Repair:
             publication.publish()
         except (OSError, FormatError) as error:
             in_place = {path for path in second_names if identity(path) == replaced[path]}
-            # Closed, the publication is complete but for renames. A later run finishes them, and must find all names.
+            # Closed, the publication is complete but for renames. The next rebuild finishes it and must find all names.
             if not publication.closed:
                 for name in (second_names[path] for path in in_place):
                     if name in given_here:
@@ -189,8 +189,8 @@ def _give_second_name(path: str, given_here: list[str]) -> str:
         copy = OutputFile(f"{name}.{os.getpid()}.tmp")
         try:
             with contextlib.closing(copy), open_regular(path) as file:
-                while piece := file.read(_COPY_NBYTES):
-                    copy.write(piece)
+                while block := file.read(_COPY_NBYTES):
+                    copy.write(block)
                 copy.sync()
             move_into_place(copy.path, name, None)
         except BaseException:
@@ -285,10 +285,10 @@ def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackCh
         edges = np.append(begin, begin + np.cumsum(chunk.lengths))
         first = 0
         while first < len(chunk.lengths):  # some 64 thousand tokens, or one longer pack
-            last = max(int(np.searchsorted(edges, edges[first] + _PIECE_TOKENS, side="right")) - 1, first + 1)
+            last = max(int(np.searchsorted(edges, edges[first] + _CHUNK_TOKENS, side="right")) - 1, first + 1)
             ids, begins = tokens[int(edges[first]) : int(edges[last])], edges[first:last] - edges[first]
-            places = np.union1d(begins, np.flatnonzero(ids[:-1] == eod_id) + 1)
-            starts: NDArray[np.int64] = places - begins[np.searchsorted(begins, places, side="right") - 1]
+            positions = np.union1d(begins, np.flatnonzero(ids[:-1] == eod_id) + 1)
+            starts: NDArray[np.int64] = positions - begins[np.searchsorted(begins, positions, side="right") - 1]
             yield starts.astype(np.uint32)
             first = last
         begin = int(edges[-1])
@@ -457,8 +457,8 @@ def _measured(
         if finding.path == paths.seq_idx:  # not written yet, so only its limits can be wrong
             remedy = "pass the --capacity and --sequence-multiple that it was packed with, or none"
             raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
-        place = f"{finding.path}: byte {finding.offset}"
-        raise FormatError(f"{place}: {finding.what}; the files are not of one shard, or {damaged}")
+        where = f"{finding.path}: byte {finding.offset}"
+        raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or {damaged}")
     return walk
 
 

@@ -418,9 +418,9 @@ def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = 
     stream = StreamHash()
     with open_regular(path) as file:
         file.seek(offset)
-        while piece := file.read(_CHUNK_NBYTES):
-            stream.update(piece)
-            advance(len(piece))
+        while chunk := file.read(_CHUNK_NBYTES):
+            stream.update(chunk)
+            advance(len(chunk))
     return stream.digest()
 
 
@@ -499,13 +499,13 @@ def read_extents(
     """
     lengths = np.array([len(array) for array in arrays], np.int64)
     if (outside := (starts < 0) | (counts < 0) | (counts > lengths) | (starts > lengths - counts)).any():
-        run = int(outside.argmax())
+        i = int(outside.argmax())
         raise ValueError(
-            f"run {run} begins at {starts[run]} and has {counts[run]} items, its array holds {lengths[run]};"
+            f"extent {i} begins at {starts[i]} and has {counts[i]} items, its array holds {lengths[i]};"
             " the index is damaged, or of another shard"
         )
     if int(counts.sum()) != len(out):
-        raise ValueError(f"runs of {counts.sum()} items do not fill an output of {len(out)}")
+        raise ValueError(f"extents of {counts.sum()} items do not fill an output of {len(out)}")
     reopened = [array for array in arrays if isinstance(array, ReopenedArray)]
     size = out.dtype.itemsize
     if len(reopened) < len(arrays):

@@ -131,7 +131,7 @@ class RemoteStore:
         """What is at a key; None for nothing. With ``writing``, errors are worded for a command that writes there."""
         with self._errors_of(key, writing=writing):
             try:
-                return self.policy.run(lambda: self.transport.head(key))
+                return self.policy.retry(lambda: self.transport.head(key))
             except NoSuchObject:
                 return None
 
@@ -165,7 +165,7 @@ class RemoteStore:
             return block
 
         with self._errors_of(key):
-            return self.policy.run(attempt)
+            return self.policy.retry(attempt)
 
     def confirm_unchanged(self, key: str, etag: str) -> None:
         """FormatError unless all that was fetched so far is of the object with this etag.
@@ -185,7 +185,7 @@ class RemoteStore:
         """The objects whose keys begin with ``prefix``, in no certain order."""
         with self._errors_of(prefix):
             try:
-                return iter(self.policy.run(lambda: list(self.transport.list(prefix))))
+                return iter(self.policy.retry(lambda: list(self.transport.list(prefix))))
             except NoSuchObject:
                 where = f"{self.scheme}://{self.bucket}"
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
@@ -199,7 +199,7 @@ class RemoteStore:
         """Write an object if there is none, and return whether it was written. Of two that try at once one succeeds."""
         with self._errors_of(key, writing=True):
             try:
-                self.policy.run(lambda: self.transport.create(key, data, checksum))
+                self.policy.retry(lambda: self.transport.create(key, data, checksum))
             except EtagMismatch:
                 return False
         return True
@@ -207,12 +207,12 @@ class RemoteStore:
     def delete(self, key: str) -> None:
         """Remove an object, if there is one."""
         with self._errors_of(key, writing=True):
-            self.policy.run(lambda: self.transport.delete(key))
+            self.policy.retry(lambda: self.transport.delete(key))
 
     def abort_uploads(self, key: str) -> int:
         """Remove the stored parts of unfinished uploads to ``key``; return the number of uploads."""
         with self._errors_of(key, writing=True):
-            return self.policy.run(lambda: self.transport.abort_uploads(key))
+            return self.policy.retry(lambda: self.transport.abort_uploads(key))
 
     @contextlib.contextmanager
     def _errors_of(self, key: str, *, writing: bool = False) -> Iterator[None]:

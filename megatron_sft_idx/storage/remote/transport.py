@@ -97,7 +97,7 @@ class RetryPolicy(NamedTuple):
                 return cls(total_seconds=seconds)
         raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
 
-    def run(self, attempt: Callable[[], _T]) -> _T:
+    def retry(self, attempt: Callable[[], _T]) -> _T:
         """Call ``attempt`` until it does not raise ``TemporaryFailure``, and return what it returns.
 
         Raises:
