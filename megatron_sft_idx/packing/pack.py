@@ -1,11 +1,11 @@
-"""``pack_sequences``: choose a planner, run it on the histogram of lengths, hand the sequences out.
+"""``pack_sequences`` plans packs from the lengths of sequences.
 
 ::
 
     lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
 
-Planners see distinct sizes with counts and return patterns, so their cost does not follow the number of
-sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence.
+Planners see distinct sizes with counts and return patterns, so their cost does not grow with the number of sequences.
+The methods ``first-fit-shuffle`` and ``sequential`` depend on an order, and go sequence by sequence.
 """
 
 from __future__ import annotations
@@ -23,26 +23,20 @@ from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing.linear_program import Patterns, plan_by_linear_program
 
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
-METHODS: Final = (
-    "auto",
-    "best-fit",
-    "exact-fill",
-    "first-fit-shuffle",
-    "first-fit-decreasing",
-    "sequential",
-)
+METHODS: Final = ("auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential")
 EFFORTS: Final = ("normal", "high")
 
-# In the order in which ties are decided: exact fill by average mixes lengths best.
+# Native planners with their methods. Of two plans with as many packs the earlier planner's is taken: exact fill by
+# average mixes lengths best.
 _PLANNERS: Final = {
     "exact-fill-average": "exact-fill",
     "exact-fill-fewest": "exact-fill",
     "best-fit": "best-fit",
     "first-fit-decreasing": "first-fit-decreasing",
 }
-# Up to here auto tries first-fit-shuffle too; beyond, it costs more than all the rest and never won.
-_SHUFFLE_UP_TO: Final = 100_000
-# High effort goes on where the plan is further than this share, and than one pack, from the bound.
+# Up to so many sequences auto tries first-fit-shuffle too; of more it costs more than all other methods, and never won.
+_MAX_SHUFFLED: Final = 100_000
+# High effort solves a linear program where the plan has more packs than the bound, by one and by this share of it.
 _GAP: Final = 1e-4
 
 
@@ -54,12 +48,11 @@ class PackPlan:
         offsets: int64 [packs + 1], from 0 to the number of sequences.
         sequences: int64, indices into the lengths; each occurs once.
         capacity: token positions a pack may hold.
-        fill: tokens over ``packs * capacity``; tokens as given, not rounded up to the sequence multiple. 0
-            where there are no packs.
-        lower_bound: packs that no plan can do without; a plan that has no more is optimal.
+        fill: tokens, not rounded up to the sequence multiple, over ``packs * capacity``; 0 where there are no packs.
+        lower_bound: no plan has fewer packs; a plan with so many is optimal.
         longest: tokens of the fullest pack, not rounded up.
         most_sequences: sequences of the pack that has most of them.
-        method: what made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
+        method: that made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
     """
 
     offsets: NDArray[np.int64]
@@ -88,26 +81,26 @@ def pack_sequences(
     seed: int = 0,
     groups: ArrayLike | None = None,
 ) -> PackPlan:
-    """Assigns every sequence to a pack, with as few packs as can be found.
+    """Assign every sequence to a pack, with as few packs as can be found.
 
-    The same arguments give the same plan on any machine, ``effort="high"`` excepted. Sequences of equal
-    length are interchangeable: which of them goes where is shuffled by seed, as is the order of the packs.
+    The same arguments give the same plan on any machine, except with ``effort="high"``. Which of the sequences of equal
+    length goes where is shuffled by the seed, and so is the order of the packs.
 
     Args:
         lengths: tokens of each sequence: any integer array, or a list of integers.
         capacity: token positions a pack may hold, at most 2**31 - 1.
-        method: ``auto`` takes the plan with the fewest packs of all the others. ``exact-fill`` fills each
-            pack to the last position around its largest sequence. ``best-fit`` and ``first-fit-decreasing``
-            are the classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by seed, and
-            ``sequential`` keeps the order of the sequences and of the packs, whatever the seed.
-        effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps
-            most where packs hold two to four sequences, and takes up to half a minute.
+        method: ``auto`` tries all others and takes the plan with the fewest packs. ``exact-fill`` starts a pack with
+            its largest sequence and fills it to the last position. ``best-fit`` and ``first-fit-decreasing`` are the
+            classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by the seed, and ``sequential`` keeps
+            the order of the sequences and of the packs, whatever the seed.
+        effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps most where
+            packs hold two to four sequences, and takes up to half a minute.
         max_sequences_per_pack: no pack holds more; None sets no limit.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
-        groups: integers, one a sequence, such as the numbers of preference pairs: neighbours of equal number make a
-            group, which every method puts into one pack, end to end in its order. Packs, bound and effort are those of
-            sequences as long as the groups. None is every sequence for itself.
+        groups: one integer for each sequence, such as the number of its preference pair. Neighbours of equal number
+            are a group, which every method puts into one pack, end to end in its order. Packs and bound are those of
+            sequences as long as the groups. None for no groups.
 
     Raises:
         SequenceError: (a ValueError) a length that is zero, or a sequence or group that does not fit a pack.
@@ -122,9 +115,9 @@ def pack_sequences(
         raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
     capacity = _as_integer("capacity", capacity, 1, _LARGEST_CAPACITY)
     multiple = _as_integer("sequence_multiple", sequence_multiple, 1, capacity)
-    most = _LARGEST_CAPACITY
+    limit = _LARGEST_CAPACITY  # of sequences a pack
     if max_sequences_per_pack is not None:
-        most = min(most, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
+        limit = min(limit, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
     seed = _as_integer("seed", seed, 0, 2**64 - 1)
     array = _as_lengths(lengths)
     starts = None if groups is None else _group_starts(groups, len(array))
@@ -132,51 +125,50 @@ def pack_sequences(
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
     if starts is None:
-        return _Instance(array, capacity, multiple, most, seed).plan(method, effort)
+        return _Problem(array, capacity, multiple, limit, seed).plan(method, effort)
     counts = np.diff(starts, append=len(array))
     if max_sequences_per_pack is not None:
         if (counts != counts[0]).any():
             raise ValueError("max_sequences_per_pack goes with groups of one size, these differ; leave it out")
-        if (most := most // int(counts[0])) < 1:
+        if (limit := limit // int(counts[0])) < 1:
             raise ValueError(
                 f"max_sequences_per_pack is {max_sequences_per_pack}, but groups have {counts[0]} sequences; raise it"
             )
     units = _group_units(array, starts, capacity, multiple)
-    plan = _Instance(units, capacity // multiple, 1, most, seed).plan(method, effort)
+    plan = _Problem(units, capacity // multiple, 1, limit, seed).plan(method, effort)
     return _ungroup(plan, array, starts, capacity)
 
 
-class _Instance:
-    """One call: the lengths, their size classes (in units of the multiple), and the bound."""
+class _Problem:
+    """The lengths of one call, their size classes in units of the multiple, and the lower bound of packs."""
 
-    def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int) -> None:
-        self.lengths, self.capacity, self.multiple, self.most, self.seed = lengths, capacity, multiple, most, seed
+    def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, limit: int, seed: int) -> None:
+        self.lengths, self.capacity, self.multiple, self.limit, self.seed = lengths, capacity, multiple, limit, seed
         self.units = capacity // multiple
         try:
             self.sizes, self.counts, self.tokens = _native.packing_histogram(lengths, capacity, multiple)
         except ValueError:
             raise _misfit(lengths, capacity, multiple) from None
-        self.bound = _native.packing_lower_bound(self.sizes, self.counts, self.units, most)
+        self.bound = _native.packing_lower_bound(self.sizes, self.counts, self.units, limit)
 
     def plan(self, method: str, effort: str) -> PackPlan:
         if method in ("first-fit-shuffle", "sequential"):
             return self.in_order(method)
-        found: list[tuple[str, Patterns]] = []
+        tried: list[tuple[str, Patterns]] = []
         for planner, name in _PLANNERS.items():
-            # The bound ends the search.
-            if method in ("auto", name) and not any(_packs(patterns) == self.bound for _, patterns in found):
-                patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
-                found.append((name, patterns))
-        fewest = min(_packs(patterns) for _, patterns in found)
+            # No other planner is tried once a plan has as few packs as the bound.
+            if method in ("auto", name) and not any(_packs(patterns) == self.bound for _, patterns in tried):
+                patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.limit, planner, self.seed)
+                tried.append((name, patterns))
+        fewest = min(_packs(patterns) for _, patterns in tried)
         if effort == "high" and fewest > self.bound * (1 + _GAP) + 1:
-            patterns = plan_by_linear_program(self.sizes, self.counts, self.units, self.most, self.seed)
-            found.append(("linear-program", patterns))
-        # The fewest packs, the earlier planner of two.
-        best = min(found, key=lambda each: _packs(each[1]))
+            patterns = plan_by_linear_program(self.sizes, self.counts, self.units, self.limit, self.seed)
+            tried.append(("linear-program", patterns))
+        best = min(tried, key=lambda each: _packs(each[1]))
         if method != "auto" or _packs(best[1]) == self.bound:
             return self.hand_out(*best)
-        # A method that goes in order may have fewer packs: lengths may come in a perfect order.
-        methods = ["sequential", "first-fit-shuffle"] if len(self.lengths) <= _SHUFFLE_UP_TO else ["sequential"]
+        # The methods that depend on an order may find fewer packs, if the lengths come in a perfect one.
+        methods = ["sequential", "first-fit-shuffle"] if len(self.lengths) <= _MAX_SHUFFLED else ["sequential"]
         plan = min((self.in_order(each) for each in methods), key=lambda plan: plan.num_packs)
         if plan.num_packs >= _packs(best[1]):
             return self.hand_out(*best)
@@ -185,7 +177,7 @@ class _Instance:
         return _reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
 
     def in_order(self, method: str) -> PackPlan:
-        limits = (self.capacity, self.multiple, self.most)
+        limits = (self.capacity, self.multiple, self.limit)
         if method == "sequential":
             sequences = np.arange(len(self.lengths), dtype=np.int64)
             offsets = _native.packing_sequential(self.lengths, *limits)
@@ -196,7 +188,7 @@ class _Instance:
     def hand_out(self, method: str, patterns: Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(self.lengths, self.multiple, self.sizes, *patterns, self.seed)
         longest, (begins, entries, _) = None, patterns
-        if self.multiple == 1:  # then the patterns know, and nothing as long as the lengths is touched
+        if self.multiple == 1:  # then the patterns tell, without an array as long as the lengths
             tokens = self.sizes[entries[:, 0]] * entries[:, 1]
             longest = int(np.add.reduceat(tokens, begins[:-1]).max())
         return self._plan(offsets, sequences, method, longest)
@@ -218,7 +210,7 @@ def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
     """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
     counts = np.diff(plan.offsets)[order]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    # Each position's source: its place inside its pack, after where that pack began.
+    # Of each place in the result, the place in the plan: as far behind the beginning of the same pack.
     source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
     return replace(plan, offsets=offsets, sequences=plan.sequences[source])
 
@@ -309,14 +301,13 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
-    """The error for lengths that no pack holds: the first (counted from ``start``), how many, and the longest."""
+    """The error for lengths that do not fit a pack: names the first, counted from ``start``, and says how many."""
     usable = capacity // multiple * multiple
     short = np.flatnonzero(lengths < 1)
     if len(short) > 0:
         first = int(short[0])
-        found = f"length {int(lengths[first])}, a sequence has at least one token"
-        reason = f"{found}; {len(short)} sequences are like it, drop them"
-        return SequenceError("lengths", start + first, reason)
+        reason = f"length {int(lengths[first])}, a sequence has at least one token; {len(short)} sequences are like it"
+        return SequenceError("lengths", start + first, f"{reason}, drop them")
     overlong = np.flatnonzero(lengths > usable)
     first = int(overlong[0])
     rounded = f" rounded up to a multiple of {multiple}" if multiple > 1 else ""
@@ -332,21 +323,20 @@ def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int
 
 
 _FULL: Final = 0.98
-_WAIT: Final = 3  # windows
+_MAX_WINDOWS: Final = 3  # that a sequence waits
 
 
 class WindowPacker:
     """Packs lengths that arrive in order, ``window`` of them at a time.
 
-    Packs at least ``full`` are given out after each window; the sequences of the others wait and are packed
-    anew with the next one, for at most three windows, so that memory stays bounded and no sequence waits for
-    ever. Against packing everything at once this costs a few hundredths of a percent of fill. The packs
-    depend on the lengths and the options, not on how the lengths are cut into calls of ``add``.
+    After each window the packs that are full enough are returned. Sequences of the others wait and are packed anew with
+    the next window, at most three times, so that memory is bounded. Against packing all sequences at once this costs a
+    few hundredths of a percent of fill. The packs do not depend on how the lengths are cut into calls of ``add``.
 
     Args:
         capacity: as for ``pack_sequences``, and so are the options not named here.
-        window: sequences packed at a time; more fill better and wait longer.
-        full: the share of the capacity from which on a pack is given out at once.
+        window: sequences packed at a time; more of them fill packs better and wait longer.
+        full: the share of the capacity from which on a pack is returned at once.
     """
 
     def __init__(
@@ -366,7 +356,7 @@ class WindowPacker:
             raise ValueError(f"full is {full}, it must be 0 to 1")
         self._full = full
         self._in_order = method == "sequential"
-        self._capacity, self._multiple, self._most = capacity, sequence_multiple, max_sequences_per_pack
+        self._capacity, self._multiple, self._limit = capacity, sequence_multiple, max_sequences_per_pack
         self._pack = partial(
             pack_sequences,
             capacity=capacity,
@@ -376,36 +366,36 @@ class WindowPacker:
         )
         self._pack([])  # refuses bad options now, not at the first full window
         self._windows = 0  # packed so far
-        self._seen = 0  # sequences added so far
-        self._positions = np.zeros(0, np.int64)  # of the sequences at hand, in the stream
-        self._lengths = np.zeros(0, np.int64)
-        self._fresh = 0  # of those, the ones that no window has seen
+        self._added = 0  # sequences so far
+        # Of the sequences that wait: positions in the stream, lengths, and how many no window had yet.
+        self._positions, self._lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._fresh = 0
 
     def add(self, lengths: ArrayLike) -> list[NDArray[np.int64]]:
-        """Takes the next lengths; returns the packs that are ready, as int64 positions in the stream.
+        """Add the next lengths, and return the packs that are ready, each int64 positions of sequences in the stream.
 
         Raises:
-            SequenceError: a length does not fit; none of these lengths is taken then.
+            SequenceError: a length does not fit a pack; then none of these lengths is added.
         """
         array = _as_lengths(lengths)
         usable = self._capacity // self._multiple * self._multiple
         if len(array) > 0 and not (array.min() >= 1 and array.max() <= usable):
-            raise _misfit(array, self._capacity, self._multiple, start=self._seen)
+            raise _misfit(array, self._capacity, self._multiple, start=self._added)
         packs: list[NDArray[np.int64]] = []
         while len(array) > 0:
             taken = array[: self._window - self._fresh]
             array = array[len(taken) :]
-            positions = np.arange(self._seen, self._seen + len(taken), dtype=np.int64)
+            positions = np.arange(self._added, self._added + len(taken), dtype=np.int64)
             self._positions = np.concatenate([self._positions, positions])
             self._lengths = np.concatenate([self._lengths, taken])
-            self._seen += len(taken)
+            self._added += len(taken)
             self._fresh += len(taken)
             if self._fresh == self._window:
                 packs += self._flush(last=False)
         return packs
 
     def finish(self) -> list[NDArray[np.int64]]:
-        """Returns all packs that are left."""
+        """Return all remaining packs."""
         return self._flush(last=True)
 
     def _flush(self, *, last: bool) -> list[NDArray[np.int64]]:
@@ -416,20 +406,20 @@ class WindowPacker:
         self._fresh = 0
         ready = np.ones(plan.num_packs, bool) if last else self._ready(plan)
         positions = self._positions[plan.sequences]
-        given = [positions[plan.offsets[p] : plan.offsets[p + 1]] for p in np.flatnonzero(ready)]
-        # Those that wait stay in the order of the stream, which is all that sequential asks for.
+        packs = [positions[plan.offsets[p] : plan.offsets[p + 1]] for p in np.flatnonzero(ready)]
+        # Sequences that wait stay in the order of the stream, which ``sequential`` needs.
         waiting = np.sort(plan.sequences[np.repeat(~ready, np.diff(plan.offsets))])
         self._positions, self._lengths = self._positions[waiting], self._lengths[waiting]
-        return given
+        return packs
 
     def _ready(self, plan: PackPlan) -> NDArray[np.bool_]:
-        """Which packs are given out: full ones, and those with a sequence that has waited long enough."""
+        """Which packs are returned: full ones, and those with a sequence that has waited long enough."""
         if self._in_order:
             return np.arange(plan.num_packs) < plan.num_packs - 1
         starts = plan.offsets[:-1]
         rounded = -(-self._lengths // self._multiple) * self._multiple
         ready = np.add.reduceat(rounded[plan.sequences], starts) >= self._full * self._capacity
-        if self._most is not None:
-            ready |= np.diff(plan.offsets) == self._most
+        if self._limit is not None:
+            ready |= np.diff(plan.offsets) == self._limit
         oldest = np.minimum.reduceat(self._positions[plan.sequences], starts)
-        return ready | (oldest < self._seen - (_WAIT - 1) * self._window)
+        return ready | (oldest < self._added - (_MAX_WINDOWS - 1) * self._window)

@@ -447,11 +447,7 @@ def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
 
 
 def _interrupted_job(job: Job) -> tuple[JobState | None, list[str]]:
-    """What ``run.json`` says, None where there is none; and how this job differs, where its parts may be discarded.
-
-    Raises:
-        FormatError: the interrupted job is another one, or this one was not told to resume or replace it.
-    """
+    """What ``run.json`` says, if it is there, and how this job differs; FormatError where that may not be."""
     options, folder = job.options, job.folder
     if not folder.has_state:
         return None, []
@@ -473,11 +469,7 @@ def _interrupted_job(job: Job) -> tuple[JobState | None, list[str]]:
 
 
 def _unfinished_shards(job: Job, *, replaces: bool) -> list[str]:
-    """Prefixes of packed shards that an interrupted job left unfinished.
-
-    Raises:
-        FormatError: a shard may not be written, or remains at a prefix are of another job.
-    """
+    """Prefixes of packed shards that were left unfinished; FormatError where a shard may not be written there."""
     unfinished = []
     for prefix in job.outputs:
         if not job.options.resume:
@@ -511,11 +503,7 @@ def _remains(prefix: str) -> Remains | None:
 
 
 def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
-    """The corpus that an earlier job kept, if it is what this job would make; else None.
-
-    Raises:
-        FormatError: something else is where this job is to keep its corpus, and may not be replaced.
-    """
+    """The corpus of an earlier job, if this one would make the same; FormatError where its own may not go there."""
     is_there, differs = not ShardPaths.of(job.corpus).missing(), ["it cannot be read"]
     if is_there:
         with contextlib.suppress(SFTIndexError, OSError):

@@ -1,4 +1,4 @@
-"""Pieces of input to token ids and masks: what one worker does, and all that it needs to know."""
+"""Rows become sequences of token ids with masks and columns, a piece of input at a time."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class EncodingOptions:
     Attributes:
         tokenizer: folder or vocabulary file of the tokenizer.
         chat_template: template text that replaces the tokenizer's own.
-        template_name: what errors call it, such as its file.
+        template_name: what errors call the template, such as its file.
         template_kwargs: extra variables for the template.
-        masks: what is trained on.
+        masks: which tokens are trained on.
         rows: how input rows are read.
         append_eod: end every sequence with the tokenizer's end-of-sequence id, trained exactly when the token before
             it is.
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
-        source: say of every sequence which row it was made from.
-        source_weights: what masks are multiplied with, by the number of the input file; empty for 1 everywhere.
-        content: say of every sequence what its row says, as a hash.
-        tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
+        source: make the column ``source``.
+        source_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
+        content: make the column ``content``.
+        tokenizer_proof: ``Tokenizer.proof`` of the same tokenizer, whose checks then need not be done again.
     """
 
     tokenizer: str
@@ -63,7 +63,7 @@ class EncodingOptions:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that shards made of these rows have."""
+        """Names of the columns that shards have; not ``content``, which only parts have."""
         judged = {"preference": ["pair"], "kto": ["label"]}.get(self.rows.kind, [])
         return [*(["source"] if self.source else []), *judged]
 
@@ -76,15 +76,15 @@ class EncodedPiece:
         input_ids: uint16 or int32 [tokens].
         loss_mask: token-aligned, uint8 [tokens], or float32 where a weight is neither 0 nor 1.
         lengths: of the sequences, int64 [sequences].
-        rows: rows seen, bad ones included.
-        num_bytes: of the input file, for progress.
-        bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one.
+        rows: rows read, bad ones included.
+        num_bytes: bytes of the input file that hold the piece, for progress.
+        bad_rows: errors of the rows that could not be used, in order; with ``on_bad_row="error"`` only the first.
         notes: counts by name.
-        straddling: a token that brings characters of a header into what is trained on; "" where none does.
+        straddling: text of a token that is trained on and begins in a header; "" where there is none.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
-            2]: 0, and the number of the row, counted from the first of the piece; of JSON lines, of the line. ``label``
-            is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of its row (``row_hash``),
-            and its number in that.
+            2]: 0, and the number of the row (of JSON lines, the line), counted from the first of the piece. ``label``
+            is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``),
+            and the number of the sequence in the row.
     """
 
     input_ids: NDArray[Any]
@@ -102,12 +102,12 @@ class _PreparedRow(NamedTuple):
     """A row, ready to be tokenised.
 
     Attributes:
-        position: in its file.
-        rendered: its texts: one, one a turn, or the two of a pair.
-        template: that rendered them; None for a row that came tokenised.
-        tokenized: such a row.
-        label: of KTO.
-        content: the hash of what it says, where that is asked for.
+        position: number of the row in its file.
+        rendered: its rendered texts: one, one a turn, or the two of a pair.
+        template: the template that rendered them; None for a row that came tokenised.
+        tokenized: the row that came tokenised, else None.
+        label: of KTO, else None.
+        content: hash of its content, where the column ``content`` is made.
     """
 
     position: int
@@ -122,8 +122,8 @@ class RowEncoder:
     """Turns pieces of input into token ids with their masks.
 
     Attributes:
-        options: as given, and for other processes what it took this one seconds to find out.
-        digest: of all that decides which tokens and masks a row becomes.
+        options: as given, with the template and proof of the tokenizer, which take seconds to make.
+        digest: hash of all that decides which tokens and masks a row becomes.
 
     Raises:
         FormatError: the tokenizer or the template cannot be used.

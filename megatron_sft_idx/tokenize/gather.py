@@ -53,7 +53,7 @@ from megatron_sft_idx.tokenize.report import PackReport
 _MAX_OPEN_PARTS = 256
 # About as many tokens are read of a part each time it is opened, so that opening it is worth it.
 _TOKENS_PER_OPENED_PART = 8192
-# A mask is summed in stretches of about this many tokens, 8 bytes of memory each.
+# A mask is summed in windows of about this many tokens, 8 bytes of memory each.
 _SUMMED_TOKENS = 1 << 20
 # How long a shard may be locked by an earlier attempt at it.
 _LOCK_SECONDS = 60.0
@@ -63,15 +63,13 @@ _LOCK_SECONDS = 60.0
 
 
 class _FileSequences(NamedTuple):
-    """Those of the sequences asked for that lie in one file; ``n`` of them, ascending by number.
+    """Those of the sequences asked for that lie in one file, ascending by number.
 
     Attributes:
         path: of the file.
         indices: which of the sequences asked for these are, int64 [n].
-        starts: where each begins among the tokens of the file, int64 [n].
-        lengths: tokens of each, [n].
-        ids: of all tokens of the file.
-        mask: likewise, in the reader's alignment.
+        starts, lengths: where each begins among the tokens of the file, and its tokens, [n].
+        ids, mask: of all tokens of the file.
         columns: values of each sequence, by name, [n] or [n, width].
     """
 
@@ -88,9 +86,8 @@ class SequenceReader(ABC):
     """Reads sequences by their numbers.
 
     Attributes:
-        mask_alignment: of the masks that ``read`` gives.
-        mask_dtype: likewise.
-        window_tokens: about how many tokens are to be read at a time.
+        mask_alignment, mask_dtype: of the masks that ``read`` gives.
+        window_tokens: about how many tokens to read at a time.
     """
 
     mask_alignment: MaskAlignment
@@ -102,11 +99,7 @@ class SequenceReader(ABC):
         """The sequences of these numbers, in any order and some more than once, file by file."""
 
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-        """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token.
-
-        Raises:
-            FormatError: a sequence is shorter than the plan says, or a file is damaged.
-        """
+        """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token."""
         cuts, lengths = len(run.sequences), run.lengths.astype(np.int64)
         begins = np.zeros(cuts, np.int64) if run.begins is None else run.begins
         ends = np.cumsum(lengths)
@@ -128,36 +121,27 @@ class SequenceReader(ABC):
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; no position may be 0."""
-        trained = 0
-        for file in self._by_file(sequences):
-            tokens = self._first_tokens(file) + positions[file.indices]
-            trained += int(np.count_nonzero(file.mask[tokens]))
-        return trained
+        return int(np.count_nonzero(self.are_trained(sequences, positions - 1, np.full(len(positions), 2))))
 
     def are_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
-        """Whether any token but the first, which nothing predicts, is trained on in each of these cuts, bool [cuts].
+        """Whether any token but the first, which nothing predicts, is trained on in each cut, bool [cuts].
 
-        Args:
-            sequences: number of the sequence that each is cut from, int64 [cuts].
-            begins: where in it the cut begins, in tokens, int64 [cuts].
-            lengths: tokens of each cut.
+        The cuts are given as in ``PlannedRun``.
         """
         are_trained = np.empty(len(sequences), bool)
+        # A mask of labels holds what is said of a token one position earlier.
+        shift = self.mask_alignment == "label"
         for file in self._by_file(sequences):
-            second = self._first_tokens(file) + begins[file.indices] + 1
+            second = file.starts + begins[file.indices] + 1 - shift
             ends = second - 1 + lengths[file.indices]
-            stretches = np.flatnonzero(np.diff(second // _SUMMED_TOKENS)) + 1
-            for some in np.split(np.arange(len(second)), stretches):
+            windows = np.flatnonzero(np.diff(second // _SUMMED_TOKENS)) + 1
+            for some in filter(len, np.split(np.arange(len(second)), windows)):
                 low = second[some].min()
                 sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
                 are_trained[file.indices[some]] = sums[ends[some] - low] > sums[second[some] - low]
         return are_trained
-
-    def _first_tokens(self, file: _FileSequences) -> NDArray[np.int64]:
-        """Where the mask of the file holds what is said of each sequence's first token: label masks, one before it."""
-        return file.starts - (self.mask_alignment == "label")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,8 +152,7 @@ class PartsTable:
         paths: of the parts.
         bounds: number of the first sequence of each part, and at the end the count of all, int64 [parts + 1].
         mask_dtype: of the masks to be written: float32 where any part has float32.
-        bases: of the columns to be written, by name: what is added to the values of each part, [parts] or
-            [parts, width].
+        bases: by name of a column to be written, what is added to the values of each part, [parts] or [parts, width].
         pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` then says.
     """
 
@@ -185,9 +168,6 @@ class PartsReader(SequenceReader):
 
     A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
     opened at most once a window and read from its beginning to its end. Some parts stay open.
-
-    Args:
-        table: of the parts.
     """
 
     mask_alignment: MaskAlignment = "token"
@@ -244,17 +224,13 @@ class CorpusReader(SequenceReader):
 
     Args:
         source: the shard.
-        chosen: numbers in the shard of the sequences that may be read; the reader calls them 0, 1 and so on. None for
-            all.
+        chosen: numbers in the shard of the sequences that the reader calls 0, 1 and so on; None for all.
         allow_loss: leave out columns with a row a pack; without it they are an error.
 
     Attributes:
         lengths: tokens of each sequence, int64 [sequences].
         columns: the columns with a row for each sequence or token, by name.
         lost_columns: names of the columns that are left out.
-
-    Raises:
-        FormatError: the shard has columns with a row a pack, and they may not be left out.
     """
 
     mask_alignment: MaskAlignment = "label"
@@ -383,10 +359,7 @@ def planned_shards(
 
 
 def write_packs(
-    reader: SequenceReader,
-    run: PlannedRun,
-    writer: ShardWriter,
-    progress: Update = lambda units, items: None,
+    reader: SequenceReader, run: PlannedRun, writer: ShardWriter, progress: Update = lambda units, items: None
 ) -> None:
     """Write the packs, a window of them at a time; another thread reads the next window meanwhile."""
     # As many packs as surely hold no more tokens than the window may, and one at least.

@@ -1,7 +1,7 @@
-"""``preprocess``: a job of chats to packed shards, as programs ask for it and as the command does.
+"""``preprocess``, as programs and the command call it: its options, its input, and where its shards go.
 
-Rows that are no files become one, beside the output and for as long as the run lasts: the engine reads its input more
-than once, in many processes, and what it makes does not depend on where the rows came from.
+Rows that a program passes, or that come through a pipe, are written to a file beside the output, which is removed when
+the job ends: the pipeline reads its input more than once, in many processes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Packing: TypeAlias = Literal[
     "auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential", "none"
 ]
 
-# Whole numbers that may be 0; the others are 1 or more.
+# Options that are whole numbers and may be 0; all others must be 1 or more.
 FROM_ZERO = ("workers", "seed", "log_interval")
 _INPUT = "the input"
-# Ids and masks of chats take more bytes than their text. This is of rows that are nearly all columns nobody reads.
-_LEAST_SHARE = 256
+# Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
+_MAX_INPUT_PER_OUTPUT = 256
 
 
 def preprocess(  # noqa: D417 (--help of the command says what each option is for)
@@ -106,18 +106,18 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 ) -> Summary:
     """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 
-    It is what ``megatron-sft-idx preprocess`` does, to the same bytes. All but the first argument are its options, with
-    ``_`` for ``-`` and ``out`` for ``--output-prefix``; its ``--help`` says what each is for.
+    ``megatron-sft-idx preprocess`` writes the same bytes. All arguments but the first are its options, with ``_`` for
+    ``-`` and ``out`` for ``--output-prefix``; its ``--help`` says what each is for.
 
     Args:
         rows: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; or any iterable of rows.
 
     Returns:
-        What was made, in counts; printed, it is what the command prints.
+        Counts of what was made; its ``str`` is what the command prints.
 
     Raises:
-        SFTIndexError: an input, a row, an option, or something in the way at ``out``.
-        OSError: the disk says no.
+        SFTIndexError: an input, a row or an option that cannot be used, or files at ``out`` that may not be replaced.
+        OSError: of the file system.
     """
     given = dict(locals())
     rows = given.pop("rows")
@@ -126,7 +126,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 
 
 def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
-    """The options of a run, by the names of ``preprocess``.
+    """The options of a job, from arguments of ``preprocess`` by name; ``inputs`` is empty.
 
     Raises:
         FormatError: a value that is none of the choices, or options that do not go together.
@@ -163,14 +163,14 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
     )
 
 
-def _options(kind: Callable[..., Options], given: Mapping[str, Any], /, **named: Any) -> Options:
-    """Options made of the values named here, and of those that ``given`` has of the same name."""
+def _options(kind: Callable[..., Options], given: Mapping[str, Any], /, **values: Any) -> Options:
+    """A dataclass of options, made of ``values`` and, for its other fields, of those that ``given`` has by name."""
     same = {each.name: given[each.name] for each in fields(kind) if each.name in given}  # type: ignore[arg-type]
-    return kind(**same | named)
+    return kind(**same | values)
 
 
 def _require_choice(name: str, value: Any, hint: Any) -> None:
-    """FormatError unless a value is of its kind, one of its choices, and as large as it has to be, as argparse asks."""
+    """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
     if hint is bool and not isinstance(value, bool):
         raise FormatError(f"{name}: {value!r}, expected True or False")
     if hint is StrPath and not isinstance(value, (str, os.PathLike)):
@@ -181,13 +181,13 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
     if hint in (int, int | None) and value is not None:
-        least = 0 if name in FROM_ZERO else 1
-        if not isinstance(value, int) or not least <= value < 2**31:
-            raise FormatError(f"{name}: {value!r}, expected a whole number from {least} to {2**31 - 1}")
+        lowest = 0 if name in FROM_ZERO else 1
+        if not isinstance(value, int) or not lowest <= value < 2**31:
+            raise FormatError(f"{name}: {value!r}, expected a whole number from {lowest} to {2**31 - 1}")
 
 
 def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
-    """How rows become sequences, by the names of ``preprocess``. FormatError: the template cannot be read."""
+    """How rows become sequences, from arguments of ``preprocess``; FormatError where the template cannot be read."""
     path, template = given["chat_template"], None
     if path is not None:
         try:
@@ -214,7 +214,7 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
 
 
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
-    """How sequences become packs, by the names of ``preprocess``. FormatError: a share of rows that is none."""
+    """How sequences become packs, from arguments of ``preprocess``; FormatError for a share that is not 0 to 1."""
     selection = _options(Selection, given, weights=[1.0] * bool(given.get("input_weight")))
     return _options(
         PackOptions,
@@ -229,16 +229,16 @@ def packing_options(given: Mapping[str, Any]) -> PackOptions:
 def run_job(
     rows: Rows, options: PreprocessOptions, *, staging: str = STAGING, summary: StrPath | None = None
 ) -> Summary:
-    """Make the shards, send them where their prefix is remote, and write the summary.
+    """Make the shards, upload them where their prefix is remote, and write the summary.
 
     Args:
         rows: of ``preprocess``.
-        options: of the run, but for its inputs.
-        staging: folder to build in what goes to an object store.
-        summary: a JSON file to be written.
+        options: of the job; ``inputs`` is not read.
+        staging: local folder in which shards for an object store are built.
+        summary: path of a JSON file to be written.
 
     Raises:
-        SFTIndexError, OSError: as ``preprocess``.
+        SFTIndexError, OSError: as of ``preprocess``.
     """
     resume, replaces = options.resume, options.overwrite or options.resume
     path = None if summary is None else os.fspath(summary)
@@ -256,21 +256,21 @@ def run_job(
     with inputs_of(rows, output.local) as inputs:
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
-        nbytes = sum(sizes) // _LEAST_SHARE
+        nbytes = sum(sizes) // _MAX_INPUT_PER_OUTPUT
         output.prepare(reads, beside=beside, columns=options.encoding.columns, resume=resume, nbytes=nbytes)
-        made = make_shards(
+        report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
     output.publish(*(beside if options.keep_corpus else []))
-    made.prefix, made.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
+    report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
     if path is not None:
-        made.write(path, overwrite=replaces)
-    return made
+        report.write(path, overwrite=replaces)
+    return report
 
 
 def _effective(options: Any) -> Iterator[tuple[str, Any]]:
-    """Options and those inside them, by name; of a template its file, and of the rest what was found out, nothing."""
+    """Names and values of all options, also nested ones; without the template's text and the tokenizer's proof."""
     for name in (each.name for each in fields(options)):
         value = getattr(options, name)
         if is_dataclass(value):
@@ -285,18 +285,18 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Destination:
-    """The prefix a verb writes: local as it is, remote by way of a local folder.
+    """The prefix that a verb writes to. Shards for a remote prefix are built in a local folder and uploaded.
 
     Args:
         prefix: as the user gave it.
-        shards: how many the output is cut into.
-        valid: there is one for validation too.
+        shards: how many shards are written.
+        valid: whether there is one to validate with too.
         staging: the local folder for a remote prefix.
-        overwrite: replace what is there.
-        summary: a JSON file that is written too.
+        overwrite: replace shards that are there.
+        summary: path of a JSON file that is written too.
 
     Attributes:
-        local: to build at.
+        local: the local prefix to build shards at.
     """
 
     def __init__(
@@ -323,14 +323,14 @@ class Destination:
         resume: bool = False,
         nbytes: int = 0,
     ) -> None:
-        """Before the work: SFTIndexError where it could not be published in the end.
+        """Check, before hours of work, that shards can be written and published; SFTIndexError where they cannot.
 
         Args:
             reads: the files that the verb reads.
-            beside: what else is written, by what is added to the prefix.
-            columns: that the shards will have.
-            resume: it may go on with what an earlier run left.
-            nbytes: what will be written at least, where nothing of it is there.
+            beside: other shards that are written, by the suffix of their prefix.
+            columns: names of the shards' columns.
+            resume: the verb may go on with shards that an earlier command left.
+            nbytes: how many bytes will be written at least; not checked with ``resume``.
         """
         if len(self._suffixes) > 1:
             check_lock(f"{ShardPaths.of(self.local).prefix}-parts.journal", ())
@@ -346,15 +346,15 @@ class Destination:
             print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
 
     def publish(self, *beside: str) -> None:
-        """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""
-        left = [*self._suffixes, *beside] if self._staged else []
+        """Upload shards built for a remote prefix, and those ``beside`` it; say where they are if that fails."""
+        pending = [*self._suffixes, *beside] if self._staged else []
         try:
-            while self._staged and left:
-                with show_progress(1024)("uploading", shard_nbytes(self.local + left[0])) as advance:
-                    self._staged.publish(left[0], advance)
-                del left[0]
+            while self._staged and pending:
+                with show_progress(1024)("uploading", shard_nbytes(self.local + pending[0])) as advance:
+                    self._staged.publish(pending[0], advance)
+                del pending[0]
         except (SFTIndexError, KeyboardInterrupt, SystemExit):
-            for suffix in left:
+            for suffix in pending:
                 print(
                     f"the shard is built, and kept at {self.local + suffix}; send it when the store is up again:"
                     f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}",
@@ -365,54 +365,54 @@ class Destination:
 
 # ---- from the hub ----
 
-# OWNER/NAME, of data followed by a glob of its files; with @REVISION behind the name.
+# OWNER/NAME or OWNER/NAME@REVISION, for data followed by / and a glob of files.
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
-# What tokenizers are made of, and their templates; no weights.
+# Files of tokenizers and of their templates; none with a model's weights.
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*")
 
 
 def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
-    """Fetch what is not here and has the form of a name on the Hugging Face hub, into its cache.
+    """Download a tokenizer and inputs that have names of the Hugging Face hub, and no local path, into its cache.
 
     Args:
-        given: options, by the names of ``preprocess``; the tokenizer is replaced.
+        given: arguments of ``preprocess`` by name; the tokenizer is replaced by its local path.
         rows: of ``preprocess``.
 
     Returns:
-        The rows, paths of what was fetched in the place of names.
+        The rows; names of the hub are replaced by local paths.
 
     Raises:
-        SFTIndexError: huggingface_hub is not installed, or there is nothing to be had of this name.
+        SFTIndexError: huggingface_hub is not installed, or the download failed.
     """
     tokenizer = given["tokenizer"]
-    if isinstance(tokenizer, str) and (found := _on_hub(tokenizer)) is not None and found[3] is None:
-        given["tokenizer"] = _fetch(found, "model", _TOKENIZER_FILES)
+    if isinstance(tokenizer, str) and (name := _hub_name(tokenizer)) is not None and name[3] is None:
+        given["tokenizer"] = _download(name, "model", _TOKENIZER_FILES)
     entries = [rows] if isinstance(rows, (str, os.PathLike)) else rows
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (str, os.PathLike)) for entry in entries):
         return rows
     paths = []
     for path in map(os.fspath, entries):
-        if (found := _on_hub(path)) is None:
+        if (name := _hub_name(path)) is None:
             paths.append(path)
-        elif found[3] is None:
+        elif name[3] is None:
             raise FormatError(
                 f"{path}: say which of its files, for a split may not be trained on: {path}/data/train-*.parquet; they"
-                f" are listed at https://huggingface.co/datasets/{found[1]}/tree/main"
+                f" are listed at https://huggingface.co/datasets/{name[1]}/tree/main"
             )
         else:
-            paths.append(os.path.join(_fetch(found, "dataset", [found[3]]), found[3]))
+            paths.append(os.path.join(_download(name, "dataset", [name[3]]), name[3]))
     return paths
 
 
-def _on_hub(name: str) -> re.Match[str] | None:
-    """Repository, revision and files of a name that is nothing here."""
-    here = is_remote(name) or os.path.lexists(name) or glob.glob(name) or name.startswith((".", "/"))
-    return None if here else _HUB_NAME.fullmatch(name)
+def _hub_name(text: str) -> re.Match[str] | None:
+    """Repository, revision and files that a name of the hub consists of; None for paths and URLs."""
+    is_path = is_remote(text) or os.path.lexists(text) or glob.glob(text) or text.startswith((".", "/"))
+    return None if is_path else _HUB_NAME.fullmatch(text)
 
 
-def _fetch(found: re.Match[str], kind: str, files: Sequence[str]) -> str:
-    """Path of the folder with these files of a repository."""
-    name, repository, revision, _ = found.group(0, 1, 2, 3)
+def _download(hub_name: re.Match[str], kind: str, files: Sequence[str]) -> str:
+    """Path of the folder that has these files of a repository, once they are downloaded."""
+    name, repository, revision, _ = hub_name.group(0, 1, 2, 3)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -425,7 +425,7 @@ def _fetch(found: re.Match[str], kind: str, files: Sequence[str]) -> str:
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
-    """The files that a run reads, but for those that remote paths name."""
+    """The local files that a job reads."""
     paths = [path for pattern in inputs for path in (glob.glob(pattern) or [pattern])]
     template = [Place(encoding.template_name, "the chat template")] if encoding.chat_template is not None else []
     return [
@@ -437,15 +437,15 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
 
 @contextmanager
 def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
-    """Paths of the input: those given, or that of a folder beside ``prefix`` with the rows, gone in the end.
+    """Paths of the input. Rows that are no paths are written beside ``prefix``, and removed when the context ends.
 
     Args:
-        rows: of ``preprocess``; ``-`` alone is what comes through standard input.
-        prefix: of the output, a local path: all who work on it see its folder, and there is room.
+        rows: of ``preprocess``; ``-`` alone stands for standard input.
+        prefix: of the output, a local path; all nodes of a cluster see its folder.
 
     Raises:
-        FormatError: neither paths nor rows.
-        SequenceError: a row that JSON has no form for.
+        FormatError: ``rows`` are neither paths nor rows.
+        SequenceError: a row cannot be written as JSON.
     """
     if isinstance(rows, Mapping) or not isinstance(rows, (str, os.PathLike, Iterable)):
         raise FormatError(
@@ -463,31 +463,31 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
             raise FormatError("--input - takes everything from the pipe: name it alone")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as place:
+    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as temporary:
         if hasattr(rows, "save_to_disk"):
-            rows.save_to_disk(path := os.path.join(place, "dataset"))
+            rows.save_to_disk(path := os.path.join(temporary, "dataset"))
         elif rows == "-" or head == ["-"]:
-            with open(path := os.path.join(place, "stdin"), "xb") as file:
+            with open(path := os.path.join(temporary, "stdin"), "xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         else:
-            _write_rows(path := os.path.join(place, "rows.jsonl"), itertools.chain(head, entries))
+            _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries))
         yield [path]
 
 
 def _write_rows(path: str, rows: Iterable[Any]) -> None:
-    """Write JSON lines. Arrays become lists; NaN, which JSON has not, must not become null: weights are numbers."""
+    """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             try:
                 if not isinstance(row, Mapping):
                     raise TypeError(f"a {type(row).__name__}, expected a dict")
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
+                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_to_json) + "\n")
             except (TypeError, ValueError, RecursionError) as error:
                 raise SequenceError("rows", number, f"cannot be written as JSON: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """A numpy array or number, a tensor, or a mapping, as JSON knows it."""
+def _to_json(value: Any) -> Any:
+    """A list, number or dict for a numpy array or number, a tensor, or a mapping."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

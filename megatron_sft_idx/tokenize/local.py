@@ -78,11 +78,10 @@ class _Task:
 
 @contextlib.contextmanager
 def _isolated_start() -> Iterator[None]:
-    """Processes that are started within this context import neither stray modules nor the program's main module.
+    """Processes started within this context import no module of the current folder, and not the main module.
 
-    Modules of the current folder are not found before this package is (from Python 3.11 on; 3.10 does not know the
-    variable, and a stray ``signal.py`` breaks its workers). The main module may be a script that begins this very
-    work, so a worker must not run it; functions that workers call are those of importable modules.
+    The main module may be a script that begins this very work. Python 3.10 does not know the variable: there a stray
+    ``signal.py`` in the current folder still breaks workers.
     """
     safe_path, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -98,10 +97,7 @@ class _Worker:
     """One process, and the tasks it was given with their futures, in the order in which it does them.
 
     Pool and process share a pipe. The process writes to it before each task, and ends when the pool's end is closed,
-    which also happens when the pool's process is killed.
-
-    Args:
-        idle_deaths: how many workers in a row, of which this one takes the place, died while they did no task.
+    which also happens when the pool's process is killed. ``idle_deaths`` workers in a row died doing nothing before it.
     """
 
     def __init__(self, idle_deaths: int = 0) -> None:

@@ -300,12 +300,7 @@ def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
 
 
 def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
-    """The task that tokenises a stretch: make its part, or the parts of a whole file; earlier ones are used again.
-
-    Raises:
-        SFTIndexError: the input cannot be read, or was changed meanwhile; or the tokenizer of this node is another.
-        OSError: of the file system.
-    """
+    """The task that tokenises a stretch: make its part, or the parts of a whole file; earlier ones are used again."""
     pieces = read_pieces(stretch, settings.cutting)
     made: list[MadePart] = []
     is_whole_file = stretch.nbytes is None and not stretch.dealt

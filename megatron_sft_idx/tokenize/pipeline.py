@@ -49,13 +49,7 @@ from megatron_sft_idx.tokenize.gather import (
     write_packs,
 )
 from megatron_sft_idx.tokenize.local import Local, available_cpus
-from megatron_sft_idx.tokenize.parts import (
-    MadePart,
-    PartSettings,
-    make_parts,
-    parts_of,
-    remember_encoder,
-)
+from megatron_sft_idx.tokenize.parts import MadePart, PartSettings, make_parts, parts_of, remember_encoder
 from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, file_weights, select_rows
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
@@ -65,13 +59,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
-    """Make packed shards as ``options`` say.
+    """Make packed shards as ``options`` say; ``log`` takes lines for people.
 
     Where packing fails the parts are kept, and a later job with the same input and encoding uses them.
-
-    Args:
-        options: of the job.
-        log: takes lines for people.
 
     Raises:
         SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not go.
@@ -172,9 +162,6 @@ class _Preprocessing:
         yield
         self.seconds[stage] = time.monotonic() - start
 
-    def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
-        return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
-
     def _after_failure(self, error: BaseException) -> None:
         """Keep parts or corpus where a later job can use them, and log where; else remove the parts."""
         where, interrupted = self.folder.path, not isinstance(error, Exception)
@@ -203,7 +190,7 @@ class _Preprocessing:
         return max_rows is not None and self.report.rows - self.report.skipped >= max_rows
 
     def _tokenize(self, engine: Local | Cluster, *, anew: bool) -> None:
-        job, report = self.job, self.report
+        job, report, interval = self.job, self.report, self.options.log_interval
         # Tasks on other machines find the tokenizer by its whole path.
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
         shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
@@ -226,7 +213,7 @@ class _Preprocessing:
                 (progress.count_earlier if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
 
         with (
-            self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress,
+            Progress("tokenising", total_bytes(job.files), unit="B", log_interval=interval, items="rows") as progress,
             contextlib.closing(
                 engine.map_in_order(make_parts, shared, stretches(), name_of=str, on_result=count)
             ) as results,
@@ -248,16 +235,9 @@ class _Preprocessing:
             self.log(f"resuming: {self.reused_parts:,} of {len(self.paths):,} parts were there already")
 
     def _add(self, part: MadePart, stretch: Stretch, lines_before: int) -> None:
-        """Add the next part in the order of the input, a part of this stretch; count its rows, and report bad ones.
+        """Add the next part in the order of the input, made of this stretch; earlier parts hold ``lines_before`` lines.
 
-        Args:
-            part: to be added.
-            stretch: of which it was made.
-            lines_before: lines of its file in earlier parts.
-
-        Raises:
-            FormatError: the input has changed since an interrupted job read it.
-            SequenceError: there is a bad row, and bad rows are not skipped.
+        An error where the input has changed since an interrupted job read it, and for bad rows that are not skipped.
         """
         info, report = part.info, self.report
         # Rows of a range of bytes are numbered from 1 on, others as they are in the file.
@@ -347,10 +327,10 @@ class _Preprocessing:
                 drop_build(ShardPaths.of(self.job.corpus))
             # Packs of one sequence or pair, in the order of the input.
             numbers, per_pack = np.arange(len(lengths) + 1), 2 if table.pairs else 1
-            longest = per_pack * int(lengths.max())
+            longest, interval = per_pack * int(lengths.max()), options.log_interval
             run = PlannedRun(numbers[::per_pack], numbers[:-1], None, lengths.astype(np.uint32), longest)
             with (
-                self._progress("joining", len(lengths)) as progress,
+                Progress("joining", len(lengths), unit="seq", log_interval=interval, items="sequences") as progress,
                 ShardWriter(self.job.corpus, metadata=metadata, **settings) as writer,
             ):
                 write_packs(PartsReader(table), run, writer, progress.update)

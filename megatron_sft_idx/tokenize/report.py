@@ -1,4 +1,4 @@
-"""What became of the input and of its sequences, for people and for programs."""
+"""Counts of a job, for people and for programs: rows of the input, sequences, packs, seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
-# Bad rows that are kept as messages, and that are shown as they come.
+# Bad rows whose messages are kept, and those that are logged as they come.
 MAX_LISTED, _MAX_SHOWN = 10_000, 20
 _SELECTED = (
     ("max_rows", "first", "taken, the rest left out by --max-rows"),
@@ -46,21 +46,21 @@ _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
 def check_summary(path: str, *, overwrite: bool) -> None:
-    """FormatError where a summary could not be written here: asked before hours of work, of which it is to tell."""
+    """FormatError where a summary cannot be written to this path; to be called before hours of work."""
     check_place(resolve(path), _KIND, overwrite=overwrite)
 
 
 @dataclass(slots=True)
 class CorpusReport:
-    """What became of the input.
+    """Counts of the rows of the input.
 
     Attributes:
         rows: rows read, bad ones included.
         skipped: rows that could not be used.
-        bad_rows: the first ten thousand of them, as messages.
+        bad_rows: messages of the first ten thousand of these.
         notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
-        reused: the corpus was there already, made from the same input and options.
-        straddling: a token that brought characters of a header into what is trained on, once one was met.
+        reused: whether an earlier job had tokenised all of the input.
+        straddling: text of a token that is trained on and begins in a header; "" before one is met.
     """
 
     rows: int = 0
@@ -72,23 +72,14 @@ class CorpusReport:
 
     @classmethod
     def of(cls, header: Header) -> CorpusReport:
-        """What the header of a finished corpus, or of a shard packed from it, remembers."""
+        """The counts that the header of a corpus, or of a packed shard, holds."""
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
 
     def add(
-        self,
-        rows: int,
-        bad_rows: Iterable[SequenceError],
-        straddling: str,
-        on_bad_row: str,
-        log: Callable[[str], None],
+        self, rows: int, bad_rows: Iterable[SequenceError], straddling: str, on_bad_row: str, log: Callable[[str], None]
     ) -> None:
-        """Count some rows, and say which are skipped.
-
-        Raises:
-            SequenceError: there is a bad row, and bad rows are not skipped.
-        """
+        """Count some rows, and log those that are skipped; SequenceError for a bad row where none may be skipped."""
         self.rows += rows
         if straddling and not self.straddling:
             self.straddling = straddling
@@ -112,25 +103,21 @@ class CorpusReport:
 
 @dataclass(slots=True)
 class PackReport:
-    """What packing did.
+    """Counts of the packs, and of the sequences in them.
 
     Attributes:
-        sequences: sequences in the packs.
-        packs: packs written.
-        tokens: tokens in them.
-        trained_tokens: positions trained on.
-        masked_packs: packs with no trained position.
-        fill: tokens over packs times capacity.
+        masked_packs: packs with no token to train on.
+        fill: tokens divided by packs times capacity.
         lower_bound: no packing has fewer packs.
-        longest: tokens in the longest pack.
-        most_sequences: sequences in the pack that has most.
-        method: the method whose plan was taken.
+        longest: tokens of the longest pack.
+        most_sequences: sequences of the pack that has most of them.
+        method: the method whose plan was used.
         overlong: sequences longer than the capacity.
-        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
-        untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
-        left_out: sequences of input files that were not to be taken.
-        selected: rows by what became of them, where some were selected; and what was left out as it trains nothing.
-        lost_columns: columns of the source that were left out, as was allowed.
+        dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
+        untrained_by_cut: tokens trained on whose label lies behind a cut.
+        left_out: sequences that were made from files which were not chosen.
+        selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
+        lost_columns: columns of the source that were left out, with leave.
     """
 
     sequences: int
@@ -152,7 +139,7 @@ class PackReport:
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
-        """What the headers of a run's shards say of how they were packed."""
+        """The counts that the headers of a job's shards hold."""
         packing = headers[0].metadata["packing"]
         names = ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
         counts = {name: sum(getattr(header, f"num_{name}") for header in headers) for name in names}
@@ -173,18 +160,18 @@ class PackReport:
 
 @dataclass(slots=True)
 class Summary:
-    """Counts of one run, and seconds by stage.
+    """Counts of one job or of one ``pack``, and seconds by stage.
 
     Attributes:
         prefix: of the packed shard.
         capacity: of its packs.
-        corpus: what became of the input; None where only packing ran.
-        packing: what became of the sequences.
+        corpus: counts of the input; None where only packing was done.
+        packing: counts of the packs to train on.
         seconds: by stage.
-        found: the shard was there already; nothing was written.
+        found: an earlier job had finished; nothing was written.
         shards: how many the packs are cut into.
-        options: what the run was told, or went by where it was told nothing.
-        valid: what became of the sequences that are kept apart, in a shard of their own; None where there are none.
+        options: by name, defaults included.
+        valid: counts of the packs to validate with; None where there are none.
     """
 
     prefix: str
@@ -201,21 +188,17 @@ class Summary:
         return "\n".join(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
-        """All counts as plain values."""
+        """All attributes as values that JSON has."""
         return asdict(self)
 
     def write(self, path: str, *, overwrite: bool = False) -> None:
-        """Write ``to_dict`` as JSON, with a first key that says what it is.
-
-        Raises:
-            FormatError: something is there that is no summary, or may not be replaced.
-        """
+        """Write ``to_dict`` as JSON; FormatError where a file is there that is no summary, or may not be replaced."""
         text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
         # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
         write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=overwrite)
 
     def lines(self) -> list[str]:
-        """The summary as a person reads it."""
+        """The summary in lines for people."""
         packing = self.packing
         share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
         which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
