@@ -21,7 +21,7 @@ from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, write_ack
 from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.storage.publish import Kind
-from megatron_sft_idx.training.sources import PlacedPlan, load_or_make, plan_path
+from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make, plan_path
 
 FOREIGN = [name for name in WRITABLE if name != "sft-idx"]
 FOLDERS = ("memmap", "jsonl-chunks")
@@ -289,7 +289,7 @@ def test_a_mark_is_never_made_through_a_link(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_put_over_nothing(tmp_path: Path) -> None:
-    plan = PlacedPlan.of(0, 0, 0)
+    plan = PlacedPlan.of(0, 0, 0, False)
     path = Path(plan_path(str(tmp_path), "key"))
 
     def make() -> PlacedPlan:

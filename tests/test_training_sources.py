@@ -21,13 +21,13 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceErro
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.plan_file import plan_path
 from megatron_sft_idx.training.sources import (
     JoinedPacks,
     PlannedPacks,
     PlanOptions,
     StoredPacks,
     in_slots,
-    plan_path,
     require_fit,
 )
 

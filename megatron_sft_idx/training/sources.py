@@ -1,24 +1,18 @@
-"""Where the rows to train on come from: packs as they are stored, packed when training starts, or of a legacy file.
+"""Sources of packs to train on: packs as they are stored, packs planned when training starts, or a legacy file.
 
-A source gives each pack as a list of sequences that lie somewhere in shards: what batches are assembled from.
-
-The plan of packs that are made when training starts may be kept in a file, which is made once, published whole and
-memory-mapped by everyone: ``sft-plan-KEY.bin`` is a JSON header padded with spaces to 4096 bytes, then the arrays of
-``PlacedPlan`` end to end, little-endian. KEY is a hash over the shards' ids, the range and all packing options, so a
-file never goes stale: other data or options have another name.
+A source gives each pack as a list of sequences that lie somewhere in shards; batches are assembled from these. Nothing
+here copies a token.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -31,19 +25,17 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
-from megatron_sft_idx.storage import Array, open_array, open_regular
+from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.local import StreamHash
-from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
-
-logger = logging.getLogger(__name__)
+from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make
 
 # ---- packs as lists of sequences ----
 
 
-# Tokens and label-aligned loss mask of a shard, then its columns.
+# The tokens and the label-aligned loss mask of a shard, then its columns.
 Arrays: TypeAlias = tuple[Array, ...]
-# CSR offsets of a shard's sequences by pack, its packs' offsets in tokens, starts of sequences, and how many tokens
-# there are.
+# The index arrays of a shard: CSR offsets of its sequences by pack, offsets of its packs in tokens, starts of sequences
+# in their packs, and how many tokens it has.
 Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -53,12 +45,13 @@ class Segments:
 
     Attributes:
         offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
-        shards: int32 [segments], which of the source's ``arrays`` each sequence lies in.
-        starts: int64 [segments], its first token there.
-        lengths: int64 [segments], its tokens.
-        used: the values of ``shards``, ascending, where they are known already; None where nobody looked.
-        sequences: int64 [segments], the number of each sequence in its shard; None where columns cannot be found.
-        packs: int64 [packs], the number of each pack in its shard; None where these are no packs of shards.
+        shards: int32 [segments], the shard of each sequence, as a number for ``PackSource.arrays``.
+        starts: int64 [segments], the position of its first token in those arrays.
+        lengths: int64 [segments], how many tokens it has.
+        used: the distinct values of ``shards``, ascending; None where they were not determined.
+        sequences: int64 [segments], the number of each sequence in its shard, by which its columns are found; None
+            where the source has no columns of sequences.
+        packs: int64 [packs], the number of each pack in its shard; None where these are not packs of shards.
     """
 
     offsets: NDArray[np.int64]
@@ -71,16 +64,17 @@ class Segments:
 
 
 class PackSource(Protocol):
-    """Rows to train on: packs as stored, or planned at start-up over tokenised sequences.
+    """Packs to train on, numbered from 0.
 
     Attributes:
-        num_packs: rows.
-        capacity: most token positions a row may hold.
-        sequence_multiple: each sequence rounded up to this still fits the capacity.
-        most_sequences: sequences in the row that has most.
-        pad_id: the tokenizer's padding id, None where unknown.
-        fingerprint: hex; equal content and options, equal fingerprint.
-        columns: that ``arrays`` gives, in their order: what each is in every shard, alike but for metadata.
+        num_packs: how many there are.
+        capacity: the most token positions a pack may hold.
+        sequence_multiple: a pack fits the capacity also when each of its sequences is rounded up to this.
+        most_sequences: the most sequences in a pack.
+        pad_id: the tokenizer's padding id; None where unknown.
+        fingerprint: hash of content and options, hex.
+        columns: the columns that ``arrays`` gives, in their order, each with its spec in every shard; these differ in
+            metadata alone.
     """
 
     num_packs: int
@@ -92,31 +86,34 @@ class PackSource(Protocol):
     columns: dict[str, list[ColumnSpec]]
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of these packs lie; the first axis is of packs."""
+        """Where the sequences of these packs lie; ``packs`` is int64 [packs], or [packs, 2] for live shards."""
         ...
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of a shard, whole: numpy's where mapped, or read by slices.
+        """All tokens, label-aligned loss masks and column values behind a number of ``Segments.shards``.
 
-        A number is what ``segments`` says; several shards may lie in one set of arrays. Columns are one-dimensional,
-        an item a row; those of sequences and of packs are in memory or mapped.
+        They are numpy arrays where they are mapped, else arrays that read the slices they are asked for. Several shards
+        may lie in one set of arrays. Columns are one-dimensional, an item a row; those of sequences and of packs are in
+        memory or mapped.
         """
         ...
 
 
 def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
-    """The shards that are named, ascending (``used``, where that is known), and for each entry which of these it names.
+    """Numbers the shards that occur from 0, so that lists with an entry a shard stay short.
 
-    Lists of what there is of each shard stay short that way.
+    Returns:
+        The shards that occur, ascending (``used``, where the caller knows them), and for each entry of ``shards`` its
+        position among these.
     """
     if used is None:
         used = sorted(set(shards.tolist()))
-    own = used == list(range(len(used)))  # 0, 1, ... to the last: their own slots
-    return used, shards if own else np.searchsorted(np.array(used), shards).astype(shards.dtype)
+    are_slots = used == list(range(len(used)))  # 0, 1, ..., so that each number is its position
+    return used, shards if are_slots else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 
 def _rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """CSR offsets of rows of so many entries, and all the entries, which lie behind each other from ``begins`` on."""
+    """CSR offsets of rows of ``counts`` entries each, and the entries: row i is begins[i], begins[i] + 1, ..."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
 
@@ -125,27 +122,30 @@ def _rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray
 
 
 class _ShardPacks:
-    """What packs of shards have in common: a ``PackSource`` but for ``segments``, over a range of ``total`` things."""
+    """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
 
-    def __init__(self, shards: ShardSet, what: str, total: int, first: int, last: int | None, **options: Any) -> None:
+    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
+    """
+
+    def __init__(self, shards: ShardSet, unit: str, total: int, first: int, last: int | None, **options: Any) -> None:
         end = total if last is None else last
         if not 0 <= first < end <= total:
-            raise FormatError(f"{shards.prefixes[0]}: {what} {first} to {end} of {total}; take at least one")
+            raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; take at least one")
         self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
         self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
-        chosen = [shards.fingerprint, {what: [first, end], **options}]
+        chosen = [shards.fingerprint, {unit: [first, end], **options}]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(chosen, sort_keys=True).encode())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, self.state()
 
     def state(self) -> tuple[Any, ...]:
-        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        """The arguments by which ``reopen`` makes this source again in another process: few plain values."""
         return self.shards.__getstate__(), self.first, self.last
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard, whole."""
+        """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
         if (held := self.shards.held) is not None:
             return held.tokens, held.loss
         opened = self.shards.shard(shard)
@@ -154,11 +154,11 @@ class _ShardPacks:
         return opened.files.tokens, opened.files.loss, *beside
 
 
-def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
-    """Shards that a range touches: number, where the range begins inside it, and where it ends there."""
+def _shard_ranges(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
+    """The shards that a range lies in: the number of each, and where the range begins and ends within it."""
     edges = enumerate(itertools.pairwise(bounds.tolist()))
-    cut = ((number, max(first, begin) - begin, min(last, end) - begin) for number, (begin, end) in edges)
-    return [piece for piece in cut if piece[1] < piece[2]]
+    ranges = ((number, max(first, begin) - begin, min(last, end) - begin) for number, (begin, end) in edges)
+    return [each for each in ranges if each[1] < each[2]]
 
 
 def located(
@@ -171,21 +171,21 @@ def located(
     numbers: list[int] | None = None,
     numbered: bool = False,
 ) -> Segments:
-    """The sequences of packs, by the index arrays of their shards, in one native call.
+    """Finds the sequences of packs by the index arrays of their shards, in one native call.
 
     Args:
-        indexes: of each shard; None for one that no pack is of.
-        slots: [packs], which of these each pack is of.
-        packs: int64 [packs], its number there.
-        limits: capacity, sequence multiple and most sequences that packs keep to.
-        broken: makes an error of the position in ``packs`` of one that breaks a rule, and of what is wrong with it.
-        numbers: what the slots are called in ``Segments.shards``; None for 0, 1, ...
-        numbered: whether to say which sequences of their shards these are.
+        indexes: of some shards; None for a shard that none of the packs lies in.
+        slots: [packs], for each pack the position of its shard in ``indexes``.
+        packs: int64 [packs], the number of each pack in its shard.
+        limits: capacity, sequence multiple and most sequences, which every pack must keep to.
+        broken: makes the error about a pack that breaks a rule, of its position in ``packs`` and of what is wrong.
+        numbers: the shards of ``indexes`` as ``Segments.shards`` is to name them; None for 0, 1, ...
+        numbered: whether ``Segments.sequences`` is to be given.
     """
     try:
         offsets, shards, starts, lengths = _native.pack_segments(indexes, slots, packs, limits)
     except ValueError:
-        for i in range(len(packs)):  # which it is
+        for i in range(len(packs)):  # find out which pack it is
             try:
                 _native.pack_segments(indexes, slots[i : i + 1], packs[i : i + 1], limits)
             except ValueError as error:
@@ -195,9 +195,9 @@ def located(
     if numbered:
         firsts = np.empty(len(packs), np.int64)
         for slot, index in enumerate(indexes):
-            here = slots == slot
+            rows = slots == slot
             if index is not None:
-                firsts[here] = index[0][packs[here]]
+                firsts[rows] = index[0][packs[rows]]
         sequences = _rows(firsts, np.diff(offsets))[1]
     if numbers is not None and numbers != list(range(len(numbers))):
         shards = np.array(numbers, np.int32)[shards]
@@ -205,7 +205,7 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """Packs ``first`` to ``last`` of shards, or to their end, as they lie there: a ``PackSource``."""
+    """A ``PackSource`` of packs as they are stored: ``first`` to ``last``, counted through all shards."""
 
     def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
         super().__init__(shards, "packs", len(shards), first, last)
@@ -221,27 +221,27 @@ class StoredPacks(_ShardPacks):
         Raises:
             FormatError: a pack's index entries break a rule of the format.
         """
-        wanted = packs + self.first
-        shards, local = self.shards.locate(wanted)
-        if (held := self.shards.held) is not None:  # one shard, as far as arrays go
+        in_set = packs + self.first
+        shards, local = self.shards.locate(in_set)
+        if (held := self.shards.held) is not None:  # the arrays of all shards lie in one set of arrays
             self.shards.need(held, set(shards.tolist()))
-            numbers, slots, local = [0], np.zeros_like(shards), wanted
+            numbers, slots, local = [0], np.zeros_like(shards), in_set
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
             indexes = [shard.index for shard in self.shards.opened(numbers)]
 
-        def broken(at: int, found: str) -> FormatError:
-            number, pack = (int(place[0]) for place in self.shards.locate(wanted[at : at + 1]))
-            return self.shards.shard(number).pack_error(found, pack)
+        def broken(at: int, reason: str) -> FormatError:
+            number, pack = (int(each[0]) for each in self.shards.locate(in_set[at : at + 1]))
+            return self.shards.shard(number).pack_error(reason, pack)
 
         limits = self.capacity, self.sequence_multiple, self.most_sequences
         return located(indexes, slots, local, limits, broken, numbers=numbers, numbered=self._numbered)
 
     def num_tokens(self) -> int:
-        """Tokens of all packs; of a shard that is used in part two offsets are read."""
+        """How many tokens all packs have. Of a shard that is used in part, two offsets are read."""
         total = 0
-        for number, begin, end in _pieces(self.shards.packs_before, self.first, self.last):
+        for number, begin, end in _shard_ranges(self.shards.packs_before, self.first, self.last):
             header = self.shards.headers[number]
             if end - begin == header.num_packs:
                 total += header.num_tokens
@@ -253,14 +253,14 @@ class StoredPacks(_ShardPacks):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How sequences are packed when training starts; as in ``pack_sequences``.
+    """How sequences are packed when training starts: the arguments of ``pack_sequences``.
 
     Attributes:
-        capacity: most token positions a pack may hold.
-        sequence_multiple: count each sequence as its length rounded up to this.
-        method: of ``pack_sequences``.
-        max_sequences_per_pack: at most so many; None for no limit.
-        seed: of every shuffle.
+        capacity: the most token positions a pack may hold.
+        sequence_multiple: each sequence counts as its length rounded up to this.
+        method: as for ``pack_sequences``.
+        max_sequences_per_pack: the most sequences a pack may hold; None for no limit.
+        seed: of the random numbers that packing uses.
     """
 
     capacity: int
@@ -271,23 +271,23 @@ class PlanOptions:
 
 
 class PlannedPacks(_ShardPacks):
-    """Index-only packing: the sequences of shards, packed when training starts. A ``PackSource``.
+    """A ``PackSource`` that packs the sequences of shards when training starts (index-only packing).
 
-    The shards may be a tokenised corpus (one sequence a pack) or packs of another capacity; no token is copied or
-    rewritten. The plan says which sequences share a row; where ``pair`` is among the columns, those of a pair do, and a
-    range that begins or ends inside a pair begins or ends before it. With a cache folder one process makes the plan and
-    everyone maps it; without one, every process that needs it makes its own, the same one.
+    The shards may be a tokenised corpus (one sequence a pack) or hold packs of another capacity. A plan says which
+    sequences share a pack. Where ``pair`` is among the columns, the two sequences of a pair do, and a range that begins
+    or ends inside a pair begins or ends before it. With a cache folder one process makes the plan and all map it;
+    without one, every process makes its own, and all of these are the same.
 
     Args:
-        shards: whose sequences.
-        options: how they are packed.
-        cache: folder for the plan; None keeps it in memory.
+        shards: the shards that have the sequences.
+        options: how sequences are packed.
+        cache: the folder for the plan's file; None keeps the plan in memory.
         first: the first sequence of the range that is used, counted through all shards.
-        last: where the range ends; None is the end of the last shard.
+        last: where the range ends; None for the end of the last shard.
 
     Raises:
-        SequenceError: sequences that do not fit the capacity, with their count.
-        FormatError: an empty range, a column of packs, or the cache holds a plan that was cut short.
+        SequenceError: sequences do not fit the capacity; says how many.
+        FormatError: the range is empty, a column has values of packs, or the plan's file was cut short.
     """
 
     def __init__(
@@ -299,27 +299,27 @@ class PlannedPacks(_ShardPacks):
         last: int | None = None,
     ) -> None:
         _refuse_pack_columns(shards)
-        # Every shard with the column holds whole pairs (C10), so pairs begin at even numbers.
-        together = 2 if "pair" in shards.columns else 1
-        first, last = first // together * together, None if last is None else last // together * together
+        # Every shard that has the column holds whole pairs (rule C10), so pairs begin at even numbers.
+        group = 2 if "pair" in shards.columns else 1
+        first, last = first // group * group, None if last is None else last // group * group
         super().__init__(shards, "sequences", shards.num_sequences, first, last, plan=asdict(options))
         self.options, self.cache = options, None if cache is None else os.fspath(cache)
-        key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (together - 1)
+        key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (group - 1)
         self.plan = load_or_make(self.cache, key, self._make)
         self.num_packs, self.most_sequences = len(self.plan.offsets) - 1, self.plan.most_sequences
         self.capacity, self.sequence_multiple = options.capacity, options.sequence_multiple
 
     def state(self) -> tuple[Any, ...]:
-        """See ``reopen``."""
+        """The arguments for ``reopen``."""
         return *super().state(), self.cache, *asdict(self.options).values()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
         plan = self.plan
         begins = plan.offsets[packs]
-        offsets, taken = _rows(begins, plan.offsets[packs + 1] - begins)
-        shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
-        sequences = plan.sequences[taken] if self._numbered else None
+        offsets, entries = _rows(begins, plan.offsets[packs + 1] - begins)
+        shards, starts, lengths = plan.shards[entries], plan.starts[entries], plan.lengths[entries].astype(np.int64)
+        sequences = plan.sequences[entries] if self._numbered else None
         if (held := self.shards.held) is not None:
             self.shards.need(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
@@ -328,39 +328,39 @@ class PlannedPacks(_ShardPacks):
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def _make(self) -> PlacedPlan:
-        """Pack, then put every sequence's place in the order of the packs: reading a pack touches one page of each."""
-        parts, lengths = _starts(self.shards, self.first, self.last)
+        """Pack the sequences; their places are in the order of the packs, so that reading a pack touches few pages."""
+        by_shard, lengths = _starts(self.shards, self.first, self.last)
         require_fit(self.shards, self.options, lengths)
         groups = None
         if "pair" in self.columns:
             groups = np.arange(len(lengths)) // 2
-            for number, _ in parts:
-                pair_numbers(self.shards.shard(number))  # refuses what is no pairs
-        made = pack_sequences(lengths, groups=groups, **asdict(self.options))
-        starts = _joined([starts[:-1] for _, starts in parts])
-        plan = PlacedPlan.of(made.num_packs, len(lengths), made.most_sequences, self._numbered)
-        plan.offsets[:] = made.offsets
+            for number, _ in by_shard:
+                pair_numbers(self.shards.shard(number))  # raises where these are no pairs
+        packed = pack_sequences(lengths, groups=groups, **asdict(self.options))
+        starts = _joined([starts[:-1] for _, starts in by_shard])
+        plan = PlacedPlan.of(packed.num_packs, len(lengths), packed.most_sequences, self._numbered)
+        plan.offsets[:] = packed.offsets
         bounds = self.shards.sequences_before
-        for begin in range(0, len(lengths), 1 << 20):  # bounds what fancy indexing allocates
-            here = slice(begin, begin + (1 << 20))
-            chosen = made.sequences[here]
-            plan.starts[here], plan.lengths[here] = starts[chosen], lengths[chosen]
-            plan.shards[here] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
+        for begin in range(0, len(lengths), 1 << 20):  # bounds the memory that fancy indexing takes
+            block = slice(begin, begin + (1 << 20))
+            chosen = packed.sequences[block]
+            plan.starts[block], plan.lengths[block] = starts[chosen], lengths[chosen]
+            plan.shards[block] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
             if self._numbered:
-                plan.sequences[here] = chosen + self.first - bounds[plan.shards[here]]
+                plan.sequences[block] = chosen + self.first - bounds[plan.shards[block]]
         return plan
 
     def num_tokens(self) -> int:
-        """Tokens of all packs; reads the whole plan unless it is of all sequences."""
+        """How many tokens all packs have; reads the whole plan unless that is of all sequences."""
         if self.last - self.first == self.shards.num_sequences:
             return self.shards.total("num_tokens")
         return int(self.plan.lengths.sum(dtype=np.int64))
 
 
 class JoinedPacks:
-    """Several sources as one, for a blend: a ``PackSource`` whose packs count through theirs, one after the other.
+    """A ``PackSource`` of several sources, for a blend; its packs are theirs, numbered one source after the other.
 
-    Stored packs are found in one call, whatever the number of sources; planned ones are asked of each source.
+    Stored packs are found in one call, however many sources there are; planned ones are asked of each source.
     """
 
     def __init__(self, sources: Sequence[StoredPacks | PlannedPacks]) -> None:
@@ -389,27 +389,28 @@ class JoinedPacks:
         if not len(packs):
             return self._sources[0].segments(packs)
 
-        # Each source is asked once, for its packs together; what it says is put where they stand.
+        # Each source is asked once for all of its packs; the answers are then put in the order of ``packs``.
         used = np.unique(members).tolist()
-        asked = [np.flatnonzero(members == member) for member in used]
-        parts = [
+        rows_of = [np.flatnonzero(members == member) for member in used]
+        answers = [
             self._sources[member].segments(packs[rows] - self.packs_before[member])
-            for member, rows in zip(used, asked, strict=True)
+            for member, rows in zip(used, rows_of, strict=True)
         ]
-        places = np.argsort(np.concatenate(asked))  # of each pack among the parts
-        counts = np.concatenate([np.diff(part.offsets) for part in parts])
-        offsets, taken = _rows((np.cumsum(counts) - counts)[places], counts[places])
-        moved = [part.shards + np.int32(self._shards_before[member]) for member, part in zip(used, parts, strict=True)]
+        order = np.argsort(np.concatenate(rows_of))  # for each pack its position among the answers
+        counts = np.concatenate([np.diff(answer.offsets) for answer in answers])
+        offsets, entries = _rows((np.cumsum(counts) - counts)[order], counts[order])
+        befores = self._shards_before[used].astype(np.int32)
+        numbers = [answer.shards + before for before, answer in zip(befores, answers, strict=True)]
         shards, starts, lengths = (
-            np.concatenate(column)[taken]
-            for column in (moved, [part.starts for part in parts], [part.lengths for part in parts])
+            np.concatenate(arrays)[entries]
+            for arrays in (numbers, [answer.starts for answer in answers], [answer.lengths for answer in answers])
         )
-        numbered = [part.sequences for part in parts if part.sequences is not None]
-        sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
+        numbered = [answer.sequences for answer in answers if answer.sequences is not None]
+        sequences = np.concatenate(numbered)[entries] if len(numbered) == len(answers) else None
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard, whole."""
+        """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
         if self._stored is not None:
             return self._stored.arrays(shard)
         member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
@@ -417,17 +418,22 @@ class JoinedPacks:
 
 
 def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
-    """Of sequences ``first`` to ``last``: by shard where each begins and the last one ends, in tokens; all lengths."""
-    parts = []
-    pieces = _pieces(shards.sequences_before, first, last)
-    for at, (number, begin, end) in enumerate(pieces):
+    """Where the sequences ``first`` to ``last`` begin.
+
+    Returns:
+        For each shard that they lie in its number, and the positions of their first tokens and behind the last one,
+        int64; and the lengths of all of them, int64.
+    """
+    by_shard = []
+    ranges = _shard_ranges(shards.sequences_before, first, last)
+    for at, (number, begin, end) in enumerate(ranges):
         if at % OPENED_AT_ONCE == 0 and shards.remote:
-            shards.opened([ahead for ahead, _, _ in pieces[at : at + OPENED_AT_ONCE]])
+            shards.opened([ahead for ahead, _, _ in ranges[at : at + OPENED_AT_ONCE]])
         shard = shards.shard(number)
         one_a_pack = shard.header.num_sequences == shard.header.num_packs
         starts = shard.pack_bounds() if one_a_pack else shard.sequence_bounds()
-        parts.append((number, starts[begin : end + 1]))
-    return parts, _joined([np.diff(starts) for _, starts in parts])
+        by_shard.append((number, starts[begin : end + 1]))
+    return by_shard, _joined([np.diff(starts) for _, starts in by_shard])
 
 
 def _refuse_pack_columns(shards: ShardSet) -> None:
@@ -440,9 +446,16 @@ def _refuse_pack_columns(shards: ShardSet) -> None:
 
 
 def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int64] | None = None) -> None:
-    """SequenceError, with their count, where sequences do not fit a pack of this capacity; FormatError on bad options.
+    """Require that all sequences, or pairs of them, fit a pack.
 
-    Without ``lengths`` those of all sequences are read, unless headers alone say that they fit.
+    Args:
+        shards: the shards that have the sequences.
+        options: how they would be packed.
+        lengths: of the sequences; None reads those of all, unless headers alone say that they fit.
+
+    Raises:
+        SequenceError: some do not fit; says how many.
+        FormatError: the options are wrong, or a column has values of packs.
     """
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
     if lengths is None:
@@ -454,163 +467,41 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
         if max(header.longest_pack for header in shards.headers) <= usable or not shards.num_sequences:
             return
         lengths = _starts(shards, 0, shards.num_sequences)[1]
-    what = "sequences"
+    unit = "sequences"
     if "pair" in shards.columns:
         rounded = -(-lengths // options.sequence_multiple) * options.sequence_multiple
-        lengths, what = rounded[::2] + rounded[1::2], "pairs"
+        lengths, unit = rounded[::2] + rounded[1::2], "pairs"
     if (longest := int(lengths.max())) > usable:
         raise SequenceError(
             shards.prefixes[0],
             None,
-            f"{int((lengths > usable).sum())} of {len(lengths)} {what} are longer than {usable} tokens, the"
+            f"{int((lengths > usable).sum())} of {len(lengths)} {unit} are longer than {usable} tokens, the"
             f" longest has {longest}; raise the sequence length, or cut them first with the pack verb's --overlong",
         )
 
 
 def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
-    """The source that said this of itself: stored packs, or planned ones where there are options."""
+    """The source whose ``state`` these arguments are: planned packs where there are options, else stored ones."""
     opened = ShardSet.reopen(shards)
     if not options:
         return StoredPacks(opened, first, last)
     return PlannedPacks(opened, PlanOptions(*options), cache, first, last)
 
 
-def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # as it is where there is one: it may be mapped
-
-
-# ---- plans as files ----
-
-
-_REVISION = 1
-_HEADER_NBYTES = 4096
-_BEGIN = b'{"revision":'
-_KIND = Kind("a packing plan", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
-
-
-class PlacedPlan(NamedTuple):
-    """Packs as sequences with their places, in the order of the packs.
-
-    Attributes:
-        most_sequences: sequences in the pack that has most.
-        raw: uint8, all of the following end to end.
-        offsets: int64 [packs + 1], CSR: pack i holds the entries offsets[i] to offsets[i + 1].
-        starts: int64 [sequences], first token in the shard's token file.
-        lengths: int32 [sequences], tokens.
-        shards: int32 [sequences], which shard.
-        sequences: int64 [sequences], the number of each in its shard; [0] where the plan is not ``numbered``.
-    """
-
-    most_sequences: int
-    raw: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    shards: NDArray[np.int32]
-    sequences: NDArray[np.int64]
-
-    @classmethod
-    def of(
-        cls, packs: int, sequences: int, most: int, numbered: bool = False, raw: NDArray[np.uint8] | None = None
-    ) -> PlacedPlan:
-        """The plan of so many packs that lies in ``raw``, or one to be filled in. ValueError: that is of another size.
-
-        ``numbered`` is whether it says which sequences of their shards these are.
-        """
-        counts = (packs + 1, sequences, sequences, sequences, sequences if numbered else 0)
-        dtypes = [np.dtype(code) for code in ("<i8", "<i8", "<i4", "<i4", "<i8")]
-        ends = running_sums(count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)).tolist()
-        if raw is None:
-            raw = np.empty(ends[-1], np.uint8)
-        if len(raw) != ends[-1]:
-            raise ValueError(f"{len(raw)} bytes of arrays, expected {ends[-1]}")
-        bounds = zip(itertools.pairwise(ends), dtypes, strict=True)
-        return cls(most, raw, *(raw[begin:end].view(dtype) for (begin, end), dtype in bounds))
-
-
-def plan_path(folder: str, key: str) -> str:
-    """The file of a plan."""
-    return os.path.join(folder, f"sft-plan-{key}.bin")
-
-
-def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -> PlacedPlan:
-    """The plan of this key: from its file where there is one, else made and, with a folder, published for everyone.
-
-    Processes that come while one makes the plan wait for a file lock, which ends with the process that holds it. There
-    is no ``torch.distributed`` barrier here on purpose: Megatron's builder lets rank 0 build while the others wait at
-    a barrier of its own, and one more on rank 0 alone would be taken for that.
-
-    A folder that cannot be written costs a warning and time, not the run: one rank that stops here would leave the
-    others waiting at that barrier.
-
-    Raises:
-        FormatError: the file was cut short or is of another revision.
-    """
-    if folder is None:
-        return make()
-    path = plan_path(folder, key)
-    if os.path.exists(path):
-        return _load(path)
-    with contextlib.ExitStack() as held:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            held.callback(os.close, lock_file(path + ".lock", (b"",), create=True, busy=None))
-        except (OSError, FormatError) as error:
-            # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
-            logger.info("%s: no lock (%s); going on without", path, error)
-        if os.path.exists(path):
-            return _load(path)
-        plan = make()
-        fields = {
-            "revision": _REVISION,
-            "packs": len(plan.offsets) - 1,
-            "sequences": len(plan.starts),
-            "most_sequences": plan.most_sequences,
-            "numbered": len(plan.sequences) > 0,
-        }
-        try:
-            with new_file(path, _KIND, overwrite=False) as new:
-                with contextlib.closing(new.open()) as file:
-                    file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
-                    file.write(plan.raw.data)
-                new.publish()
-        except (OSError, FormatError) as error:
-            if not os.path.exists(path):  # where there are no locks, another process may have been faster
-                logger.warning(
-                    "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
-                    " can be written: path_to_cache (--data-cache-path)",
-                    path,
-                    error,
-                )
-                return plan
-    return _load(path)
-
-
-def _load(path: str) -> PlacedPlan:
-    try:
-        with open_regular(path) as file:
-            fields = json.loads(file.read(_HEADER_NBYTES))
-        if fields["revision"] != _REVISION:
-            raise ValueError(f"of revision {fields['revision']}, expected {_REVISION}")
-        packs, sequences, most = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
-        nbytes = os.path.getsize(path)
-        raw = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[_HEADER_NBYTES:]
-        return PlacedPlan.of(packs, sequences, most, bool(fields.get("numbered")), raw)
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        said = f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew"
-        raise FormatError(said) from None
+def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one may be mapped, and stays so
 
 
 # ---- packs of a legacy file ----
 
 
 class LegacySource:
-    """Packs of a legacy ``.npy``, all in memory: a ``PackSource``.
+    """A ``PackSource`` of the packs of a legacy ``.npy``, all of which are in memory.
 
     Args:
-        path: the file.
-        capacity: most token positions a row may hold; None for those of the longest pack.
-        pad_id: the tokenizer's padding id, which the file does not know.
+        path: of the file.
+        capacity: the most token positions a pack may hold; None for those of the longest pack.
+        pad_id: the tokenizer's padding id, which the file does not say.
 
     Raises:
         FormatError, SequenceError: see ``read_legacy``.
@@ -632,11 +523,10 @@ class LegacySource:
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
-        held = self._packs
-        index = held.sequence_offsets, held.token_offsets, self._starts, len(held.tokens)
+        index = self._packs.sequence_offsets, self._packs.token_offsets, self._starts, len(self._packs.tokens)
         numbers = np.ascontiguousarray(packs, np.int64)
         return Segments(*_native.pack_segments([index], np.zeros(len(numbers), np.int64), numbers))
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask, whole."""
+        """All tokens and label-aligned loss masks; see ``PackSource``."""
         return self._packs.tokens, self._packs.loss_mask

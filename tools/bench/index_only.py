@@ -25,8 +25,9 @@ from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.plan_file import plan_path
 from megatron_sft_idx.training.rows import PackedRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, plan_path
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions
 
 CAPACITY, BATCH = 4096, 8
 STEPS = ("shards opened", "planned and placed, or mapped", "first batch of 8")
