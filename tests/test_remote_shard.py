@@ -226,6 +226,18 @@ def test_a_cache_that_cannot_be_written_is_said(folder: Path, url: str, tmp_path
         Shard(f"{url}/x", index_cache=str(tmp_path / "file/inside"))
 
 
+def test_without_a_home_a_folder_that_is_named_serves(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(folder / "x", demo_samples())
+    for name in ("HOME", "XDG_CACHE_HOME", "SFT_IDX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a user id without an entry, as in containers
+    assert_holds(Shard(f"{url}/x", index_cache=str(tmp_path / "cache")), demo_samples())
+    with pytest.raises(FormatError, match="name another folder with SFT_IDX_CACHE"):
+        Shard(f"{url}/x")
+
+
 def test_a_cache_on_a_full_disk_is_said_and_nothing_is_left(folder: Path, url: str) -> None:
     write_samples(folder / "x", demo_samples(400))
     with mounted("size=1m") as disk:

@@ -15,7 +15,7 @@ from packs import demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
-from megatron_sft_idx.packs.transfer import CopySource
+from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
 from megatron_sft_idx.shard import ShardWriter
 
 
@@ -111,7 +111,9 @@ def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Pa
     assert names(tmp_path / "there") == {"train" + suffix for suffix in SUFFIXES}
 
 
-@pytest.mark.parametrize("claim", [b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "shard_id": 5}', b"x" * 5000])
+@pytest.mark.parametrize(
+    "claim", [b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "shard_id": 5}', b"x" * 5000, b"[" * 4000]
+)
 def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
     (tmp_path / "store/x.upload").write_bytes(claim)
     for overwrite in (False, True):
@@ -121,6 +123,12 @@ def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tm
     (tmp_path / "store/x.upload").unlink()
     copy_shard(shard, f"{store}/x")
     assert five_files(tmp_path / "store/x") == five_files(shard)
+
+
+def test_the_size_of_a_remote_shard_is_that_of_its_own_files(shard: str, store: str, tmp_path: Path) -> None:
+    copy_shard(shard, f"{store}/x")
+    (tmp_path / "store/x.y.source.col").write_bytes(b"of the shard x.y")
+    assert shard_nbytes(f"{store}/x") == sum(map(len, five_files(shard).values()))
 
 
 def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path: Path) -> None:

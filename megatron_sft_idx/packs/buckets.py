@@ -1,9 +1,10 @@
-"""Shards into object stores: data first, ``.seq.idx`` last, which makes a shard there too.
+"""Shards copied into object stores: data first, ``.seq.idx`` last, whose presence makes a shard there too.
 
-Columns of an older shard go once its ``.seq.idx`` has. Objects are replaced one by one, so two uploads of different
-shards to one prefix would mix their files. Each first makes an object, ``X.upload``, which one of them can; whoever
-finds another shard's leaves. Uploads of the same shard do not disturb each other. One that was killed leaves its claim
-behind: the next one of the same shard takes it over.
+When a shard is replaced, its ``.seq.idx`` is removed first, then its columns. Objects are replaced one by one, so
+uploads of two different shards to one prefix would mix their files. Therefore an upload first creates its claim, the
+object ``X.upload``, which holds the shard's id. An upload that finds the claim of another shard is refused; uploads of
+one shard share a claim and do not disturb each other. A killed upload leaves its claim, and the next upload of the
+same shard removes it in the end.
 """
 
 from __future__ import annotations
@@ -37,40 +38,40 @@ _ATTEMPTS = 5
 def upload(
     source: CopySource, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
-    """Copy a shard to a remote prefix. What is there already with the right checksum is not sent again.
+    """Copy a shard to a remote prefix. Objects that are there already with the right checksum are not sent again.
 
-    A failed or killed upload leaves nothing that looks like a shard, and goes on with the next attempt. A failed one
-    gives up the parts it has sent of an unfinished file; those of a killed one are removed by the next.
+    A failed or killed upload leaves nothing that looks like a shard; the next attempt keeps the objects that it sent.
+    Of a file that was not sent to its end nothing stays: a failed upload removes it, of a killed one the next upload.
 
     Args:
         source: the shard.
         prefix: ``s3://bucket/path`` or ``msc://profile/path``.
         overwrite: replace what is there. Not while another upload to the prefix is at work.
-        on_progress: told how many more bytes of the shard are there.
+        on_progress: called with the bytes that have arrived since the last call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
-        StorageError: the store cannot be reached, or does not let these credentials.
+        StorageError: the store cannot be reached, or refuses these credentials.
     """
-    job, nbytes, aborted = _Upload(source, prefix, on_progress), source.nbytes, 0
-    if job.is_published(overwrite=overwrite):
+    new, nbytes, aborted = _Upload(source, prefix, on_progress), source.nbytes, 0
+    if new.is_published(overwrite=overwrite):
         on_progress(nbytes)
     else:
-        job.claim(overwrite=overwrite)
+        new.claim(overwrite=overwrite)
         try:
             # Another upload may have ended between the first look and the claim.
-            if job.is_published(overwrite=overwrite):
+            if new.is_published(overwrite=overwrite):
                 on_progress(nbytes)
             else:
-                job.send(overwrite=overwrite)
+                new.send(overwrite=overwrite)
         except BaseException:
             with contextlib.suppress(StorageError):  # the failure that led here counts
-                job.give_up()
+                new.remove_claim()
             raise
-        job.give_up()
-        aborted = job.abort_uploads()
-    return Copied(job.prefix, job.sent, nbytes - job.sent, aborted, source.notes)
+        new.remove_claim()
+        aborted = new.abort_uploads()
+    return Copied(new.prefix, new.nbytes_sent, nbytes - new.nbytes_sent, aborted, source.notes)
 
 
 def copy_shard(
@@ -81,29 +82,29 @@ def copy_shard(
     beside: Collection[str] | None = None,
     on_progress: Advance = lambda nbytes: None,
 ) -> Copied:
-    """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``.
+    """Copy a shard to another prefix; both may be local or remote. Arguments and errors as of ``upload``, ``download``.
 
-    ``beside`` are names of the columns whose files lie at the source, by ``columns_beside``; None to look.
+    ``beside`` is as for ``CopySource``.
     """
     copy = upload if is_remote(target) else download
     return copy(CopySource(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
 
 def _remote_prefix(prefix: str) -> str:
-    """The prefix of a shard that is to lie in an object store. FormatError where it has no name."""
-    found = ShardPaths.of(prefix).prefix
-    if not RemotePath.of(found).key.rpartition("/")[2]:
-        raise FormatError(f"{prefix}: a bucket or a folder, where a shard needs a name: {found.rstrip('/')}/NAME")
-    return found
+    """The prefix of a shard that is to lie in an object store. FormatError where it names a bucket or a folder."""
+    remote = ShardPaths.of(prefix).prefix
+    if not RemotePath.of(remote).key.rpartition("/")[2]:
+        raise FormatError(f"{prefix}: a bucket or a folder, where a shard needs a name: {remote.rstrip('/')}/NAME")
+    return remote
 
 
 class _Target:
-    """A remote prefix that is to be written.
+    """A remote prefix that a shard is to be written to.
 
     Attributes:
-        prefix: as people write it.
-        key: in its bucket.
-        suffixes: of the files that will be there, in the order of publication.
+        prefix: with its scheme and bucket.
+        key: the prefix inside the bucket.
+        suffixes: of the files that the shard will have, in the order of publication.
     """
 
     def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES) -> None:
@@ -111,15 +112,18 @@ class _Target:
         self.store, self.key = open_store(self.prefix)
 
     def stored(self, suffix: str) -> tuple[int, str | None] | None:
-        """Size of a file that is there, and the checksum that its writer recorded, in hex; None for nothing."""
-        found = self.store.head(self.key + suffix, writing=True)
-        return found and (found.nbytes, found.checksum)
+        """Size of the object at ``suffix``, and the checksum (hex) that its writer recorded; None for no object."""
+        info = self.store.head(self.key + suffix, writing=True)
+        return info and (info.nbytes, info.checksum)
 
     def require_ours(self) -> None:
-        """FormatError where an object that is of no shard has a name of the shard's: such are never replaced.
+        """Refuse to write where an object that is of no shard has one of the names: such objects are never replaced.
 
-        An object is known by the checksum that our writer records with it, or by a ``.seq.idx`` beside it that has our
-        magic, a column by its own: a shard may have been uploaded by other means.
+        An object is of a shard where our writer recorded a checksum with it. A shard may also have been uploaded by
+        other means: then its ``.seq.idx`` begins with our magic, and a column with that of columns.
+
+        Raises:
+            FormatError: an object is of no shard.
         """
         index = self.stored(".seq.idx")
         is_shard = index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC
@@ -128,10 +132,10 @@ class _Target:
                 continue
             if suffix not in SUFFIXES and is_of_another_shard(self.prefix + suffix, b""):
                 continue
-            found = index if suffix == ".seq.idx" else self.stored(suffix)
-            if found and found[1] is None:
+            stored = index if suffix == ".seq.idx" else self.stored(suffix)
+            if stored and stored[1] is None:
                 raise FormatError(
-                    f"{self.prefix}{suffix}: an object of {found[0]} bytes that is of no SFT shard is here, and is"
+                    f"{self.prefix}{suffix}: an object of {stored[0]} bytes that is of no SFT shard is here, and is"
                     " never replaced; choose another prefix, or remove it yourself"
                 )
 
@@ -140,35 +144,37 @@ class _Target:
 
 
 class _Upload(_Target):
+    """One upload of a shard: the steps of ``upload``. ``nbytes_sent`` counts the bytes of the files that it sent."""
+
     def __init__(self, source: CopySource, prefix: str, on_progress: Advance) -> None:
         super().__init__(prefix, [*source.files])
         self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
         self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
-        self.sent = 0
+        self.nbytes_sent = 0
 
     def claim(self, *, overwrite: bool = False) -> None:
-        """Make ``X.upload``, or find that it is held by an upload of the same shard.
+        """Create the claim ``X.upload``; return where it is there already and is of the same shard.
 
         Raises:
-            FormatError: another shard holds it, and ``overwrite`` is False; or something that is no claim is there.
+            FormatError: it is of another shard, and ``overwrite`` is False; or the object is no claim.
         """
         claim = {"version": _CLAIM_VERSION, "shard_id": self._shard_id}
         data, key = json.dumps(claim).encode(), self.key + ".upload"
         for _ in range(_ATTEMPTS):
             self.store.create(key, data, xxhash.xxh3_128_hexdigest(data))
-            # Read even where it was made just now: some stores let two make one object, and the later one stays.
-            held = self._claimant()
-            if held == self._shard_id:
+            # Read even where it was just created: some stores let two create one object, and the later one stays.
+            claimant = self._claimant()
+            if claimant == self._shard_id:
                 return
-            if held == "":
+            if claimant == "":
                 raise FormatError(
                     f"{self.prefix}.upload: an object that is no claim of an upload is here, and is never replaced;"
                     " choose another prefix, or remove it yourself"
                 )
-            if held is not None and not overwrite:
+            if claimant is not None and not overwrite:
                 break
-            if held is not None:
+            if claimant is not None:
                 self.store.delete(key)
         raise FormatError(
             f"{self.prefix}.upload: another shard is being uploaded to this prefix, or such an upload was killed; wait"
@@ -176,26 +182,26 @@ class _Upload(_Target):
         )
 
     def _claimant(self) -> str | None:
-        """The shard that holds the claim, None for nobody; what cannot be read is somebody else's: ``""``."""
-        found = self.store.head(self.key + ".upload")
-        if found is None:
+        """Id of the shard that the claim is of; None where there is no claim, ``""`` for an object that is none."""
+        info = self.store.head(self.key + ".upload")
+        if info is None:
             return None
-        with contextlib.suppress(ValueError):
-            held = json.loads(self._read(".upload", found.nbytes)) if found.nbytes <= _MAX_CLAIM_NBYTES else None
-            if isinstance(held, dict) and held.get("version") == _CLAIM_VERSION:
-                shard_id = held.get("shard_id")
+        with contextlib.suppress(ValueError, RecursionError):
+            claim = json.loads(self._read(".upload", info.nbytes)) if info.nbytes <= _MAX_CLAIM_NBYTES else None
+            if isinstance(claim, dict) and claim.get("version") == _CLAIM_VERSION:
+                shard_id = claim.get("shard_id")
                 return shard_id if isinstance(shard_id, str) else ""
         return ""
 
-    def give_up(self) -> None:
-        """Remove the claim, if it is still this shard's."""
+    def remove_claim(self) -> None:
+        """Remove the claim where it is this shard's."""
         if self._claimant() == self._shard_id:
             self.store.delete(self.key + ".upload")
 
     def abort_uploads(self) -> int:
-        """Remove the parts that killed uploads of the files have left; returns of how many.
+        """Remove what killed uploads sent of unfinished files; returns how many uploads, 0 where the store refuses.
 
-        The shard is there without it, and not everybody who may write may also list what is unfinished.
+        A refusal is no error: the shard is published, and credentials that may write may not always list uploads.
         """
         try:
             return sum(self.store.abort_uploads(self.key + suffix) for suffix in self.suffixes)
@@ -203,51 +209,52 @@ class _Upload(_Target):
             return 0
 
     def is_published(self, *, overwrite: bool) -> bool:
-        """Whether this very shard is there, whole.
+        """Whether this very shard is at the prefix, whole.
 
         Raises:
-            FormatError: another one is, and ``overwrite`` is False.
+            FormatError: another shard is, and ``overwrite`` is False.
         """
-        found = self.stored(".seq.idx")
-        if found is not None and found == self._expected[".seq.idx"]:
-            return all(map(self._is_there, self.suffixes[:-1]))
-        if found is not None and not overwrite:
+        stored = self.stored(".seq.idx")
+        if stored is not None and stored == self._expected[".seq.idx"]:
+            return all(map(self._is_sent, self.suffixes[:-1]))
+        if stored is not None and not overwrite:
             raise FormatError(
                 f"{self.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite (--overwrite)"
             )
         return False
 
     def send(self, *, overwrite: bool) -> None:
-        """Send what is not there, and publish."""
+        """Send the files that are not at the prefix yet, and publish. The caller must hold the claim."""
         self.require_ours()
         present = {suffix: self.stored(suffix) for suffix in self.suffixes}
-        kept = {suffix for suffix, found in present.items() if found == self._expected[suffix]}
-        foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
-        # Beside a .seq.idx of this shard they are this shard's, damaged, but for columns that were attached there.
-        if (".seq.idx" not in kept or {*foreign} & self._source.attached) and foreign and not overwrite:
-            names = ", ".join(self.prefix + suffix for suffix in foreign)
+        right = {suffix for suffix, stored in present.items() if stored == self._expected[suffix]}
+        wrong = [suffix for suffix, stored in present.items() if stored and suffix not in right]
+        # Beside this shard's .seq.idx they are its own files, damaged; but its columns may have been attached there.
+        if (".seq.idx" not in right or {*wrong} & self._source.attached) and wrong and not overwrite:
+            names = ", ".join(self.prefix + suffix for suffix in wrong)
             raise FormatError(
                 f"{self.prefix}: {names} exist already and are not of this shard; choose another prefix,"
                 " or pass overwrite (--overwrite)"
             )
-        same = present.keys() - kept <= self._source.attached  # what makes the shard is all there
-        if present[".seq.idx"] and not same:
+        only_columns = present.keys() - right <= self._source.attached  # the shard is there, but for attached columns
+        if present[".seq.idx"] and not only_columns:
             self.store.delete(self.key + ".seq.idx")
-        if ".seq.idx" not in kept:
-            # Columns of another shard, which is no more. Nobody who may not list objects is kept from writing: one
-            # that stays is of no shard, for its header names that of another.
+        if ".seq.idx" not in right:
+            # Remove the columns of the shard that was replaced. Where these credentials may not list objects, such a
+            # column stays, and readers pass it over: its header names another shard.
             with contextlib.suppress(StorageError):
                 for name in sorted(columns_beside([self.prefix])[self.prefix]):
                     suffix = f".{name}.col"
-                    strange = suffix not in self.suffixes
-                    if strange and is_of_another_shard(self.prefix + suffix, self._source.header.shard_id):
+                    if suffix not in self.suffixes and is_of_another_shard(
+                        self.prefix + suffix, self._source.header.shard_id
+                    ):
                         self.store.delete(self.key + suffix)
         for suffix in self.suffixes[:-1]:
-            if suffix in kept:
+            if suffix in right:
                 self._on_progress(self._expected[suffix][0])
             else:
                 self._put(suffix)
-        if same:
+        if only_columns:
             self._on_progress(self._expected[".seq.idx"][0])
         else:
             self._publish()
@@ -258,24 +265,24 @@ class _Upload(_Target):
         try:
             self.store.put(self.key + suffix, self._checked(suffix), nbytes, checksum)
         except StorageError:
-            # The answer may have been lost, or another upload of this shard have been faster.
-            if not self._is_there(suffix):
+            # The object may be there: the answer was lost, or another upload of this shard was faster.
+            if not self._is_sent(suffix):
                 raise
-        self.sent += nbytes
+        self.nbytes_sent += nbytes
 
     def _checked(self, suffix: str) -> Iterator[bytes | memoryview]:
-        """The chunks of a file; CorruptShardError after the last one unless they are what they must be."""
-        held = ContentCheck(self._source.files[suffix])
+        """The chunks of a file of the source. CorruptShardError behind the last chunk unless all bytes were right."""
+        check = ContentCheck(self._source.files[suffix])
         for chunk in self._source.chunks(suffix):
-            held.update(chunk)
+            check.update(chunk)
             yield chunk
             self._on_progress(len(chunk))
-        if not held.passed():
+        if not check.passed():
             raise self._source.corrupt(suffix)
 
     def _publish(self) -> None:
         self.claim()
-        if changed := [suffix for suffix in self.suffixes[:-1] if not self._is_there(suffix)]:
+        if changed := [suffix for suffix in self.suffixes[:-1] if not self._is_sent(suffix)]:
             raise FormatError(
                 f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
                 " run the command again when it is done"
@@ -283,43 +290,48 @@ class _Upload(_Target):
         nbytes, checksum = self._expected[".seq.idx"]
         created = self.store.create(self.key + ".seq.idx", self._source.seq_idx, checksum)
         if created:
-            self.sent += nbytes
-        else:  # this one's first attempt, whose answer was lost, or another upload of the same shard
+            self.nbytes_sent += nbytes
+        else:  # created already: by a request whose answer was lost, or by another upload of the same shard
             self.is_published(overwrite=False)
         self._on_progress(nbytes)
 
-    def _is_there(self, suffix: str) -> bool:
+    def _is_sent(self, suffix: str) -> bool:
         return self.stored(suffix) == self._expected[suffix]
 
 
 class StagedOutput:
-    """Where a shard that is to lie at a remote prefix is built, and its way there.
+    """A remote prefix, and the local prefix at which its shard is built before it is uploaded.
 
     Args:
         prefix: the remote prefix.
-        staging: the local folder; the same command finds in it what it was interrupted with.
+        staging: the local folder to build in. With the same folder, a command that was interrupted can be resumed.
         overwrite: replace what is at the remote prefix.
 
     Attributes:
-        local: the prefix to build at.
+        prefix: the remote prefix.
+        local: the local prefix.
 
     Raises:
-        FormatError: the prefix is no path of a shard in an object store.
+        FormatError: the prefix names a bucket or a folder.
     """
 
     def __init__(self, prefix: str, staging: str = STAGING, *, overwrite: bool = False) -> None:
         self.prefix = _remote_prefix(prefix)
         self._overwrite, self._folder = overwrite, Path(staging)
-        # Prefixes of one name in two buckets do not meet.
-        place = xxhash.xxh3_64_hexdigest(self.prefix.encode())
-        self.local = str(self._folder / f"{os.path.basename(self.prefix)}-{place}")
+        # With a hash of the whole prefix: two buckets may have shards of one name.
+        hashed = xxhash.xxh3_64_hexdigest(self.prefix.encode())
+        self.local = str(self._folder / f"{os.path.basename(self.prefix)}-{hashed}")
 
     def prepare(self, suffixes: Sequence[str] = ("",), *, resume: bool = False) -> None:
-        """Find out before the work whether it can end well: write an object beside the shard, and remove it.
+        """Check, before anything is built, that it can be uploaded: an object is written to the store and removed.
 
-        ``suffixes`` are those of the shards that will be built; with ``resume`` an earlier run may have been
-        interrupted at any point. FormatError where a shard is in the way, remote or local; StorageError where the store
-        may not be written.
+        Args:
+            suffixes: what is added to both prefixes, for each shard that will be built.
+            resume: let shards be there, remote or local: an earlier job may have been interrupted at any point.
+
+        Raises:
+            FormatError: a shard is in the way, remote or local.
+            StorageError: the store cannot be written.
         """
         keep = not self._overwrite and not resume
         targets = [_Target(self.prefix + suffix) for suffix in suffixes]
@@ -342,18 +354,18 @@ class StagedOutput:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def publish(self, suffix: str = "", on_progress: Advance = lambda nbytes: None) -> Copied:
-        """Upload what was built, and remove it here.
+        """Upload a shard that was built, and remove the local one.
 
         Args:
-            suffix: of both prefixes, for a shard that was built beside this one.
-            on_progress: told how many more bytes have arrived.
+            suffix: what is added to both prefixes, as in ``prepare``.
+            on_progress: called with the bytes that have arrived since the last call.
 
         Raises:
-            SFTIndexError: as ``upload``; what was built stays here.
+            SFTIndexError: as ``upload``; the local shard stays.
         """
         local = self.local + suffix
         copied = upload(CopySource(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)
         remove_shard(ShardPaths.of(local))
-        with contextlib.suppress(OSError):  # others are being built here
+        with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
             self._folder.rmdir()
         return copied

@@ -1,4 +1,4 @@
-"""Packs copied from shard to shard: whole ranges of bytes, read in pieces and held to their checksums on the way."""
+"""Packs copied from shard to shard as ranges of bytes, in chunks of some hundred KiB, held to checksums on the way."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 
-# Read, hashed twice (for the source and for the copy) and written while it is in the processor's cache. Measured on
-# ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter faster than
-# copy_file_range beside reading for the checksums. Cloned extents, which would be faster still, need offsets that are
-# multiples of the file system's block, and packs end anywhere. And so what was hashed is what was written.
-_PIECE_NBYTES = 1 << 18
-# Of the offset arrays: their chunks are some MiB.
+# A chunk is read, hashed twice (for the source and for the copy) and written while it is in the processor's cache.
+# Measured on ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter
+# faster than copy_file_range beside reading for the checksums. Cloned extents, which would be faster still, need
+# offsets that are multiples of the file system's block, and packs end anywhere.
+_CHUNK_NBYTES = 1 << 18
+# Packs whose offsets are read at once: some MiB of them.
 _CHUNK_PACKS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedArray:
-    """One file of a source behind its header: its items or rows, of ``itemsize`` bytes each, and the checksum of all.
+    """What lies in one file of a source behind its header: an array that is held to its checksum as it is read.
 
-    ``advance`` is called with the bytes of every piece; ``rule`` is what another checksum breaks.
+    Attributes:
+        path: of the file.
+        array: its items, or the rows of a column.
+        itemsize: bytes of an item or row.
+        checksum: of all items or rows.
+        advance: called with the bytes of each chunk that is read.
+        rule: the rule of FORMAT.md that is broken where the checksum is another.
     """
 
     path: str
@@ -48,23 +54,22 @@ class CheckedArray:
     advance: Advance
     rule: str = "F3"
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
-        """Items ``[start, stop)`` in pieces of some hundred KiB; all items are held to their checksum at the end.
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
+        """Items ``[start, stop)`` in chunks. Of all items the checksum is compared, behind the last chunk.
 
         Raises:
-            CorruptShardError: the checksum of all items is another (rule F3, of a column C7), or the file was cut
-                short (F2).
+            CorruptShardError: the checksum is another (rule F3, of a column C7), or the file was cut short (F2).
         """
         stop = len(self.array) if stop is None else stop
         whole = (start, stop) == (0, len(self.array))
         stream = StreamHash()
-        step = max(1, _PIECE_NBYTES // self.itemsize)
+        step = max(1, _CHUNK_NBYTES // self.itemsize)
         for first in range(start, stop, step):
-            piece = self.array[first : min(first + step, stop)]
+            chunk = self.array[first : min(first + step, stop)]
             if whole:
-                stream.update(piece.reshape(-1))
-            yield piece
-            self.advance(piece.nbytes)
+                stream.update(chunk.reshape(-1))
+            yield chunk
+            self.advance(chunk.nbytes)
         if whole and stream.checksum() != self.checksum:
             raise CorruptShardError(
                 self.path,
@@ -75,18 +80,18 @@ class CheckedArray:
             )
 
     def verify(self) -> None:
-        """Read all of it. CorruptShardError as in ``pieces``."""
-        for _ in self.pieces():
+        """Read all of it. CorruptShardError as in ``chunks``."""
+        for _ in self.chunks():
             pass
 
 
 def nbytes_of(header: Header) -> int:
-    """Bytes of a shard's five files without the header."""
+    """Bytes of a shard's five files, without the header of ``.seq.idx``."""
     return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
 def copied_nbytes(header: Header, columns: Iterable[ColumnSpec], *, token: int, sequence: int, pack: int) -> int:
-    """Bytes of so many tokens, their masks, the starts of so many sequences, and the rows of columns."""
+    """Bytes that so many tokens, sequences and packs take: ids, masks, starts, and the rows of columns."""
     rows: dict[Per, int] = {"token": token, "sequence": sequence, "pack": pack}
     beside = sum(rows[spec.per] * spec.row_nbytes for spec in columns)
     return token * (header.token_dtype.itemsize + header.mask_dtype.itemsize) + sequence * 4 + beside
@@ -99,19 +104,27 @@ class SourceColumn(NamedTuple):
     rows: CheckedArray
 
 
-# What becomes of the rows of a column on their way, by its name.
+# Functions that change the rows of a column as they are copied, by the column's name.
 Renumber = Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]]
 
 
 class SourceShard:
-    """An open source with some of its columns, which stays the same shard when another is published over it.
+    """A shard that packs are copied from, with some of its columns.
 
-    ``advance`` is called with the bytes of every piece that is read. ShardNotFoundError, FormatError: as ``Shard``, or
-    it is not the shard ``shard_id``.
+    Its files stay open: it is the same shard still when another one is published over it.
+
+    Args:
+        prefix: of the shard, on a local disk.
+        shard_id: the id that the shard must have.
+        advance: called with the bytes of each chunk that is read.
+        columns: names of the columns to copy.
+
+    Raises:
+        ShardNotFoundError, FormatError: as ``Shard``; or another shard is at the prefix.
     """
 
     def __init__(self, prefix: str, shard_id: bytes, advance: Advance, columns: Iterable[str] = ()) -> None:
-        # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
+        # Maps would be as fast, but the pages that are read would count as this process's memory.
         require_local(prefix, "merging or splitting")
         self.prefix = prefix
         self._shard = shard = Shard(prefix, backend="pread")
@@ -140,7 +153,7 @@ class SourceShard:
             self.columns[name] = SourceColumn(column.spec, rows)
 
     def verify_indexes(self) -> None:
-        """Hold both indexes to their checksums. CorruptShardError as in ``CheckedArray.pieces``."""
+        """Hold both indexes to their checksums. CorruptShardError as in ``CheckedArray.chunks``."""
         self.idx.verify()
         self.arrays.verify()
 
@@ -153,7 +166,7 @@ class SourceShard:
             pass
 
     def spans(self, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Which tokens and which sequences the packs ``[first, stop)`` are."""
+        """The tokens, then the sequences, of packs ``[first, stop)``: the first, and the one behind the last."""
         tokens, sequences = self._shard.files.token_offsets, self._shard.files.sequence_offsets
         return (_at(tokens, first), _at(tokens, stop)), (_at(sequences, first), _at(sequences, stop))
 
@@ -165,7 +178,7 @@ class SourceShard:
         return copied_nbytes(self.header, specs, **rows)
 
     def records(self, first: int, stop: int) -> Iterator[NDArray[np.int64]]:
-        """Tokens and sequences of each pack ``[first, stop)``: int64 [n, 2], some 64 thousand packs at a time.
+        """How many tokens and sequences each of the packs ``[first, stop)`` has: chunks, int64 [packs, 2].
 
         Raises:
             CorruptShardError: the offsets break O1 or O2.
@@ -175,16 +188,16 @@ class SourceShard:
             files = self._shard.files
             tokens = np.diff(files.token_offsets[begin : end + 1])
             sequences = np.diff(files.sequence_offsets[begin : end + 1])
-            for rule, what, base, counts, most in (
+            for rule, what, base, counts, max_count in (
                 ("O2", "tokens", self.header.token_offsets_offset, tokens, self.header.longest_pack),
                 ("O1", "sequences", self.header.nbytes, sequences, self.header.most_sequences),
             ):
-                for bad in np.flatnonzero((counts < 1) | (counts > most))[:1].tolist():
+                for bad in np.flatnonzero((counts < 1) | (counts > max_count))[:1].tolist():
                     raise CorruptShardError(
                         self._path,
                         base + 8 * (begin + bad),
                         rule,
-                        f"pack {begin + bad} has {counts[bad]} {what} by the offsets, expected 1 to {most} by the"
+                        f"pack {begin + bad} has {counts[bad]} {what} by the offsets, expected 1 to {max_count} by the"
                         f" header; {ShardPaths.of(self._path).index_remedy}",
                     )
             yield np.stack([tokens, sequences], axis=1)
@@ -195,20 +208,21 @@ def _at(offsets: Array, i: int) -> int:
 
 
 class CopyWriter:
-    """Writes a shard out of ranges of packs of other shards; publishes and journals as ``ShardWriter`` does.
+    """Writes a shard out of packs of other shards, by ranges of bytes; publishes and journals as ``ShardWriter`` does.
 
-    Tokens, masks and starts are not looked at: a source that has its checksums holds what a writer checked. What the
-    new shard's structure is computed from, the lengths of packs, is checked all the same. A context manager: leaving it
-    without ``finalize`` publishes nothing and removes what was written.
+    Rules of packs are not checked: a source that has its checksums holds what its writer checked. Only the offsets of
+    packs are, from which the new shard's indexes are computed. A context manager: leaving it without ``finalize``
+    publishes nothing and removes what was written.
 
     Args:
         prefix: the path the five files will share.
-        like: dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
-        columns: what is written beside the tokens, by name: each source has them.
+        like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
+        columns: the columns of the new shard, by name. Each source must have them.
         overwrite: replace what is at the prefix.
         durable: False skips fsync.
-        nbytes: what will be written, for which room is looked for.
-        drops: what half done work at the prefix may be dropped all the same.
+        nbytes: how many bytes will be written; so much room must be free. 0 where the caller has checked that.
+        drops: kinds of interrupted work (``build``, ``copy``, ``rebuild``) at the prefix that may be dropped without
+            ``overwrite``.
     """
 
     def __init__(
@@ -237,7 +251,7 @@ class CopyWriter:
         )
         self._columns = columns
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
-        self._most = np.zeros(2, np.int64)  # in one pack
+        self._largest = np.zeros(2, np.int64)  # in one pack
         self._trained = np.zeros(2, np.int64)  # tokens that are trained on, packs without one
         self._num_packs = 0
         self._publication = Publication(
@@ -264,57 +278,57 @@ class CopyWriter:
         stop: int,
         renumber: Renumber | None = None,
     ) -> None:
-        """Append the packs ``[first, stop)`` of a source; of a column, what ``renumber`` makes of its rows.
+        """Append the packs ``[first, stop)`` of a source; ``renumber`` has functions that change rows of columns.
 
-        The journal takes them after their data is written and, where they are all of the source, known to be right:
-        what is recovered from a killed merge is never what a corrupt source held.
+        The packs are entered into the journal behind their data. All packs of a source have passed its checksums by
+        then, so that nothing of a corrupt source is recovered from a killed merge.
 
         Raises:
             CorruptShardError: the source breaks F2, F3, C7, O1 or O2.
         """
         token_span, sequence_span = source.spans(first, stop)
         spans: dict[Per, tuple[int, int]] = {"token": token_span, "sequence": sequence_span, "pack": (first, stop)}
-        for piece in source.tokens.pieces(*token_span):
-            self._files.write(self._paths.tokens, piece)
+        for chunk in source.tokens.chunks(*token_span):
+            self._files.write(self._paths.tokens, chunk)
         if (first, stop) == (0, source.header.num_packs):
-            for piece in source.loss.pieces():
-                self._files.write(self._paths.loss, piece)
+            for chunk in source.loss.chunks():
+                self._files.write(self._paths.loss, chunk)
             self._trained += source.header.num_trained_tokens, source.header.num_masked_packs
         else:
             self._append_masks(source, first, stop)
-        for piece in source.starts.pieces(*sequence_span):
-            self._files.write(self._paths.starts, piece)
+        for chunk in source.starts.chunks(*sequence_span):
+            self._files.write(self._paths.starts, chunk)
         for name, spec in self._columns.items():
-            found, change = source.columns[name], (renumber or {}).get(name)
-            if found.spec.kind != spec.kind:
-                raise FormatError(f"{found.rows.path}: another column was attached here meanwhile; start again")
-            for piece in found.rows.pieces(*spans[spec.per]):
-                self._files.write(self._paths.column(name), piece if change is None else change(piece))
+            column, change = source.columns[name], (renumber or {}).get(name)
+            if column.spec.kind != spec.kind:
+                raise FormatError(f"{column.rows.path}: another column was attached here meanwhile; start again")
+            for chunk in column.rows.chunks(*spans[spec.per]):
+                self._files.write(self._paths.column(name), chunk if change is None else change(chunk))
         for records in source.records(first, stop):
             self._num_packs += len(records)
             self._totals += records.sum(axis=0)
-            self._most = np.maximum(self._most, records.max(axis=0))
+            self._largest = np.maximum(self._largest, records.max(axis=0))
             self._publication.journal.write(encode_block(PACK, records.astype(np.uint32)))
 
     def _append_masks(self, source: SourceShard, first: int, stop: int) -> None:
-        """Append some of a source's masks, and count the tokens that are trained on, and packs without one."""
+        """Append the masks of packs ``[first, stop)``; count trained tokens, and packs without any."""
         (position, _), _ = source.spans(first, stop)
         for records in source.records(first, stop):
             ends, trained = position + np.cumsum(records[:, 0]), np.zeros(len(records), np.bool_)
-            for piece in source.loss.pieces(position, int(ends[-1])):
-                self._files.write(self._paths.loss, piece)
-                # The packs that the piece has tokens of; the first may have begun before it, the last end behind it.
-                low, high = np.searchsorted(ends, [position, position + len(piece) - 1], side="right")
+            for chunk in source.loss.chunks(position, int(ends[-1])):
+                self._files.write(self._paths.loss, chunk)
+                # The packs that the chunk has tokens of; the first may have begun before it, the last end behind it.
+                low, high = np.searchsorted(ends, [position, position + len(chunk) - 1], side="right")
                 begins = np.append(position, ends[low:high]) - position
-                trained[low : high + 1] |= np.maximum.reduceat(piece, begins) > 0
-                self._trained[0] += np.count_nonzero(piece)
-                position += len(piece)
+                trained[low : high + 1] |= np.maximum.reduceat(chunk, begins) > 0
+                self._trained[0] += np.count_nonzero(chunk)
+                position += len(chunk)
             self._trained[1] += np.count_nonzero(~trained)
             del records, ends, trained  # before the next are read
 
     def finalize(self, *, publish: bool = True) -> Header:
         """Write the indexes and publish, or set the shard aside for ``publish_all``; returns the header."""
-        (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
+        (num_tokens, num_sequences), (longest, most_sequences) = self._totals.tolist(), self._largest.tolist()
         num_trained_tokens, num_masked_packs = self._trained.tolist()
         header = dataclasses.replace(
             self._like,
@@ -324,7 +338,7 @@ class CopyWriter:
             num_trained_tokens=num_trained_tokens,
             num_masked_packs=num_masked_packs,
             longest_pack=longest,
-            most_sequences=most,
+            most_sequences=most_sequences,
         )
         header = self._files.finish(header)
         if publish:

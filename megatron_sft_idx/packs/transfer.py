@@ -1,8 +1,8 @@
-"""Whole shards into local folders, held to their checksums on the way: what arrives has the bytes that were sent.
+"""Whole shards copied into local folders, from a disk or an object store; every byte is held to a checksum on the way.
 
-The files of each, columns among them, are published together, ``.seq.idx`` last. What has arrived of an interrupted
-copy is named by its journal; the next copy of the same shard goes on from there. Nothing here looks inside a shard or
-mends it.
+The files of a shard, columns among them, are published together, ``.seq.idx`` last. The journal of an interrupted copy
+names the files that it had begun, and the next copy of the same shard goes on with them. Nothing here looks inside
+packs or mends a shard. Copies into object stores are in ``buckets``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class Copied(NamedTuple):
-    """One shard, copied.
+    """What copying a shard did.
 
     Attributes:
-        prefix: where it is now.
+        prefix: of the copy.
         nbytes_sent: bytes of the files that were written.
-        nbytes_found: bytes of those that were there already.
-        uploads_aborted: unfinished uploads of earlier attempts that were removed.
+        nbytes_found: bytes of the files that were at ``prefix`` already, with the right content.
+        uploads_aborted: how many unfinished uploads of earlier attempts were removed.
         notes: what could not be found out, a sentence each.
     """
 
@@ -52,11 +52,11 @@ class Copied(NamedTuple):
 
 
 class FileContent(NamedTuple):
-    """What a file of a shard holds.
+    """What a file of a shard must hold.
 
     Attributes:
-        head: bytes that are known already: the header of a column.
-        rest: size and checksum of those behind them.
+        head: the file's first bytes: the header of a column; empty for every other file.
+        rest: size and checksum of the bytes behind ``head``.
     """
 
     head: bytes
@@ -69,11 +69,11 @@ class FileContent(NamedTuple):
 
     @property
     def checksum(self) -> str:
-        """In hex, what stands for all of it: of a column, the checksum of its header, which has that of the rest."""
+        """Hex; of a column that of its header, in which the checksum of the rows stands; else that of the file."""
         return (self.head[-CHECKSUM_NBYTES:] or self.rest.checksum).hex()
 
     def is_at(self, path: str) -> bool:
-        """Whether a local file is this one; it is read only where the size fits."""
+        """Whether a local file has this content; it is read only where the size fits."""
         if not os.path.isfile(path) or os.path.islink(path) or os.path.getsize(path) != self.nbytes:
             return False
         with open_regular(path) as file:
@@ -82,41 +82,37 @@ class FileContent(NamedTuple):
 
 
 class ContentCheck:
-    """Bytes that come one after the other, held to what a file must hold.
-
-    Args:
-        content: that of the file.
-    """
+    """Compares bytes, which come in pieces and in order, with what a file must hold."""
 
     def __init__(self, content: FileContent) -> None:
         self._content, self._rest, self._nbytes, self._same = content, StreamHash(), 0, True
 
-    def update(self, piece: bytes | memoryview) -> None:
-        """The next bytes."""
+    def update(self, chunk: bytes | memoryview) -> None:
+        """Take the next bytes."""
         head = self._content.head[self._nbytes :]
-        self._same = self._same and piece[: len(head)] == head[: len(piece)]
-        self._rest.update(piece[len(head) :])
-        self._nbytes += len(piece)
+        self._same = self._same and chunk[: len(head)] == head[: len(chunk)]
+        self._rest.update(chunk[len(head) :])
+        self._nbytes += len(chunk)
 
     def passed(self) -> bool:
-        """Whether they were what they must be, to the end."""
+        """Whether all bytes of the file have come, and were right."""
         return self._same and self._nbytes == self._content.nbytes and self._rest.digest() == self._content.rest
 
 
 class CopySource:
-    """A shard whose files are there and have the sizes that their headers say.
+    """A shard that is to be copied: all its files are there and have the sizes that its headers say.
 
     Args:
-        prefix: local or remote.
-        beside: names of the columns whose files lie there, by ``columns_beside``; None to look.
+        prefix: of the shard, local or remote.
+        beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
 
     Attributes:
-        paths: where it is, with its columns: those that it lists, and those that were attached to it.
+        paths: of its files, with the columns that it lists and those that were attached to it.
         header: its header, checked.
-        seq_idx: its whole ``.seq.idx``, checked: 16 bytes a pack and the header.
-        files: what each file holds, by suffix, in the order of publication.
-        attached: suffixes of the columns that it does not list.
-        notes: what could not be found out.
+        seq_idx: all bytes of its ``.seq.idx``, checked: the header, and 16 bytes for each pack.
+        files: what each file must hold, by suffix, in the order of publication.
+        attached: suffixes of the columns that were attached, which its header does not list.
+        notes: what could not be found out, a sentence each.
 
     Raises:
         ShardNotFoundError: some of its files are missing.
@@ -162,7 +158,7 @@ class CopySource:
         return sum(content.nbytes for content in self.files.values())
 
     def _columns(self, beside: Collection[str] | None) -> list[str]:
-        """Names of the columns; not everybody who may read objects may also list them."""
+        """Names of the columns: only the listed ones where the store does not let these credentials list objects."""
         try:
             return column_names(self.paths, self.header, beside)
         except StorageError as error:
@@ -170,7 +166,7 @@ class CopySource:
             return sorted(listed_columns(self.header.metadata))
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
-        """The bytes of one of the files from ``offset`` on, not checked."""
+        """The bytes of one file from ``offset`` on, not checked."""
         if self._objects is not None:
             store = open_store(self.paths.prefix)[0]
             yield from read_ahead(store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
@@ -181,7 +177,7 @@ class CopySource:
                 yield chunk
 
     def corrupt(self, suffix: str) -> CorruptShardError:
-        """What is wrong with a file whose bytes are not what it must hold (rule F3, of a column C7)."""
+        """The error about a file that does not hold what it must (rule F3, of a column C7)."""
         content = self.files[suffix]
         expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
         detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
@@ -189,34 +185,34 @@ class CopySource:
 
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
-    """Bytes of a shard's files that are there, for progress; ``beside`` names columns that lie there, None to look."""
+    """Bytes of those files of a shard that are there, for progress. ``beside`` is as for ``CopySource``."""
     if is_remote(prefix):
         store, key = open_store(prefix)
         try:
-            found = {info.key.removeprefix(key): info.nbytes for info in store.list(key + ".")}
+            sizes = {info.key.removeprefix(key): info.nbytes for info in store.list(key + ".")}
         except StorageError:
-            found = {suffix: info.nbytes for suffix, info in _objects(prefix, SUFFIXES).items()}
-        return sum(nbytes for suffix, nbytes in found.items() if suffix in SUFFIXES or column_of(suffix))
+            sizes = {suffix: info.nbytes for suffix, info in _objects(prefix, SUFFIXES).items()}
+        columns = {suffix: column_of(suffix) for suffix in sizes}  # of X.y, which lies beside X, too
+        return sum(sizes[s] for s, column in columns.items() if s in SUFFIXES or (column and not column[0]))
     names = columns_beside([prefix])[prefix] if beside is None else beside
     return sum(_local_sizes(ShardPaths.of(prefix).with_columns(names)).values())
 
 
 def _local_sizes(paths: ShardPaths) -> dict[str, int]:
-    found = {path.removeprefix(paths.prefix): path for path in paths.all}
-    return {suffix: os.path.getsize(path) for suffix, path in found.items() if os.path.isfile(path)}
+    return {path.removeprefix(paths.prefix): os.path.getsize(path) for path in paths.all if os.path.isfile(path)}
 
 
 def _objects(prefix: str, suffixes: Sequence[str]) -> dict[str, ObjectInfo]:
     store, key = open_store(prefix)
-    found = request_pool().map(store.head, [key + suffix for suffix in suffixes])
-    return {suffix: info for suffix, info in zip(suffixes, found, strict=True) if info}
+    infos = request_pool().map(store.head, [key + suffix for suffix in suffixes])
+    return {suffix: info for suffix, info in zip(suffixes, infos, strict=True) if info}
 
 
 def destinations(prefixes: Sequence[str], target: str) -> list[str]:
-    """Where each of several shards goes: under ``target`` where that names a folder, else to ``target`` itself.
+    """The prefix that each shard is copied to: in the folder ``target``, or ``target`` itself where that is no folder.
 
     Raises:
-        FormatError: several shards to one prefix, or two of one name to one folder.
+        FormatError: several shards would go to one prefix.
     """
     if not target.endswith("/") and (is_remote(target) or not os.path.isdir(target)):
         if len(prefixes) == 1:
@@ -232,9 +228,16 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
 def check_destinations(
     prefixes: Sequence[str], targets: Sequence[str], beside: Mapping[str, Collection[str]], *, overwrite: bool
 ) -> None:
-    """Look at all local places before the first shard is copied. FormatError where one may not be written.
+    """Check all local targets before the first shard is copied.
 
-    ``beside`` are names of the columns whose files lie at prefixes, as far as they are known.
+    Args:
+        prefixes: of the shards.
+        targets: the prefix that each is copied to.
+        beside: names of the columns whose files lie at a shard's prefix; those of other shards are looked for.
+        overwrite: whether shards at the targets may be replaced.
+
+    Raises:
+        FormatError: a target may not be written, or is a source too.
     """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(
@@ -260,7 +263,7 @@ def download(
         source: the shard, local or remote.
         prefix: the path that the five files will share.
         overwrite: replace a shard that is there.
-        on_progress: told how many more bytes of the shard are there.
+        on_progress: called with the bytes that have arrived since the last call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
@@ -271,46 +274,54 @@ def download(
     interrupted = read_journal(paths)
     if interrupted is not None and interrupted.work == "copy" and interrupted.replaced_inodes is not None:
         recover(paths.prefix, overwrite=overwrite)
-    same, goes = _compare(source, paths, overwrite=overwrite)
-    if wanted := [suffix for suffix in source.files if suffix not in same]:
-        # A .seq.idx that is right as it is goes while a file that it tells of does not have its content.
-        again = [".seq.idx"] if ".seq.idx" in same and {*wanted} - source.attached else []
-        _fetch_all(source, paths, wanted + again, goes, overwrite or bool(again), on_progress)
-        same -= {*again}
-    found = sum(source.files[suffix].nbytes for suffix in same)
-    on_progress(found)
-    return Copied(paths.prefix, source.nbytes - found, found, notes=source.notes)
+    right, obsolete = _compare(source, paths, overwrite=overwrite)
+    if missing := [suffix for suffix in source.files if suffix not in right]:
+        # Without its other files there is no shard, so a right .seq.idx is written anew, behind them.
+        rewritten = [".seq.idx"] if ".seq.idx" in right and {*missing} - source.attached else []
+        _fetch_all(source, paths, missing + rewritten, obsolete, overwrite or bool(rewritten), on_progress)
+        right -= {*rewritten}
+    nbytes = sum(source.files[suffix].nbytes for suffix in right)
+    on_progress(nbytes)
+    return Copied(paths.prefix, source.nbytes - nbytes, nbytes, notes=source.notes)
 
 
 def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
-    """Which files are there already, by suffix, and paths of the columns that go with the shard that is replaced.
+    """What is at the target: suffixes of the files that are right already, and paths of obsolete columns.
+
+    Obsolete columns are those of a shard that is replaced; they must be removed with it.
 
     Raises:
-        FormatError: others are there, and may not be replaced.
+        FormatError: files of something else are at the target, and ``overwrite`` is False.
     """
-    places = {suffix: paths.prefix + suffix for suffix in source.files}
-    same = {suffix for suffix, path in places.items() if source.files[suffix].is_at(path)}
-    goes = []
-    if ".seq.idx" not in same:
-        strange = [path for path in with_present_columns(ShardPaths(paths.prefix)).all if path not in places.values()]
-        goes = [path for path in strange if is_of_another_shard(path, source.header.shard_id)]
-    others = [path for suffix, path in places.items() if suffix not in same and os.path.lexists(path)] + goes
-    if others and not overwrite:
+    targets = {suffix: paths.prefix + suffix for suffix in source.files}
+    right = {suffix for suffix, path in targets.items() if source.files[suffix].is_at(path)}
+    obsolete = []
+    if ".seq.idx" not in right:
+        beside = [path for path in with_present_columns(ShardPaths(paths.prefix)).all if path not in targets.values()]
+        obsolete = [path for path in beside if is_of_another_shard(path, source.header.shard_id)]
+    replaced = [path for suffix, path in targets.items() if suffix not in right and os.path.lexists(path)] + obsolete
+    if replaced and not overwrite:
         raise FormatError(
-            f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
+            f"{paths.prefix}: {', '.join(replaced)} exist already and are not of this shard; choose another prefix,"
             " or pass overwrite (--overwrite)"
         )
-    return same, goes
+    return right, obsolete
 
 
 def _fetch_all(
-    source: CopySource, paths: ShardPaths, wanted: list[str], goes: list[str], overwrite: bool, on_progress: Advance
+    source: CopySource,
+    paths: ShardPaths,
+    suffixes: list[str],
+    obsolete: list[str],
+    overwrite: bool,
+    on_progress: Advance,
 ) -> None:
-    """Bring files to their temporary names, and publish them; columns of the shard that is replaced go."""
+    """Copy files under temporary names, then publish them and remove the columns at the paths ``obsolete``."""
     content = {"shard_id": source.header.shard_id.hex()}
-    head, only = read_journal(paths), [*(paths.prefix + suffix for suffix in wanted), *goes]
-    same = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
-    if same and head is not None and head.files.keys() == {paths.temporary(paths.prefix + suffix) for suffix in wanted}:
+    head, only = read_journal(paths), [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
+    resumable = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
+    begun = head.files.keys() if resumable and head is not None else ()
+    if begun == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
         new = Publication.take_up(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(
@@ -319,12 +330,12 @@ def _fetch_all(
             work="copy",
             overwrite=overwrite,
             only=only,
-            nbytes=sum(source.files[suffix].nbytes for suffix in wanted),
-            drops=("copy",) if same else (),
+            nbytes=sum(source.files[suffix].nbytes for suffix in suffixes),
+            drops=("copy",) if resumable else (),
         )
     try:
-        for suffix in wanted:
-            # What an earlier attempt left may be damaged.
+        for suffix in suffixes:
+            # What an earlier attempt left may be damaged; then the file is copied from its beginning.
             if not any(_fetch(source, suffix, new, keep, on_progress) for keep in (True, False)):
                 raise source.corrupt(suffix)
         new.publish()
@@ -336,21 +347,21 @@ def _fetch_all(
 
 
 def _fetch(source: CopySource, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
-    """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
+    """Copy one file, with ``keep`` from where an earlier attempt stopped; whether all of it is right then."""
     file, content = new.open(new.paths.prefix + suffix, keep=keep), source.files[suffix]
     if file.nbytes > content.nbytes:
         file.truncate(0)
-    held = ContentCheck(content)
+    check = ContentCheck(content)
     for offset in range(0, file.nbytes, _READ_NBYTES):
-        held.update(file.read_at(offset, _READ_NBYTES))
+        check.update(file.read_at(offset, _READ_NBYTES))
     on_progress(file.nbytes)
-    # What was checked is what is written.
+    # Of .seq.idx the bytes are written that were checked when the source was opened.
     index = [memoryview(source.seq_idx)[file.nbytes :]]
     for chunk in index if suffix == ".seq.idx" else source.chunks(suffix, file.nbytes):
         file.write(chunk)
-        held.update(chunk)
+        check.update(chunk)
         on_progress(len(chunk))
-    if held.passed():
+    if check.passed():
         return True
     on_progress(-file.nbytes)
     return False

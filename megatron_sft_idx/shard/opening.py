@@ -1,9 +1,9 @@
-"""Opening a shard: its header, and five arrays, each read the way that was chosen; packs as ranges of them.
+"""Opening a shard, on disk or in an object store: its header, and the five arrays that its files hold.
 
-Of a shard in an object store the index files come through a local cache, tokens and masks by ranges. There as on disk,
-whoever replaces a shard removes its ``.seq.idx`` first and puts the new one last (rules W2, W3). So ``.seq.idx`` is
-looked at first, and again when all is open: what was found in between belongs to it. From then on every range of an
-object is read under the etag that it had.
+Of a remote shard the index files are copied into a local cache; ranges of tokens and masks are read when they are asked
+for. A writer that replaces a shard removes its ``.seq.idx`` first and writes the new one last (rules W2, W3), on disk
+and in stores. So ``.seq.idx`` is read first, and looked at again when all files are open: where it is the same still,
+the files belong to it. From then on every range of an object is read under the etag that the object had.
 """
 
 from __future__ import annotations
@@ -48,14 +48,18 @@ from megatron_sft_idx.storage.remote.transport import request_pool
 
 # ---- files, wherever they lie ----
 
-# One request reads the whole header of nearly every shard: 256 bytes and a few KiB of JSON.
+# Bytes read at first. The header of nearly every shard is shorter: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10
 
 
 class Start(NamedTuple):
-    """The header of a file or an object, as far as that reaches, and its size in bytes.
+    """The beginning of a file or object.
 
-    Of an object what the store says of it, of a local file what tells it from another one under its name.
+    Attributes:
+        raw: its header, or all of it where it is shorter.
+        nbytes: its size.
+        info: what the store says of an object; None of a file.
+        stamp: what the system says of a file: another one under its name has another stamp. Empty of an object.
     """
 
     raw: bytes
@@ -65,7 +69,7 @@ class Start(NamedTuple):
 
 
 def read_start(path: str, form: HeaderForm) -> Start | None:
-    """The header of a file or an object, as far as it is one of this form; None where there is nothing."""
+    """Read the header of a file or object, whose form says how long it is; None where nothing is at the path."""
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
@@ -93,11 +97,15 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def open_items(
-    path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, same: Callable[[], None], begin: int
+    path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, confirm: Callable[[], None], begin: int
 ) -> Array:
-    """Items of a local file, read the way that was chosen; ``same`` raises where others are there by now."""
+    """The ``count`` items of a local file from byte ``begin`` on, as an array of a backend.
+
+    ``nbytes`` is the size that the file must have. With ``reopen``, ``confirm`` is called when a file that is opened
+    again is another one; it must raise where the shard is another one too.
+    """
     if backend == "reopen":
-        return ReopenedArray(path, dtype, count, nbytes, same, begin)
+        return ReopenedArray(path, dtype, count, nbytes, confirm, begin)
     return open_array(path, dtype, count, nbytes=nbytes, offset=begin, backend=backend)
 
 
@@ -113,16 +121,16 @@ def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
 
 
 def _look(paths: ShardPaths) -> Start:
-    """``.seq.idx``, its header not yet checked; ShardNotFoundError where there is none."""
-    # Whoever opens a pipe waits for its other end.
-    there = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
-    if not there or (start := read_start(paths.seq_idx, SEQ_IDX)) is None:
+    """Read the header of ``.seq.idx``, unchecked. ShardNotFoundError where there is no such file."""
+    # Only a regular file is opened: opening a pipe would wait for its other end.
+    may_open = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
+    if not may_open or (start := read_start(paths.seq_idx, SEQ_IDX)) is None:
         raise _not_found(paths)
     return start
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Which of a shard's files are not there, locally or in an object store: the five, and columns that it lists."""
+    """Paths of those files of a shard that are not there: of the five, and of the columns that it lists."""
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FormatError, ShardNotFoundError):
         paths = paths.with_columns(listed_columns(read_header(paths).metadata))
@@ -130,12 +138,12 @@ def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
 
 
 def _missing(paths: ShardPaths) -> list[str]:
-    # One after another: headers of many shards are read by the threads, which must not wait for each other.
+    # One after another: this may run in a thread of the request pool, whose threads must not wait for each other.
     return [path for path in paths.all if not object_exists(path)] if is_remote(paths.prefix) else paths.missing()
 
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
-    """What is missing at a prefix, and what would help."""
+    """The error about a prefix without a whole shard: which files are missing, and a remedy."""
     missing = _missing(paths)
     headless, remedy = not missing or paths.seq_idx in missing, "copy all five files, .seq.idx last"
     if is_remote(paths.prefix):
@@ -155,24 +163,25 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
 
 
 def where_to_look(paths: ShardPaths) -> str:
-    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+    """The remedy for a prefix where nothing is: it names an unfinished job, where one lies at a longer prefix.
 
-    ``preprocess`` tokenises into ``PREFIX.parts``, and makes the corpus that it is to keep at ``PREFIX.unpacked``.
+    ``preprocess`` writes parts into ``PREFIX.parts``, and the shard of sequences that it may keep to
+    ``PREFIX.unpacked``.
     """
     if os.path.lexists(f"{paths.prefix}.parts/run.json"):
         return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
     journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
     if not journals:
         return "check the prefix: the path without .seq.idx"
-    beside = journals[0].removesuffix(".journal")
+    unfinished = journals[0].removesuffix(".journal")
     return (
-        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
-        f" megatron-sft-idx rebuild {beside} recovers its packs"
+        f"a build of {unfinished} was interrupted, or is at work: preprocess --resume goes on with it,"
+        f" megatron-sft-idx rebuild {unfinished} recovers its packs"
     )
 
 
 def require_same(prefix: str, found: bytes, expected: bytes) -> None:
-    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
+    """FormatError where the ids of two shards differ: the one at a prefix now, and the one that was there before."""
     if found != expected:
         raise FormatError(
             f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
@@ -185,7 +194,18 @@ def require_same(prefix: str, found: bytes, expected: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
+    """What an open shard holds: the header, five arrays, and functions for the offsets of one pack.
+
+    Attributes:
+        tokens: ids [tokens].
+        loss: label-aligned mask [tokens].
+        starts: where each sequence begins in its pack, uint32 [sequences].
+        sequence_offsets: where each pack's sequences begin, int64 [packs + 1].
+        token_offsets: where each pack's tokens begin, int64 [packs + 1].
+        sequence_pair: of pack i, ``sequence_offsets`` i and i + 1.
+        token_pair: of pack i, ``token_offsets`` i and i + 1.
+        first_reads: tells the kernel of packs before they are read; None where ``advice`` says another order of reads.
+    """
 
     header: Header
     num_packs: int
@@ -198,25 +218,25 @@ class Files:
     token_offsets: Array
     sequence_pair: _Pair
     token_pair: _Pair
-    first_reads: FirstReadHints | None = None  # where the kernel decides what is read ahead
+    first_reads: FirstReadHints | None = None
 
 
 def _files(
-    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], first: FirstReadHints | None
+    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], hints: FirstReadHints | None
 ) -> Files:
-    """``offsets`` are those of sequences, then those of tokens."""
+    """Make ``Files`` of arrays; ``offsets`` are those of sequences, then those of tokens."""
     sequences, packs = offsets
     counts = header.num_packs, header.num_sequences, header.num_tokens
-    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs), first)
+    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs), hints)
 
 
 _Pair = Callable[[int], tuple[int, int]]
 
 
 def _pair(offsets: Array) -> _Pair:
-    """``offsets[i], offsets[i + 1]`` as ints."""
+    """A function of i that gives ``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
-        item = offsets.data  # gives Python ints, several times faster than numpy's items
+        item = offsets.data  # a memoryview gives ints several times faster than an array
         return lambda i: (item[i], item[i + 1])
 
     def read(i: int) -> tuple[int, int]:
@@ -227,27 +247,27 @@ def _pair(offsets: Array) -> _Pair:
 
 
 def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> Files:
-    """The files of a shard, wherever it lies; of a remote one in seven small requests, and what the cache lacks.
+    """Open the files of a shard. Arguments and errors as of ``Shard``.
 
-    Arguments and errors as of ``Shard``.
+    A remote shard takes seven small requests, and the download of index files that the cache lacks.
     """
     seq_idx = _look(paths)
     header = Header.decode(seq_idx.raw, paths.seq_idx)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            same = _stamp(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
+            is_same = _stamp(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
-            same = (now := _object_at(paths.seq_idx)) is not None and now.etag == seq_idx.info.etag
+            is_same = (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
     except ShardNotFoundError:
         raise
-    except (OSError, FormatError) as error:  # gone, as when another shard is being published, or what is no file
+    except (OSError, FormatError) as error:  # files go while another shard is published; or one is no regular file
         if isinstance(error, FileNotFoundError) or (seq_idx.info is None and paths.missing()):
             raise _not_found(paths) from None
         raise
     # Sizes alone would not tell: a shuffled shard has the same.
-    if not same:
+    if not is_same:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
     return files
 
@@ -257,11 +277,11 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     # Megatron's index is not read here, only held to its size.
     check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
 
-    def same() -> None:
+    def confirm() -> None:
         require_same(paths.prefix, read_header(paths.prefix).shard_id, header.shard_id)
 
     def array(path: str, dtype: Any, count: int, offset: int = 0) -> Array:
-        return open_items(path, np.dtype(dtype), count, sizes[path], options.backend, same, offset)
+        return open_items(path, np.dtype(dtype), count, sizes[path], options.backend, confirm, offset)
 
     begins, count = (header.nbytes, header.token_offsets_offset), header.num_packs + 1
     if options.backend == "pread":
@@ -275,10 +295,10 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     starts = array(paths.starts, "<u4", header.num_sequences)
     for data in (tokens, loss):
         advise_order(data, options.advice, huge_pages=options.huge_pages)
-    first = None
+    hints = None
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
-        first = FirstReadHints(tokens, loss)
-    return _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, first)
+        hints = FirstReadHints(tokens, loss)
+    return _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, hints)
 
 
 def _open_remote(
@@ -286,27 +306,27 @@ def _open_remote(
 ) -> Files:
     sizes, (store, _) = header.sizes(paths), open_store(paths.prefix)
     check_size(paths.seq_idx, seq_idx.nbytes, sizes[paths.seq_idx])
-    found: dict[str, ObjectInfo] = {}
+    objects: dict[str, ObjectInfo] = {}
     for path, info in zip(paths.data, request_pool().map(_object_at, paths.data), strict=True):
         if info is not None:
             check_size(path, info.nbytes, sizes[path])
-            found[path] = info
-    if len(found) < len(paths.data):
+            objects[path] = info
+    if len(objects) < len(paths.data):
         raise _not_found(paths)
 
     def index(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
         local = _local_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
-        # The copies of pread need no open file.
-        how: Backend = "mmap" if backend == "mmap" else "pread"
-        return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=how)[:]
+        # Any backend but mmap reads the copy into memory, and keeps no file open.
+        local_backend: Backend = "mmap" if backend == "mmap" else "pread"
+        return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
 
     behind = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
     both = index(behind, seq_idx, header.nbytes, paths.seq_idx)
     begins, nbytes = (0, header.token_offsets_offset - header.nbytes), 8 * (header.num_packs + 1)
     offsets = [both[begin : begin + nbytes].view("<i8") for begin in begins]
-    starts = index(header.digests[3], found[paths.starts], 0, paths.starts).view("<u4")
+    starts = index(header.digests[3], objects[paths.starts], 0, paths.starts).view("<u4")
     tokens, loss = (
-        RemoteArray(store, found[path].key, dtype, header.num_tokens, found[path].etag)
+        RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
     return _files(header, tokens, loss, starts, offsets, None)
@@ -323,7 +343,7 @@ def _object_at(path: str) -> ObjectInfo | None:
 def checked_packs(
     indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
 ) -> NDArray[np.int64]:
-    """Numbers of packs, negative ones counted from the end. IndexError, which names ``prefix``: no such pack."""
+    """Numbers of packs, 0 to ``total`` - 1; negative ones count from the end. IndexError, naming ``prefix``: none."""
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, np.int64)
     packs = indices.astype(np.int64)  # first: sums of narrow integers would not fit
@@ -334,10 +354,14 @@ def checked_packs(
 
 
 def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
+    """Where packs lie, in the order in which they are read: of each pack its tokens, then its mask.
 
-    Packs whose offsets point outside the files are left out: whoever reads one is told. ``slots`` int64 [packs] says
-    which of the shards each lies in, ``packs`` int64 [packs] which one it is there; every shard has some.
+    Packs whose offsets point outside the files are left out; reading one is an error.
+
+    Args:
+        shards: each holds at least one of the packs.
+        slots: for each pack, which of ``shards`` it is in, int64 [packs].
+        packs: the number of each pack in its shard, int64 [packs].
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
     by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
@@ -358,12 +382,13 @@ def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray
 # ---- copies of index files, by their checksums, in a folder that processes share ----
 
 _VARIABLE = "SFT_IDX_CACHE"
+_NAME_ONE = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
 _KIND = Kind("an index file of a shard", lambda path: False)
 _COPY = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
 _DAY = 86_400
 _KEPT_DAYS = 30
-# Copies that were found good: their paths and checksums, and what the system said of the files then.
-_found_good: set[tuple[Any, ...]] = set()
+# Copies that had their checksums when they were read: path, checksum, and the file's stamp then.
+_checked_copies: set[tuple[Any, ...]] = set()
 
 
 def _local_copy(
@@ -373,17 +398,21 @@ def _local_copy(
 
     Args:
         named: folder where copies are kept; None for what ``SFT_IDX_CACHE`` names, else one in the user's cache folder.
-        digest: of the bytes.
-        fetch: gives them, piece by piece, where there is no good copy.
+        digest: size and checksum of the bytes.
+        fetch: called for the bytes, in chunks, where there is no good copy.
         source: where they are from, for messages.
 
     Raises:
-        CorruptShardError: what was fetched has another checksum (rule F3).
-        FormatError: the folder cannot be written, or is full.
+        CorruptShardError: the fetched bytes have another checksum (rule F3).
+        FormatError: the folder cannot be written, or is full; or nothing names one, and the user has no home.
     """
-    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(named or os.environ.get(_VARIABLE) or Path(users) / "megatron-sft-idx")
-    # Something else under the name may be anybody's: it is passed over.
+    if not (cache := named or os.environ.get(_VARIABLE)):
+        try:
+            cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megatron-sft-idx")
+        except RuntimeError as error:
+            raise FormatError(f"index files of remote shards cannot be kept ({error}); {_NAME_ONE}") from None
+    folder = Path(cache)
+    # Another file may have the name of a copy: it is left alone, and the next name is taken.
     names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
     for local in map(folder.joinpath, names):
         if _is_good(local, digest):
@@ -404,37 +433,36 @@ def _local_copy(
         _prune(folder)
     except OSError as error:
         raise FormatError(
-            f"{folder}: index files of remote shards cannot be kept here ({error.strerror}); name another folder with"
-            f" {_VARIABLE}, or --object-storage-cache-path in training"
+            f"{folder}: index files of remote shards cannot be kept here ({error.strerror}); {_NAME_ONE}"
         ) from None
     except FormatError:
-        if not _is_good(local, digest):  # else another process's, which was faster
+        if not _is_good(local, digest):  # else another process made it, and was faster
             raise
     return str(local)
 
 
 def _prune(folder: Path) -> None:
-    """Remove copies that were not opened for a month; what has such a name and other content is not ours."""
+    """Remove copies that were not opened for a month. A file that has such a name and other content is not ours."""
     for path in folder.iterdir():
         named = _COPY.fullmatch(path.name)
-        with contextlib.suppress(OSError, FormatError):  # another process may remove it too
+        with contextlib.suppress(OSError, FormatError):  # another process may have removed it
             stat = path.lstat()
-            old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
-            if named and old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
+            is_old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
+            if named and is_old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
                 path.unlink()
 
 
 def _is_good(path: Path, digest: FileDigest) -> bool:
-    """Whether a copy is there and whole; it is read once in a process, unless the system says that it changed."""
+    """Whether a copy is there and whole. A process reads it once, and again only where its stamp is another."""
     try:
         stat = path.stat()
         stamp = path, digest, _stamp(stat)
-        if stamp not in _found_good and not has_digest(str(path), digest):
+        if stamp not in _checked_copies and not has_digest(str(path), digest):
             return False
     except (OSError, FormatError):
         return False
     if time.time() - stat.st_mtime > _DAY:
-        with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
+        with contextlib.suppress(OSError):  # a folder that may not be written is not pruned either
             os.utime(path)
-    _found_good.add(stamp)
+    _checked_copies.add(stamp)
     return True
