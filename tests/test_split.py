@@ -151,13 +151,13 @@ def test_an_empty_shard_is_split_into_empty_ones(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(packs=samples(), weights=st.booleans(), piece=st.integers(4, 40), chunk=st.integers(1, 5))
-def test_trained_positions_are_counted_in_any_pieces(
+def test_trained_positions_are_counted_in_any_chunks(
     tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], weights: bool, piece: int, chunk: int
 ) -> None:
     folder = tmp_path_factory.mktemp("counted")
     write_samples(folder / "x", packs, mask_dtype=np.float32 if weights else np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_PIECE_NBYTES", piece)
+        patch.setattr(copying, "_CHUNK_NBYTES", piece)
         patch.setattr(copying, "_CHUNK_PACKS", chunk)
         parts = cut(folder / "x", folder / "p", shards=3)
     masks = [[pack["loss_mask"] for pack in Shard(part)] for part in parts]
