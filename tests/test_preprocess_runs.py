@@ -50,6 +50,14 @@ def test_dry_run_shows_and_writes_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["x.idx", "x.source.col", "x.parts", "x.parts/notes.txt"])
+def test_dry_run_refuses_what_the_run_would_refuse(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    refused = [preprocess(tmp_path / "x", *more) for more in ((), ("--dry-run",))]
+    assert [(done.code, done.err.splitlines()[-1]) for done in refused] == [(1, refused[0].err.splitlines()[-1])] * 2
+
+
 def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, chats):
     good, bad = write_rows(tmp_path / "good.jsonl", chats), write_rows(tmp_path / "bad.jsonl", [{"messages": []}])
     given = ("--input", good, bad, "--seq-length", 64)
@@ -67,7 +75,7 @@ def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, ch
 
 
 def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_would_be(tmp_path, chats, monkeypatch):
-    monkeypatch.setattr(dry_run, "_MOST_NBYTES", 2000)
+    monkeypatch.setattr(dry_run, "_MAX_FILE_NBYTES", 2000)
     monkeypatch.setattr(cut, "PIECE_NBYTES", 1500)
     source = write_rows(tmp_path / "rows.jsonl", [*chats, {"messages": []}])
     assert "would stop" not in preprocess(tmp_path / "x", "--input", source, "--dry-run").out

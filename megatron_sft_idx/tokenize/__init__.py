@@ -1,9 +1,9 @@
-"""Chats to shards: one engine, on this machine or on a Ray cluster; ``pipeline`` goes through it all.
+"""Chats become packed shards, on this machine or on a Ray cluster; ``pipeline`` is the whole way.
 
-The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
-planned on the lengths of the rows that are asked for (``plan``) and gathered from the parts (``gather``). Tasks
-run in ``local`` or on ``ray``; what an interrupted run left is found by ``begin``. Only ``encoding`` knows how a chat
-becomes tokens, and nothing here knows how a shard lies on disk.
+The input is cut into stretches (``cut``); a task makes a part of each (``parts``); packs are planned from the lengths
+of the selected sequences (``plan``), and shards are written from the parts (``gather``). Tasks run in processes of this
+machine (``local``) or on a cluster (``ray``); ``begin`` decides what of an interrupted job can be used. Only
+``encoding`` may know how a chat becomes tokens, and no module may know how a shard lies on disk.
 """
 
 from megatron_sft_idx.tokenize.begin import (

@@ -205,13 +205,8 @@ class PartsFolder:
         """Whether ``run.json`` is there and not empty: whether a job began and did not finish."""
         return os.path.lexists(self.state_path) and os.lstat(self.state_path).st_size > 0
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder's lock; the folder is made first, and removed in the end where no ``run.json`` is in it.
-
-        Raises:
-            FormatError: another process holds the lock, or the folder holds files that no job makes.
-        """
+    def check_is_ours(self) -> None:
+        """FormatError where something else is at the folder's path, or the folder holds files that no job makes."""
         if os.path.lexists(self.path) and (os.path.islink(self.path) or not os.path.isdir(self.path)):
             raise FormatError(
                 f"{self.path}: {describe(self.path)} is here, where the tokenised parts would be for a while; move it"
@@ -223,6 +218,15 @@ class PartsFolder:
                     f"{self.path}: holds {other}, which is not of a run; the folder is made for one and removed after"
                     " it: move it away, or choose another place for the output"
                 )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock; the folder is made first, and removed in the end where no ``run.json`` is in it.
+
+        Raises:
+            FormatError: as of ``check_is_ours``; or another process holds the lock.
+        """
+        self.check_is_ours()
         fd = None
         while fd is None:
             os.makedirs(self.path, exist_ok=True)
@@ -355,7 +359,7 @@ def _other_shard_error(path: str, differs: Sequence[str], what: str = "tokenised
     )
 
 
-# ---- what is there ----
+# ---- what the job can go on with ----
 
 
 def find_finished(job: Job) -> list[Header]:

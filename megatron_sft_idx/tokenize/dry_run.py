@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import check_free
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.tokenize.begin import PreprocessOptions
+from megatron_sft_idx.tokenize.begin import PartsFolder, PreprocessOptions
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import output_prefixes
@@ -87,7 +87,8 @@ def preview(
     files = expand_inputs(options.inputs)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     for prefix in output_prefixes(options.prefix, options.output_shards, valid=options.has_valid):
-        check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
+        check_free(ShardPaths.of(prefix).with_columns(encoder.options.columns), overwrite=options.overwrite)
+    PartsFolder.of(options.prefix).check_is_ours()
     by_file = [[_FilePreview(number)] for number in range(len(files))]
     shared = encoder.options, (cutting := Cutting.of(files))
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0

@@ -88,17 +88,17 @@ def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> l
             form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
             raise FormatError(f"{option} {entry}: expected {form}")
         folder = name.rstrip("/") + "/"
-        found = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
-        if not found:
-            found = [n for n, path in enumerate(files) if os.path.basename(path) == name]
-            if len(found) > 1:
-                several = ", ".join(files[n] for n in found)
+        matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
+        if not matching:
+            matching = [n for n, path in enumerate(files) if os.path.basename(path) == name]
+            if len(matching) > 1:
+                several = ", ".join(files[n] for n in matching)
                 raise FormatError(f"{option} {entry}: {several} are called so, name one by its path")
-        if not found:
+        if not matching:
             raise FormatError(f"{option} {entry}: no file of the input is called so; they are {', '.join(files)}")
-        if twice := next((files[n] for n in found if n in weights), None):
-            raise FormatError(f"{option} {entry}: it has a weight already: {twice}")
-        weights |= dict.fromkeys(found, weight)
+        if weighted := next((files[n] for n in matching if n in weights), None):
+            raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
+        weights |= dict.fromkeys(matching, weight)
     return [weights.get(n, 1.0) for n in range(len(files))]
 
 
@@ -160,19 +160,19 @@ def select_rows(
     starts = np.flatnonzero(contents[:, 4] == 0)
     sizes = np.diff(starts, append=len(contents))
     keys = np.ascontiguousarray(contents[starts, :4]).view("<u8")
-    kept = np.arange(min(len(starts), selection.max_rows or len(starts)))
-    counts = {} if selection.max_rows is None else {"max_rows": len(kept)}
+    selected = np.arange(min(len(starts), selection.max_rows or len(starts)))
+    counts = {} if selection.max_rows is None else {"max_rows": len(selected)}
     if selection.dedup == "exact":
-        seen = keys[kept]
-        order = np.lexsort((seen[:, 1], seen[:, 0]))  # which is stable
-        repeats = (seen[order[1:]] == seen[order[:-1]]).all(1)
-        unique = np.sort(kept[order[np.append(np.ones(min(len(order), 1), bool), ~repeats)]])
-        counts["duplicates"], kept = len(kept) - len(unique), unique
+        hashes = keys[selected]
+        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # which is stable
+        repeats = (hashes[order[1:]] == hashes[order[:-1]]).all(1)
+        unique = np.sort(selected[order[np.append(np.ones(min(len(order), 1), bool), ~repeats)]])
+        counts["duplicates"], selected = len(selected) - len(unique), unique
     if selection.sample < 1:
-        sampled = kept[draw_lots(keys[kept], seed, "sample") < selection.sample]
-        counts["not_sampled"], kept = len(kept) - len(sampled), sampled
-    is_valid = draw_lots(keys[kept], seed, "valid") < selection.valid_fraction
-    train, valid = kept[~is_valid], kept[is_valid]
+        sampled = selected[draw_lots(keys[selected], seed, "sample") < selection.sample]
+        counts["not_sampled"], selected = len(selected) - len(sampled), sampled
+    is_valid = draw_lots(keys[selected], seed, "valid") < selection.valid_fraction
+    train, valid = selected[~is_valid], selected[is_valid]
     counts["valid"] = len(valid)
     if selection.weights:
         weights = np.array(selection.weights)[files[starts[train]]]
