@@ -159,6 +159,22 @@ def test_only_a_few_items_are_taken_ahead(tmp_path):
         assert len(taken) <= 6
 
 
+def test_an_interrupt_while_workers_start_is_the_parents_alone(tmp_path):
+    """Ctrl-C reaches the whole process group; workers that import still print no tracebacks."""
+    script = (
+        f"import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_workers\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        f"with test_workers.squaring({str(tmp_path)!r}, range(3)) as results:\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        "    print(list(results))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = [sys.executable, "-c", script]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, start_new_session=True, check=False)
+    assert (done.stdout, done.stderr) == ("[0, 1, 4]\n", "")
+
+
 def children_of(process: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 

@@ -24,6 +24,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import Enum
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
@@ -78,17 +79,21 @@ class _Task:
 
 @contextlib.contextmanager
 def _isolated_start() -> Iterator[None]:
-    """Processes started within this context import no module of the current folder, and not the main module.
+    """Processes started within this context import neither stray modules nor the main module, and hold Ctrl-C back.
 
     The main module may be a script that begins this very work. Python 3.10 does not know the variable: there a stray
-    ``signal.py`` in the current folder still breaks workers.
+    ``signal.py`` in the current folder still breaks workers. Ctrl-C reaches a worker too. Until it ignores the signal
+    (``_start``) the signal is blocked, so that no import ends in a traceback.
     """
     safe_path, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.modules["__main__"] = ModuleType("__main__")
+    resource_tracker.ensure_running()  # which unblocks the signal when it starts
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         sys.modules["__main__"] = main
         os.environ["PYTHONSAFEPATH"] = safe_path  # an empty value is the same as none
 
@@ -104,7 +109,7 @@ class _Worker:
         self.idle_deaths = idle_deaths
         self.tasks: deque[tuple[_Task, Future[Any]]] = deque()
         self._pipe, other_end = _PROCESSES.Pipe()
-        with _isolated_start():  # the executor may start multiprocessing's resource tracker too
+        with _isolated_start():
             self.executor = ProcessPoolExecutor(1, _PROCESSES, _start, (other_end,))
             self.executor.submit(int)  # starts the process, whose imports take a while
         other_end.close()
