@@ -1,4 +1,4 @@
-"""Columns of a shard: written with it, attached to it later, opened and read by rows."""
+"""Columns of a shard: how one is attached to a published shard, found, opened and read by rows."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def write_column(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> ColumnHeader:
-    """Attach a column to a shard that is there: ``X.<name>.col`` appears whole, or not at all.
+    """Attach a column to a published shard: the file ``X.<name>.col`` appears whole, or not at all.
 
-    It belongs to this shard alone: where another one is published at the prefix, it goes.
+    The column belongs to this shard alone: it is removed when another shard is published at the prefix.
 
     Args:
         prefix: of the shard, on a local disk.
         name: small letters, digits and underscores.
-        values: [rows] or [rows, width]: one row a token, a sequence or a pack of the shard, in its order; or arrays of
-            some rows each, one after the other, for what does not fit in memory. The dtype is that of the first.
+        values: [rows] or [rows, width]: one row for each token, sequence or pack of the shard, in its order; or, for
+            what does not fit in memory, an iterable of such arrays of some rows each. The dtype is that of the first.
         per: ``token``, ``sequence`` or ``pack``.
-        alignment: what row j of a token column belongs to: ``token`` j, or the ``label`` there, which is token j + 1.
+        alignment: what row j of a token column is about: ``token`` j, or the ``label`` at j, which is token j + 1.
         metadata: JSON object that is stored with it.
         overwrite: replace a column of this name that was attached before.
 
@@ -80,8 +80,8 @@ def write_column(
         Its header.
 
     Raises:
-        FormatError: the shard was written with a column of this name, or something else is in the way; another number
-            of rows than the shard has; a name, a dtype or a shape that the format does not have.
+        FormatError: the shard was written with a column of this name, or another file is in the way; the number of
+            rows does not fit the shard; the format has no such name, dtype or shape.
         ShardNotFoundError: there is no such shard.
         OSError: the disk says no.
     """
@@ -89,9 +89,9 @@ def write_column(
     require_local(paths.prefix, "attaching a column")
     path = paths.column(name)
     header = read_header(paths)
-    whole = hasattr(values, "dtype") or not isinstance(values, Iterable)
-    pieces: Iterator[Any] = iter([values]) if whole else iter(cast(Iterable[Any], values))
-    first = np.asarray(next(pieces, ()))
+    is_array = hasattr(values, "dtype") or not isinstance(values, Iterable)
+    arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
+    first = np.asarray(next(arrays, ()))
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
     with locked_prefix(paths):
         if read_header(paths) != header:
@@ -103,9 +103,9 @@ def write_column(
             file = new.open()
             file.write(bytes(spec.header_nbytes))
             hashed, rows = HashedFile(file), 0
-            for piece in chain([first], map(np.asarray, pieces)):
+            for some in chain([first], map(np.asarray, arrays)):
                 try:
-                    array = spec.array(name, piece, len(piece))
+                    array = spec.array(name, some, len(some))
                 except (TypeError, ValueError) as error:
                     raise FormatError(f"{path}: from row {rows} on: {error}") from None
                 rows += len(array)
@@ -122,7 +122,7 @@ def write_column(
 
 
 class UnmappedRows:
-    """Rows of a column that is not mapped; every slice is read when it is asked for. ``items`` has one a row."""
+    """The rows of a column that is not mapped: a slice is read when it is asked for. ``items`` has one item a row."""
 
     def __init__(self, items: Array, spec: ColumnSpec) -> None:
         self._items, self._spec = items, spec
@@ -144,9 +144,9 @@ class ShardColumn:
     """A column of an open shard.
 
     Attributes:
-        name: what it is called.
-        header: what its file says of itself.
-        items: its rows as they are stored, an item each: void where a row is several values.
+        name: of the column.
+        header: of its file.
+        items: its rows as they are stored, one item each; of dtype void where a row has several values.
     """
 
     name: str
@@ -155,21 +155,18 @@ class ShardColumn:
 
     @cached_property
     def values(self) -> NDArray[Any] | UnmappedRows:
-        """Its rows: a view of a memory map, or what reads a slice when it is asked for one."""
-        return (
-            _as_rows(self.items, self.spec)
-            if isinstance(self.items, np.ndarray)
-            else UnmappedRows(self.items, self.spec)
-        )
+        """Its rows: a view of a memory map, or where it is not mapped, ``UnmappedRows``."""
+        is_mapped = isinstance(self.items, np.ndarray)
+        return _as_rows(self.items[:], self.spec) if is_mapped else UnmappedRows(self.items, self.spec)
 
     @cached_property
     def held_items(self) -> NDArray[Any]:
-        """All ``items``: a view where they are mapped, else kept in memory."""
+        """All ``items``: a view where they are mapped, else read once and kept in memory."""
         return self.items[:]
 
     @property
     def spec(self) -> ColumnSpec:
-        """Dtype, width, what has a row, and metadata."""
+        """Dtype and width of a row, what has one row (token, sequence or pack), and metadata."""
         return self.header.spec
 
     def __len__(self) -> int:
@@ -177,7 +174,7 @@ class ShardColumn:
 
 
 def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap") -> ShardColumn:
-    """Open a column of the shard that has this header.
+    """Open a column of the shard at ``paths``, whose header is given.
 
     Raises:
         ShardNotFoundError: the shard has no such column.
@@ -205,7 +202,7 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
-        if (now := read_start(path, COLUMN)) is None or now.raw != file.raw:
+        if (present := read_start(path, COLUMN)) is None or present.raw != file.raw:
             raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
 
     spec, rows = column.spec, column.rows
@@ -216,16 +213,16 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
 
 
 def _shard_of(path: str) -> bytes | None:
-    """The id of the shard that a column at a path belongs to; None for nothing, and for what does not begin as one.
+    """Id of the shard that the column at a path belongs to; None where no file is, or one that is no column.
 
-    Errors as ``ColumnHeader.decode``.
+    Errors as of ``ColumnHeader.decode``.
     """
     start = read_start(path, COLUMN)
     return ColumnHeader.decode(start.raw, path).shard_id if start and start.raw.startswith(COLUMN_MAGIC) else None
 
 
 def is_of_another_shard(path: str, shard_id: bytes) -> bool:
-    """Whether a column at a path belongs to another shard than this, or is too damaged to say; False for strangers."""
+    """Whether a column at a path belongs to another shard, or is too damaged to tell; False for what is no column."""
     try:
         return _shard_of(path) not in (None, shard_id)
     except FormatError:
@@ -233,18 +230,15 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 class ShardColumns(Mapping[str, ShardColumn]):
-    """The columns of a shard by name, opened when they are asked for.
+    """The columns of a shard by name, those that it lists and those that were attached; opened when asked for."""
 
-    Those that it was written with are always there; local ones that were attached are looked for in its folder.
-    """
-
-    # Nothing here holds the shard, which holds this: a reader that is let go lets go of its files at once.
+    # It holds no reference to its Shard, which holds one to it: without a cycle, a Shard's files close at once.
     def __init__(self, paths: ShardPaths, header: Header, backend: Backend) -> None:
         self._paths, self._header, self._backend = paths, header, backend
         self._opened: dict[str, ShardColumn] = {}
 
     def open(self, name: str) -> ShardColumn:
-        """The column of a name. Errors as ``open_column``."""
+        """The column of this name. Errors as of ``open_column``."""
         if name not in self._opened:
             self._opened[name] = open_column(self._paths, name, self._header, self._backend)
         return self._opened[name]
@@ -265,10 +259,10 @@ class ShardColumns(Mapping[str, ShardColumn]):
 
 
 def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
-    """The number of each sequence's pair by the column ``pair``, [sequences]; None where the shard has no such column.
+    """The number of the pair that each sequence belongs to, [sequences]; None where the shard has no column ``pair``.
 
     Raises:
-        CorruptShardError: sequences are no pairs (C10).
+        CorruptShardError: the column does not make pairs of the sequences (rule C10).
     """
     if (column := shard.columns.get("pair")) is None:
         return None
@@ -276,19 +270,21 @@ def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
     if column.spec.kind != PAIR.kind:
         raise CorruptShardError(path, FIXED_NBYTES, "C10", f"{column.spec}, expected {PAIR}")
     if (torn := torn_pairs(rows)).size:
-        at, found = int(torn[0]), rows[torn[0] : torn[0] + 2].tolist()
+        at, pair = int(torn[0]), rows[torn[0] : torn[0] + 2].tolist()
         offset = column.spec.header_nbytes + at * column.spec.row_nbytes
-        detail = f"sequences from {at} on are {found}, expected chosen [n, 0] before its rejected [n, 1]"
+        detail = f"sequences from {at} on are {pair}, expected chosen [n, 0] before its rejected [n, 1]"
         raise CorruptShardError(path, offset, "C10", detail)
     numbers: NDArray[np.uint32] = rows[:, 0]
     return numbers
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """The columns of a shard: those that it lists, and those of ``beside`` (None to look) that say they belong to it.
+    """Names of a shard's columns: of those that it lists, and of those at its prefix whose headers name this shard.
+
+    ``beside`` names the columns whose files lie at the prefix, as ``columns_beside`` does; None to look for them.
 
     Raises:
-        CorruptShardError: a file beginning as a column does is damaged.
+        CorruptShardError: a file that begins as a column does is damaged.
         StorageError: an object store does not answer.
     """
     listed = set(listed_columns(header.metadata))
@@ -299,20 +295,23 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
-    """Names of the columns that files at prefixes would be of, whatever they hold: one look at each local folder."""
-    found: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
-    local: dict[str, dict[str, str]] = {}
-    for prefix, mine in found.items():
+    """For each prefix the names in files ``PREFIX.NAME.col``, unread: they may be no columns, or of another shard.
+
+    Each local folder is looked at once.
+    """
+    names: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
+    local: dict[str, dict[str, str]] = {}  # prefixes by folder and file name
+    for prefix, own_names in names.items():
         if is_remote(prefix):
             store, key = open_store(prefix)
             columns = (column_of(info.key) for info in store.list(key + "."))
-            mine.update(column[1] for column in columns if column and column[0] == key)
+            own_names.update(column[1] for column in columns if column and column[0] == key)
         else:
             folder, name = os.path.split(prefix)
             local.setdefault(folder, {})[name] = prefix
-    for folder, names in local.items():
+    for folder, prefix_of in local.items():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
             for entry in entries:
-                if (column := column_of(entry.name)) and column[0] in names:
-                    found[names[column[0]]].add(column[1])
-    return found
+                if (column := column_of(entry.name)) and column[0] in prefix_of:
+                    names[prefix_of[column[0]]].add(column[1])
+    return names

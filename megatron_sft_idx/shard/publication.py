@@ -1,14 +1,14 @@
-"""Publication: the files of a shard appear together, or none does; and what is at a prefix, and may go from there.
+"""Publication: the files of a shard appear together, or none does; and which files at a prefix may be removed.
 
-Files are written under temporary names in the shard's own folder. ``publish`` syncs them and renames the data files,
-then ``.idx``, then columns, then ``.seq.idx``, whose presence is what makes a shard. When a shard is replaced, its
-``.seq.idx`` goes first, then its columns, so that no mix of old and new files ever looks like a shard. The
-journal is removed last: from then on nothing of the build is left but the shard.
+Files are written under temporary names in the shard's own folder. ``Publication.publish`` syncs them and renames the
+data files, then ``.idx``, then columns, then ``.seq.idx``, whose presence makes a shard. When a shard is replaced, its
+``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks like a shard. The
+journal is removed last.
 
-What is replaced or removed is known to be of this package: a shard by the magic of its ``.seq.idx``, a column and a
-journal by their own, everything else by the inode that a journal names. What a killed writer left is brought to an
-end by the next one that has the lock: half done it is dropped, complete but for renames it is finished forward, and so
-is a removal.
+Only files of this package are replaced or removed: a shard is recognised by the magic of its ``.seq.idx``, a column and
+a journal by their own, every other file by its inode, which a journal names. The next writer that gets the lock deals
+with what a killed one left (``finish_interrupted``): files of an unfinished build are removed; a shard that is complete
+but for renames is renamed, and a removal is finished.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from megatron_sft_idx.storage.publish import (
     resolve,
 )
 
-_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
-_LEFT = {
-    "build": f"left by a build that was interrupted; {_ANEW}, or recover its packs: megatron-sft-idx rebuild",
-    "copy": f"left by a copy that was interrupted; run the same copy again, or {_ANEW}:",
+_START_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
+# What is said of interrupted work, by the kind of the work.
+_INTERRUPTED = {
+    "build": f"left by a build that was interrupted; {_START_ANEW}, or recover its packs: megatron-sft-idx rebuild",
+    "copy": f"left by a copy that was interrupted; run the same copy again, or {_START_ANEW}:",
     "rebuild": "left by a rebuild that was interrupted; run it again: megatron-sft-idx rebuild",
 }
 
@@ -53,14 +54,14 @@ _LEFT = {
 
 
 def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> list[Place]:
-    """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
+    """The places of a shard's files, there or not, for ``require_apart``; if ``written``, of temporary ones too."""
     paths = ShardPaths.of(prefix)
-    before = [paths.journal, *paths.unpublished.all] if written else []
-    return [Place(file, role) for file in (*paths.all, *before)]
+    temporary = [paths.journal, *paths.unpublished.all] if written else []
+    return [Place(file, role) for file in (*paths.all, *temporary)]
 
 
 def inode_of(path: str) -> int | None:
-    """Of a file; None for nothing. FormatError for anything else."""
+    """Inode of the regular file at a path; None where nothing is. FormatError where something else is."""
     with contextlib.suppress(FileNotFoundError):
         status = os.lstat(path)
         if stat.S_ISREG(status.st_mode):
@@ -73,12 +74,12 @@ def inode_of(path: str) -> int | None:
 
 
 def _inodes(paths: Iterable[str]) -> dict[str, int]:
-    """Of the files that are there, by path."""
+    """Inodes of those files that are there, by path."""
     return {path: inode for path in paths if (inode := inode_of(path)) is not None}
 
 
 def _by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
-    """As a journal names files: by what is added to the prefix."""
+    """Inodes by suffix, as a journal names files."""
     return {path.removeprefix(paths.prefix): inode for path, inode in inodes.items()}
 
 
@@ -88,12 +89,12 @@ def is_column(path: str) -> bool:
 
 
 def is_journal(path: str) -> bool:
-    """Whether a file says what is done at a prefix; one that is there for its lock alone is empty (``name_held``)."""
+    """Whether a file is a journal with content. A journal that only carries a lock is empty, and is none here."""
     return head_of(path, len(MAGICS[0])) in MAGICS
 
 
 def read_journal(paths: ShardPaths) -> Head | None:
-    """What a journal says; None where it says nothing, or is none of this package."""
+    """The head of the journal at a prefix; None where there is no journal of this package, or an unreadable one."""
     with contextlib.suppress(FormatError, FileNotFoundError):
         if is_journal(paths.journal):
             return Head.read(paths)
@@ -101,14 +102,15 @@ def read_journal(paths: ShardPaths) -> Head | None:
 
 
 def with_named_columns(paths: ShardPaths, head: Head) -> ShardPaths:
-    """The files that are meant, and the columns that a journal names."""
+    """``paths``, and the columns that a journal names."""
     return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
 def with_present_columns(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
-    """The files that are meant, and the columns that lie at the prefix: one look at the folder.
+    """``paths``, and the columns of this package that lie at the prefix; looks at the folder once.
 
-    Columns are known by their magic; temporary ones by the journal whose head is given, or as empty.
+    A column is recognised by its magic. A temporary file of a column is, where it is empty or named by the journal
+    whose head is given.
     """
     folder, name = os.path.split(paths.prefix)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
@@ -116,14 +118,14 @@ def with_present_columns(paths: ShardPaths, head: Head | None = None) -> ShardPa
             if not entry.name.startswith(name + ".") or ".col" not in entry.name:
                 continue
             path = os.path.join(folder, entry.name)
-            found = paths.with_columns_of([path])
-            if found != paths and entry.is_file(follow_symlinks=False):
-                paths = found if (is_column(path) if column_of(path) else _is_removable(path, head)) else paths
+            extended = paths.with_columns_of([path])
+            if extended != paths and entry.is_file(follow_symlinks=False):
+                paths = extended if (is_column(path) if column_of(path) else _is_removable(path, head)) else paths
     return paths
 
 
 def _is_removable(path: str, head: Head | None) -> bool:
-    """Whether what is at a path is nothing, is empty as a kill leaves it, or is a file that a journal names."""
+    """Whether the file at a path is named by a journal, or is empty, as a kill may leave it; True for no file."""
     if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
         return True
     with contextlib.suppress(FileNotFoundError):
@@ -140,22 +142,24 @@ def check_free(
     strangers: bool = True,
     nbytes: int = 0,
 ) -> dict[str, int]:
-    """Find out whether a shard may be written at a prefix, before anything is.
+    """Check, before anything is written, that a shard may be written at a prefix.
 
     Args:
         paths: of the shard, with the columns that it will have.
-        overwrite: whether a shard may be replaced.
-        only: the files that will be written, and columns that go; None for all of both.
-        any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
-        strangers: whether to look for files that are not of this package. The caller must hold the lock to be sure of
-            the answer: files of a living writer come and go between the looks.
-        nbytes: what will be written at least.
+        overwrite: whether a shard there may be replaced.
+        only: the files that will be written, and the columns that will be removed; None for all files of ``paths``,
+            and all columns at the prefix.
+        any_file: whether files of no recognisable shard may be replaced too. Only for a rebuild, which keeps them under
+            other names.
+        strangers: whether to refuse files that are not of this package. The caller must hold the lock to be sure of
+            the answer: files of a living writer come and go while they are looked at.
+        nbytes: how many bytes will be written at least.
 
     Returns:
         Inodes of the files that will be replaced, by path.
 
     Raises:
-        FormatError: something is at one of the names, and is no file, is of no shard, or may not be replaced.
+        FormatError: what is at one of the paths is no file, is of no shard, or may not be replaced.
         OSError: too little space, or too few inodes.
     """
     require_local(paths.prefix, "writing a shard")
@@ -165,19 +169,20 @@ def check_free(
         raise FormatError(
             f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
         )
-    found = _inodes(paths.all)
-    replaced = {path: inode for path, inode in found.items() if only is None or path in only}
+    replaced = {path: inode for path, inode in _inodes(paths.all).items() if only is None or path in only}
     if replaced and not overwrite:
         raise FormatError(
             f"{paths.prefix}: {', '.join(replaced)} exist already;"
             " choose another prefix, or pass overwrite (--overwrite)"
         )
-    for again in (False, True) if strangers else ():
+    for is_last in (False, True) if strangers else ():
         try:
             _refuse_strangers(paths, () if any_file else replaced)
             break
-        except FormatError:  # of a living writer's, it may be
-            if again:
+        except (
+            FormatError
+        ):  # it may have been a file of a living writer, just renamed or named by its journal: look again
+            if is_last:
                 raise
     check_lock(paths.journal, MAGICS)
     require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
@@ -185,7 +190,7 @@ def check_free(
 
 
 def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
-    """FormatError where a file that is present, or one under a temporary name, is not of this package."""
+    """FormatError where a file of ``present``, or one under a temporary name, is not of this package."""
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
 
     def is_ours(path: str) -> bool:
@@ -194,7 +199,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
     temporary = Kind("a temporary file that a journal names", lambda path: _is_removable(path, head))
     for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
-        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
+        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it
             check_place(path, kind, overwrite=True)
 
 
@@ -202,14 +207,14 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
 
 
 def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> int:
-    """The lock of whoever writes at a prefix, as a descriptor of the journal. Errors as ``lock_file``."""
+    """Lock a prefix; the lock is a descriptor of its journal, which the caller must close. Errors as ``lock_file``."""
     busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
     return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
 
 
 @contextlib.contextmanager
 def locked_journal(paths: ShardPaths, *, shared: bool = False) -> Iterator[int]:
-    """The lock of a journal that is there, given up in the end."""
+    """Hold the lock of a prefix whose journal exists. FileNotFoundError where there is none."""
     lock = lock_journal(paths, create=False, shared=shared)
     try:
         yield lock
@@ -218,8 +223,8 @@ def locked_journal(paths: ShardPaths, *, shared: bool = False) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
-    """Give a lock up in the end, and remove its file, unless that says what was cut short."""
+def _closing_lock(path: str, lock: int) -> Iterator[int]:
+    """Close a lock in the end, and remove its file where that is empty: a journal with content must stay."""
     try:
         yield lock
     finally:
@@ -232,25 +237,26 @@ def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
-    """Keep writers away from a prefix where no build is half done, or may be dropped; in the end its journal is gone.
+    """Hold the lock of a prefix, behind ``finish_interrupted``; the empty journal is removed in the end.
 
-    FormatError: another writer is at work, or was interrupted here.
+    Raises:
+        FormatError: another writer is at work at the prefix, or was interrupted there and ``overwrite`` is False.
     """
-    with _kept_while_needed(paths.journal, lock_journal(paths, create=True)) as lock:
+    with _closing_lock(paths.journal, lock_journal(paths, create=True)) as lock:
         finish_interrupted(paths, lock, overwrite=overwrite, drops=("rebuild",))
         yield lock
 
 
 @contextlib.contextmanager
 def name_held(path: str, busy: str) -> Iterator[None]:
-    """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
-    with _kept_while_needed(path, lock_file(path, (), create=True, busy=busy)):
+    """Hold the lock of a file that serves as a lock only: it must be empty, and is removed in the end."""
+    with _closing_lock(path, lock_file(path, (), create=True, busy=busy)):
         yield
 
 
 @contextlib.contextmanager
 def outputs_held(prefix: str) -> Iterator[None]:
-    """Keep others away from all shards whose prefixes begin with one and a number."""
+    """Keep other commands from writing the outputs ``PREFIX-00000-of-...`` of a prefix."""
     make_folders(prefix)
     busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
     with name_held(f"{prefix}-parts.journal", busy):
@@ -258,13 +264,13 @@ def outputs_held(prefix: str) -> Iterator[None]:
 
 
 def _unlink_locked(path: str, lock: int) -> None:
-    """Remove the file that a lock is on, and no other."""
+    """Remove the file at a path, where it is the one that the lock is on."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(lock), os.lstat(path)):
             os.unlink(path)
 
 
-# ---- what goes ----
+# ---- what is removed ----
 
 
 def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
@@ -275,7 +281,7 @@ def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
 
 
 def remove_shard(paths: ShardPaths) -> None:
-    """Remove the files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
+    """Remove the files of a shard, ``.seq.idx`` first. The next writer finishes a removal that is killed."""
     paths = with_present_columns(paths)
     if not paths.present():
         return
@@ -286,10 +292,10 @@ def remove_shard(paths: ShardPaths) -> None:
 
 
 def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
-    """Remove what an interrupted writer left half done at a prefix; a shard there stays.
+    """Remove what an interrupted writer left at a prefix; a published shard there stays.
 
     Raises:
-        FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
+        FormatError: a living writer is at work there, or the journal is torn and names none of the files beside it.
     """
     paths = ShardPaths.of(prefix)
     if os.path.lexists(paths.journal):
@@ -298,20 +304,19 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
 
 
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
-    """Bring what a killed writer left to an end, and empty the journal, whose lock is held.
+    """Remove or publish what a killed writer left, and empty the journal. The caller must hold the ``lock``.
 
-    What was half done is dropped, with leave to overwrite or where it is work of ``drops``; what was complete but for
-    renames is finished forward.
+    The files of unfinished work are removed; a shard that was complete but for renames is published.
 
     Raises:
-        FormatError: what is left is not for this writer to drop.
+        FormatError: the work may not be removed: ``overwrite`` is False, and its kind is not among ``drops``.
     """
     if not os.fstat(lock).st_size:
         return
     try:
         head = Head.read(paths)
     except FormatError:
-        # It says nothing that would make these files anybody's.
+        # The head is torn, and says of no file that this package wrote it: only empty files may be removed.
         if not overwrite or not all(_is_removable(path, None) for path in paths.unpublished.all):
             raise
         head = None
@@ -329,7 +334,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
                     f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
                     f" megatron-sft-idx rebuild {paths.prefix}"
                 )
-            # Once a step of the renames was taken, the shard that is replaced is none any more.
+            # Behind the first rename or removal the replaced shard is not whole any more: the rest must follow.
             written = [path for path in paths.all if paths.temporary(path) in head.files]
             if _pending(paths, head) != written or (
                 paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None
@@ -338,26 +343,27 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
         elif not overwrite and head.work not in drops:
             raise interrupted_error(paths, head)
     _remove_temporaries(paths, head)
-    # Not before: files that no journal names are nobody's to remove.
+    # Last, since only files that the journal names may be removed.
     with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
 
 
 def interrupted_error(paths: ShardPaths, head: Head) -> FormatError:
-    """The error about what an interrupted writer left, and what may be done with it."""
-    return FormatError(f"{paths.journal}: {_LEFT[head.work]} {paths.prefix}")
+    """The error about what an interrupted writer left, with a remedy."""
+    return FormatError(f"{paths.journal}: {_INTERRUPTED[head.work]} {paths.prefix}")
 
 
 # ---- the steps of a publication ----
 
 
 def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
-    """Take the steps that are left once the journal says DONE; those taken before a kill are passed over.
+    """Remove what is replaced and rename the new files, as far as that was not done before a kill.
 
-    The folder is synced wherever a later step must not reach the disk before an earlier one.
+    The caller must hold the lock, and the journal must say DONE. The folder is synced wherever a later step must not
+    reach the disk before an earlier one.
 
     Raises:
-        FormatError: something else has appeared at one of the names; the rest and the journal stay as they are.
+        FormatError: another file has appeared at one of the paths; the files not yet renamed and the journal stay.
     """
     for path in _remove_seq_idx(paths, head, durable=durable):
         if path == paths.seq_idx:
@@ -368,9 +374,9 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
 
 
 def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
-    """The first of the steps: from here on the old shard is none, and its columns are gone that no new ones replace.
+    """Remove the ``.seq.idx`` of the shard that is replaced, then its columns that the new shard does not replace.
 
-    Returns the files that have yet to be renamed.
+    Returns the paths of the files that have yet to be renamed. Errors as ``rename_all``.
     """
     assert head.replaced_inodes is not None
     pending = _pending(paths, head)
@@ -391,14 +397,14 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
 
 
 def _pending(paths: ShardPaths, head: Head) -> list[str]:
-    """The files that have yet to be renamed."""
+    """Paths of the files that have yet to be renamed: those whose temporary file the journal names."""
     return [
         path for path in with_named_columns(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()
     ]
 
 
 def is_set_aside(paths: ShardPaths) -> bool:
-    """Whether a shard is whole here but for its names."""
+    """Whether a complete shard lies at a prefix under temporary names."""
     head = read_journal(paths)
     return (
         head is not None
@@ -408,21 +414,21 @@ def is_set_aside(paths: ShardPaths) -> bool:
 
 
 def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
-    """Publish shards that were set aside: all that they replace goes before the first appears.
+    """Publish shards that were set aside. All shards that they replace are removed before the first one appears.
 
     New shards beside old ones would open as a dataset that lacks some packs and repeats others.
 
     Raises:
-        FormatError: something else has appeared at one of the prefixes. What is left of them can be finished forward:
-            ``rebuild`` does, and so does whoever writes them again.
+        FormatError: another file has appeared at one of the prefixes. ``rebuild`` publishes the rest, and so does
+            the next writer at these prefixes.
     """
-    for last in (False, True):
+    for is_renaming in (False, True):
         for paths in shards:
             with locked_journal(paths) as lock:
                 head = Head.read(paths)
                 if head is None or head.replaced_inodes is None:
                     raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
-                if last:
+                if is_renaming:
                     rename_all(paths, head, durable=durable)
                     _unlink_locked(paths.journal, lock)
                 else:
@@ -434,19 +440,26 @@ class Publication:
 
     Args:
         paths: where the shard will be, with the columns that it will have.
-        content: what the journal's head says of the work.
+        content: what the journal's head says beside what every head says.
         work: ``build``, ``copy`` or ``rebuild``.
-        overwrite: whether a shard may be there already.
-        durable: whether to wait for the disk.
-        only: the files that are written, by path, and columns that are not among ``paths`` and go; None for all, and
-            the columns of a shard that is replaced go with it.
-        nbytes: what will be written at least, for which room is looked for.
-        drops: what half done work may be dropped without leave to overwrite.
+        overwrite: whether a shard there may be replaced.
+        durable: False skips fsync.
+        only: paths of the files that are written, and of columns that are removed; None for all files of ``paths``,
+            and all columns of the shard that is replaced.
+        nbytes: how many bytes will be written at least; so much room must be free.
+        drops: kinds of interrupted work that may be removed without ``overwrite``.
         lock: the journal's lock, where the caller holds it (``locked_prefix``). Files at the prefix may then be any.
 
+    Attributes:
+        paths: as given.
+        durable: as given.
+        journal: the file.
+        taken_up: whether an interrupted writer began it (``take_up``).
+        closed: whether ``close`` was called: nothing more can be written.
+
     Raises:
-        FormatError: something is at the prefix, or another process is writing it.
-        OSError: the disk says no, or will.
+        FormatError: something is at the prefix, or another process is writing there.
+        OSError: of the disk, or too little room on it.
     """
 
     def __init__(
@@ -468,7 +481,7 @@ class Publication:
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
-            # Once more: now nobody else of this package writes here. What is refused has settled nothing.
+            # Checked again under the lock, and before anything that a killed writer left is removed.
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
                 finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
@@ -504,10 +517,14 @@ class Publication:
     def take_up(
         cls, paths: ShardPaths, *, overwrite: bool, copied: bool = False, only: Collection[str] | None = None
     ) -> Publication:
-        """What an interrupted writer left, under lock: nothing is changed, and files are opened as they are asked for.
+        """Lock what an interrupted writer left, to go on with it. Its files are opened when ``open`` asks for them.
 
-        ``overwrite`` and ``only`` are as when it was begun. With ``copied`` the temporary files that lie beside the
-        journal are taken for those that it names, and named.
+        Args:
+            paths: where the shard will be.
+            overwrite: as when it was begun.
+            copied: whether journal and temporary files were copied here, where they have other inodes: the journal
+                then names the files that lie beside it anew.
+            only: as when it was begun.
 
         Raises:
             FileNotFoundError: there is no journal.
@@ -522,7 +539,7 @@ class Publication:
             self._set_fields(paths, True, head)
             self._lock, self.taken_up = lock, True
             for path, inode in _inodes(paths.unpublished.all).items():
-                # What is written to may have no other name: it would change there too.
+                # A file with another name (a hard link) would change under that name too.
                 if not copied and (inode not in head.files.values() or os.lstat(path).st_nlink > 1):
                     raise FormatError(
                         f"{path}: not the file that {paths.journal} names, or one that has another name too (a hard"
@@ -549,12 +566,12 @@ class Publication:
             )
 
     def open(self, path: str, *, keep: bool = False) -> OutputFile:
-        """A temporary file of this build, by the name it will have; emptied unless it is to be kept."""
+        """The temporary file of the file that will be at ``path``; emptied unless ``keep``."""
         name = self.paths.temporary(path)
         if name not in self._files:
             try:
                 self._files[name] = OutputFile(name, durable=self.durable, append=True)
-            except FileNotFoundError:  # taken up without
+            except FileNotFoundError:  # the interrupted writer had none: the journal must name the new one
                 self._files[name] = OutputFile(name, durable=self.durable)
                 self._name_files()
         if not keep:
@@ -562,18 +579,18 @@ class Publication:
         return self._files[name]
 
     def drop(self, path: str) -> None:
-        """Do without the new file for ``path``."""
+        """Remove the temporary file for ``path``: no new file will be there."""
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
 
     def _name_files(self) -> None:
-        """Let the journal name the temporary files that are there now."""
+        """Enter the inodes of the temporary files that are there now into the journal."""
         self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
         self._append_inodes(FILE, self._head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
-        """Append a block about files to the journal, behind its last complete one: a torn one would hide it."""
+        """Append a block of inodes to the journal. A torn block at its end, which would hide it, is cut off."""
         if self.taken_up:
             with open_regular(self.paths.journal) as stream:
                 read_head(stream, self.paths.journal)
@@ -585,28 +602,28 @@ class Publication:
         self.journal.sync()
 
     def complete(self) -> None:
-        """Sync all files and say in the journal that they are complete: from here on only renames are left.
+        """Sync all files and enter DONE into the journal: only renames are left.
 
         Raises:
-            FormatError: a file has appeared at the prefix, or another one than was there.
+            FormatError: a file has appeared at the prefix since the work began.
         """
         paths = self.paths
         written = [path for path in paths.all if paths.temporary(path) in self._files]
         for path in written:
             self._files[paths.temporary(path)].sync()
-        found = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
-        if strange := [path for path in found if found[path] != self._replaced.get(path)]:
+        replaced = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
+        if appeared := [path for path in replaced if replaced[path] != self._replaced.get(path)]:
             raise FormatError(
-                f"{paths.prefix}: {', '.join(strange)} exist already, which were not there when this was begun;"
+                f"{paths.prefix}: {', '.join(appeared)} exist already, which were not there when this was begun;"
                 " choose another prefix"
             )
-        # The journal is believed from here on: before it says so, the files and their names are on disk.
+        # Before the journal says DONE, the files and their names must be on disk.
         sync_folder(self.paths.folder, self.durable)
-        self._head = self._head._replace(replaced_inodes=found)
-        self._append_inodes(DONE, found)
+        self._head = self._head._replace(replaced_inodes=replaced)
+        self._append_inodes(DONE, replaced)
 
     def set_aside(self) -> None:
-        """``complete``, and leave the shard to ``publish_all``: under temporary names, whole, its lock given up."""
+        """``complete``, then give up the lock: the shard stays under temporary names until ``publish_all``."""
         self.complete()
         self.close()
 
@@ -616,10 +633,9 @@ class Publication:
         self.finish()
 
     def finish(self) -> None:
-        """Take the steps that are left once the journal says DONE.
+        """Rename the files of a shard that is complete, and remove the journal.
 
-        A failure leaves the rest of the files and the journal in place: with a replaced shard gone already, they are
-        all there is.
+        A failure leaves the files that are not yet renamed, and the journal: the replaced shard may be gone already.
         """
         try:
             rename_all(self.paths, self._head, durable=self.durable)
@@ -628,9 +644,9 @@ class Publication:
             self.close()
 
     def abandon(self) -> None:
-        """Remove the temporary files and the journal; nothing where it is published or abandoned already.
+        """Remove the temporary files and the journal; does nothing where it is published or abandoned already.
 
-        In a forked process, where an object may be collected that the parent still writes with, only close.
+        In a forked process, it only closes: Python may collect there what the parent still writes with.
         """
         if self.closed:
             return
@@ -643,7 +659,7 @@ class Publication:
         self.close()
 
     def _end_journal(self) -> None:
-        """Remove the journal, or leave it empty to whoever has its lock."""
+        """Remove the journal; where the caller holds its lock, only empty it."""
         if self._borrowed:
             self.journal.truncate(0)
         else:

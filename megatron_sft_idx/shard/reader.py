@@ -1,4 +1,4 @@
-"""Reading one shard by pointer arithmetic."""
+"""Reading one shard: a pack is found by its offsets, in the same time in a shard of any size, and returned as views."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pack(TypedDict):
 
     ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
     whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: 0, the other starts, length.
-    Columns that were asked for stand beside them under their names.
+    The columns that the shard was opened with are further keys.
     """
 
     input_ids: NDArray[Any]
@@ -59,7 +59,7 @@ class Shard:
     pack is two requests, for its tokens and its mask. Where the shard is replaced after that, reading is an error.
 
     Args:
-        prefix: the path the five files share; or their paths, where they are not published yet.
+        prefix: the path the five files share; or, of a shard that is not published yet, their paths.
         backend: ``mmap``, also called ``os``; ``pread`` where mapping is slow or refused (slices are then copies);
             ``reopen`` to hold neither maps nor descriptors, where shards are thousands: files are opened for each
             slice, and the index arrays are read into memory, which takes as long as there are packs. Or
@@ -106,7 +106,7 @@ class Shard:
 
     @property
     def files(self) -> Files:
-        """The open files. Two threads that come first both open them; either result serves."""
+        """The open files. Of a shard that was unpickled they are opened now; two threads may both do so."""
         files = self._files
         if files is None:
             files = open_files(self._paths, self._options, self._index_cache)
@@ -276,24 +276,24 @@ class Shard:
                 raise CorruptShardError(self._paths.seq_idx, base, rule, f"{found}; {self._paths.index_remedy}")
 
     def pack_bounds(self) -> NDArray[np.int64]:
-        """``token_offsets`` that divide the tokens from end to end into packs no longer than the header's longest.
+        """``token_offsets``, checked.
 
         Raises:
-            CorruptShardError: they do not (rules O1, O2).
+            CorruptShardError: they do not divide all tokens into packs no longer than the header's longest (O1, O2).
         """
         self.check_ends()
         offsets, longest = self.token_offsets, self.header.longest_pack
         lengths = np.diff(offsets)
         if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
-            what = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
-            raise self.pack_error(f"shard 0, pack {wrong[0]}: {what} (rule O2)")
+            reason = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
+            raise self.pack_error(f"shard 0, pack {wrong[0]}: {reason} (rule O2)")
         return offsets
 
     def sequence_bounds(self) -> NDArray[np.int64]:
         """Where each sequence begins among all tokens, then where the last one ends: int64 [sequences + 1].
 
         Raises:
-            FormatError: offsets or starts that do not divide the tokens from end to end (rules O1, O2, P2 to P4).
+            FormatError: offsets or starts do not divide all tokens (rules O1, O2, P2 to P4).
         """
         arrays = self.sequence_offsets, self.pack_bounds(), self.files.starts[:]
         try:
@@ -302,10 +302,10 @@ class Shard:
             raise self.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
-        """Say which packs come next; returns at once.
+        """Announce which packs are read next; returns at once.
 
-        The kernel is asked for all of them now, so announce what will be read within moments. Packs that are read in
-        another order are the same, only slower.
+        The kernel is asked for all of them now, so announce what will be read within moments. Packs may be read in
+        another order, which is only slower.
 
         Raises:
             IndexError: no such pack.
@@ -326,10 +326,9 @@ class Shard:
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.
 
-        Numbers are as in a slice; with all packs go the index arrays.
-
-        A cold read is what follows, unless another process has the pages mapped. Views that were handed out stay valid.
-        Nothing happens to a shard in an object store, nor to the pages of files that were removed.
+        Numbers are as in a slice; with all packs, index arrays are dropped too. The next read is cold, unless another
+        process has the pages mapped. Views that were handed out stay valid. Does nothing to a shard in an object store,
+        nor to the pages of files that were removed.
         """
         files, paths = self.files, self._paths
         start, stop, _ = slice(start, stop).indices(files.num_packs)
@@ -340,10 +339,10 @@ class Shard:
         drop_pages(paths.loss, files.loss, first, last)
         if (start, stop) == (0, files.num_packs):
             drop_pages(paths.starts, files.starts)
-            drop_pages(paths.seq_idx, files.token_offsets)  # both offsets are of one map
+            drop_pages(paths.seq_idx, files.token_offsets)  # the map holds both arrays of offsets
 
     def _token_span(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens of packs ``[start, stop)``, within the file whatever the index says."""
+        """The tokens of packs ``[start, stop)``, cut to the file where offsets are damaged."""
         files = self.files
         bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
         first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
@@ -359,28 +358,30 @@ class Shard:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def pack_error(self, found: str, pack: int | None = None) -> FormatError:
-        """The error where a kernel found ``shard S, pack N: what (rule R)``; ``pack`` where N counts otherwise.
+    def pack_error(self, reason: str, pack: int | None = None) -> FormatError:
+        """The error about a pack that breaks a rule; it names the file and the byte.
 
-        Offsets are read from ``.seq.idx``, starts from ``.seq.bin``.
+        Args:
+            reason: as native kernels word it: ``shard S, pack N: what (rule R)``.
+            pack: the number of the pack in this shard; None where that is N.
         """
-        match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", found)
+        match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
         if match is None:
-            return FormatError(f"{self.prefix}: {found}; {self._paths.index_remedy}")
+            return FormatError(f"{self.prefix}: {reason}; {self._paths.index_remedy}")
         number, what, rule = int(match[1]) if pack is None else pack, match[2], match[3]
         if rule.startswith("O"):
             header = self.header
             base = header.nbytes if rule == "O1" else header.token_offsets_offset
-            path, place, remedy = self._paths.seq_idx, base + 8 * number, self._paths.index_remedy
+            path, offset, remedy = self._paths.seq_idx, base + 8 * number, self._paths.index_remedy
         else:
-            path, place = self._paths.starts, 4 * self.files.sequence_pair(number)[0]
+            path, offset = self._paths.starts, 4 * self.files.sequence_pair(number)[0]
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
-        return CorruptShardError(path, place, rule, f"pack {number}: {what}; {remedy}")
+        return CorruptShardError(path, offset, rule, f"pack {number}: {what}; {remedy}")
 
     def _corrupt(self, files: Files, i: int) -> FormatError:
-        """What is wrong with the offsets of pack ``i``."""
-        rule, what, (first, last), most = "O2", "token", files.token_pair(i), files.num_tokens
-        if 0 <= first < last <= most:
-            rule, what, (first, last), most = "O1", "sequence", files.sequence_pair(i), files.num_sequences
-        found = f"{what} offsets {first}, {last}, expected ascending and at most {most}"
-        return self.pack_error(f"shard 0, pack {i}: {found} (rule {rule})")
+        """The error about the offsets of pack ``i``."""
+        rule, what, (first, last), total = "O2", "token", files.token_pair(i), files.num_tokens
+        if 0 <= first < last <= total:
+            rule, what, (first, last), total = "O1", "sequence", files.sequence_pair(i), files.num_sequences
+        reason = f"{what} offsets {first}, {last}, expected ascending and at most {total}"
+        return self.pack_error(f"shard 0, pack {i}: {reason} (rule {rule})")

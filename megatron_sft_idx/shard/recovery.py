@@ -1,7 +1,7 @@
-"""What an interrupted build left, and what can be made of it.
+"""What an interrupted build left at a prefix, and how a shard is made of it.
 
-Its journal says which packs were written; how far its data really reaches is looked up. ``recover`` publishes those
-packs, whoever built them.
+The journal says which packs were written; the sizes of the files say how many of them are there. ``recover`` publishes
+those packs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from megatron_sft_idx.storage.progress import Advance
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed build left at a prefix: packs of complete journal blocks that lie wholly in all files.
+    """What a killed build left at a prefix. Packs count that are in complete journal blocks and wholly in all files.
 
-    ``num_recorded`` counts those too whose data did not reach the disk.
+    Attributes:
+        paths: of the shard.
+        head: of the journal.
+        num_packs, num_sequences, num_tokens: what the files hold.
+        num_recorded: packs in the journal, those included whose data did not reach the disk.
     """
 
     paths: ShardPaths
@@ -40,7 +44,7 @@ class Remains:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are complete and synced, and only renames are left; the counts are then the shard's."""
+        """Whether all files are complete and synced, and only renames are left."""
         return self.head.replaced_inodes is not None
 
     @property
@@ -50,13 +54,11 @@ class Remains:
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
-    """What an interrupted build left at a prefix; None where there is no journal. Changes nothing.
-
-    A journal that only says that a shard is being removed is none.
+    """Look what an interrupted build left at a prefix; changes nothing. None without a journal, or for a removal's.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
-        FormatError: a living writer is at work here, or what was interrupted is a copy or a rebuild.
+        FormatError: a living writer is at work there, or what was interrupted is a copy or a rebuild.
     """
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
@@ -66,7 +68,7 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 
 def read_remains(paths: ShardPaths) -> Remains:
-    """As ``find_remains``, for whoever holds the lock."""
+    """As ``find_remains``. The caller must hold the lock, and there must be a journal."""
     if (head := Head.read(paths)) is None:
         raise torn(paths.journal, "the journal's head is torn or changed")
     if head.replaced_inodes is not None:
@@ -75,54 +77,54 @@ def read_remains(paths: ShardPaths) -> Remains:
         return Remains(paths, head, *counts, counts[0])
     if head.work != "build":
         raise interrupted_error(paths, head)
-    most = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
+    rows_there = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in BuildOptions.decode(head.content, paths.journal).files(paths):
         rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
-        most[file.per] = min(most[file.per], max(0, rows))
+        rows_there[file.per] = min(rows_there[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
         for block in read_blocks(stream):
             if block.kind != PACK:
                 continue
-            if packs == recorded:  # all so far lie wholly in all files
+            if packs == recorded:  # all packs before this block lie wholly in all files
                 token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
                 sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
-                # Sums ascend, so where both fit all before it does.
-                fit = int(((token_ends <= most["token"]) & (sequence_ends <= most["sequence"])).sum())
-                if fit := min(fit, most["pack"] - packs):
+                # Ends ascend, so the packs that fit are the first ones.
+                fits = (token_ends <= rows_there["token"]) & (sequence_ends <= rows_there["sequence"])
+                if fit := min(int(fits.sum()), rows_there["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
     return Remains(paths, head, packs, sequences, tokens, recorded)
 
 
 def complete_header(paths: ShardPaths) -> Header:
-    """The header of a shard whose journal says DONE, once every file has the size it says, under either name.
+    """The header of a shard whose journal says DONE; checks that every file is there, under either name, in its size.
 
     Raises:
         CorruptShardError: a file is missing, or has another size than the header says, or than a column's own does.
     """
 
-    def now(path: str) -> str:
+    def present_name(path: str) -> str:
         return next((name for name in (paths.temporary(path), path) if os.path.lexists(name)), path)
 
     def header_of(path: str, form: HeaderForm) -> bytes:
         start = read_start(path, form)
         return start.raw if start else b""
 
-    seq_idx, head = now(paths.seq_idx), read_journal(paths)
+    seq_idx, head = present_name(paths.seq_idx), read_journal(paths)
     header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
     for path in map(paths.column, paths.with_columns_of(head.files if head else ()).columns):
-        where = now(path)
-        sizes[path] = ColumnHeader.decode(header_of(where, COLUMN), where).nbytes, where
-    for path, (nbytes, said) in sizes.items():
-        if (found := _nbytes(now(path))) != nbytes:
+        column = present_name(path)
+        sizes[path] = ColumnHeader.decode(header_of(column, COLUMN), column).nbytes, column
+    for path, (nbytes, header_path) in sizes.items():
+        if (actual := _nbytes(present_name(path))) != nbytes:
             detail = (
-                f"file has {found} bytes, expected {nbytes} by the header of {said}; the journal says that it is"
-                " complete, so it was changed since: build it again with overwrite (--overwrite)"
+                f"file has {actual} bytes, expected {nbytes} by the header of {header_path}; the journal says that it"
+                " is complete, so it was changed since: build it again with overwrite (--overwrite)"
             )
-            raise CorruptShardError(now(path), min(found, nbytes), "F2", detail)
+            raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
     return header
 
 
@@ -138,10 +140,10 @@ def recover(
 ) -> Header:
     """Publish the packs that an interrupted build left at a prefix.
 
-    A build that was complete but for renames is finished, its content as it was meant. Of any other every pack is
-    kept whose journal record is complete and whose data is there; rules are checked, counts and checksums taken anew.
-    Its header says that it was rebuilt, and its JSON block holds ``recovered``: how many packs there are and how many
-    the journal knew of. Memory stays at a few MiB. Until the new shard is complete and synced nothing of the remains
+    A build that was complete but for renames is published as it is. Of any other build every pack is kept whose
+    journal record is complete and whose data is there; rules are checked, counts and checksums taken anew. The header
+    of such a shard says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has and how many
+    the journal records. Memory stays at a few MiB. Until the new shard is complete and synced nothing of the remains
     is removed, so a recovery that is itself killed can be run again.
 
     Args:
@@ -164,7 +166,7 @@ def recover(
     try:
         remains = read_remains(paths)
         if remains.is_complete:
-            # .seq.idx is renamed last: under its temporary name, the one beside it is of the shard to be replaced.
+            # .seq.idx is renamed last: while it has its temporary name, another one is of the shard to be replaced.
             if not overwrite and os.path.lexists(paths.unpublished.seq_idx) and os.path.lexists(paths.seq_idx):
                 check_free(paths, overwrite=False)
             header = complete_header(paths)
@@ -173,22 +175,22 @@ def recover(
         check_free(paths, overwrite=overwrite)
         options = remains.build_options
         writer = ShardWriter.taking_up(publication, options)
-        if not (kept := writer.replay(remains.num_packs, progress)):
+        if not (num_packs := writer.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
                 " build it again with overwrite (--overwrite)"
             )
-        writer.metadata["recovered"] = {"packs": kept, "packs_in_journal": remains.num_recorded}
+        writer.metadata["recovered"] = {"packs": num_packs, "packs_in_journal": remains.num_recorded}
         return writer.finalize()
     finally:
         publication.close()
 
 
 def adopt_remains(paths: ShardPaths) -> None:
-    """Let a journal name the temporary files that lie beside it, all of which were copied here.
+    """Have a journal name the temporary files that lie beside it. The caller must know that all were copied here.
 
     Raises:
-        FormatError: there is no journal, or a living writer is at work here.
+        FormatError: there is no journal, or a living writer is at work there.
     """
     try:
         Publication.take_up(paths, overwrite=False, copied=True).close()

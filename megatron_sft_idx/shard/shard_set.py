@@ -1,4 +1,4 @@
-"""Many shards read as one: which of them a path stands for, and how their packs are held and found."""
+"""Many shards read as one: which shards a path names, and how the packs of all of them are found and read."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megatron_sft_idx.storage.remote.transport import request_pool
 # An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
 # process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
-# Tokens, masks and index arrays of a set that is held in memory because its shards are too many to map.
+# The most bytes (tokens, masks and index arrays) of a set that is read into memory: its shards are too many to map.
 MEMORY_NBYTES = 1 << 30
-# Remote shards that are being opened at a time; a few requests of each are under way.
+# Remote shards that are opened at once, each with a few requests.
 OPENED_AT_ONCE = 16
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-# What a shard has, and what only one of ours, or a build of one, leaves where files are missing: stock datasets have
-# .bin and .idx too.
+# Suffixes of files by which a shard is found, and one in part or an unfinished build of one. Not .bin and .idx, which
+# stock datasets have too.
 _JOURNAL = ".journal"
 _WHOLE, _IN_PART = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
 
@@ -60,17 +60,17 @@ def natural_key(path: str) -> tuple[list[str | int], str]:
 def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
 
-    A folder stands for the shards right in it, a glob for those whose prefix or one of whose files it matches, and for
-    those in folders that it matches; both are in numeric-aware order of their names. A list keeps its own order. In an
-    object store a folder is nothing but the start of some keys, and may be named without a slash at its end.
+    A folder names the shards right in it. A glob names the shards of which it matches the prefix or a file, and those
+    right in the folders that it matches. Both give them in the order of ``natural_key``; a list keeps its own order. In
+    an object store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is
+    returned whether there is a shard or not: opening it says what is missing.
 
     Args:
-        source: what names them.
-        incomplete: also find what has only some of the files, and on a disk what a build left that was interrupted.
+        source: a prefix, a folder, a glob, or a list of these.
+        incomplete: also find shards that lack files, and on a disk interrupted builds.
 
     Raises:
-        ShardNotFoundError: a folder or a glob without any shard. A prefix that does not exist is given back: who
-            opens it says what is missing.
+        ShardNotFoundError: a folder or a glob names no shard.
         FormatError: an empty list.
     """
     if not isinstance(source, str | os.PathLike):
@@ -92,9 +92,9 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     else:
         paths = objects_in_folder(path)
     marked = (entry for entry in paths if entry.endswith(marks))
-    # A build is on a disk, and so is its journal.
-    if found := {_prefix(entry) for entry in marked if not entry.endswith(_JOURNAL) or is_journal(entry)}:
-        return sorted(found, key=natural_key)
+    # Journals lie on disks only, as builds do.
+    if prefixes := {_prefix(entry) for entry in marked if not entry.endswith(_JOURNAL) or is_journal(entry)}:
+        return sorted(prefixes, key=natural_key)
     if is_glob and not (is_folder and not remote):
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
     if is_folder:
@@ -107,37 +107,37 @@ def _prefix(path: str) -> str:
 
 
 def _matching_local(pattern: str, marks: tuple[str, ...]) -> list[str]:
-    """Files are taken for their shards, so ``data/*`` and ``data/train-*`` both work; folders for what they hold."""
-    found = [path for mark in marks for path in glob.glob(pattern + mark)]
+    """Paths of files, by which shards are found: those that the pattern matches as prefix, file or folder."""
+    paths = [path for mark in marks for path in glob.glob(pattern + mark)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
-            found += [entry.path for entry in os.scandir(path)]
+            paths += [entry.path for entry in os.scandir(path)]
         else:
-            found += [file for mark in marks if os.path.exists(file := _prefix(path) + mark)]
-    return found
+            paths += [file for mark in marks if os.path.exists(file := _prefix(path) + mark)]
+    return paths
 
 
-# ---- as one ----
+# ---- many shards as one ----
 
 
 def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
-    """What comes before each count, and the sum of all: int64 [counts + 1]."""
+    """The sum of all counts before each one, and the sum of all: int64 [counts + 1]."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldArrays:
-    """Shards in memory, end to end, as if they were one; read-only, and each there once it is marked as read.
+    """The arrays of all shards of a set end to end, in memory and read-only. Each shard's part is filled when needed.
 
     Attributes:
-        tokens: of all packs.
-        loss: label-aligned mask of all tokens.
-        starts: uint32, where each sequence begins in its pack.
-        sequence_offsets: int64 [packs + 1], CSR, through all shards.
-        token_offsets: int64 [packs + 1], where each pack begins in ``tokens``.
-        tokens_before: int64 [shards + 1], tokens in all shards before each one.
-        items: the two offsets again, whose single values are read several times faster so.
-        is_read: a byte a shard.
+        tokens: ids of all packs [tokens].
+        loss: label-aligned mask [tokens].
+        starts: where each sequence begins in its pack, uint32 [sequences].
+        sequence_offsets: where each pack begins in ``starts``, int64 [packs + 1].
+        token_offsets: where each pack begins in ``tokens``, int64 [packs + 1].
+        tokens_before: tokens in all shards before each one, int64 [shards + 1].
+        items: both offsets as memoryviews, whose single values are read several times faster.
+        is_read: for each shard a byte, 1 once its parts of the arrays are filled.
     """
 
     tokens: NDArray[Any]
@@ -151,33 +151,31 @@ class HeldArrays:
 
 
 class ShardSet:
-    """Shards read as one: pack ``i`` counts through all of them in order.
+    """Shards read as one: their packs are numbered through all shards, in order.
 
-    Opening reads one header a shard; the other files are opened when first needed. How they are held depends on the
-    set alone:
+    Opening reads the header of each shard; the other files are opened when first needed. How they are held depends on
+    the set:
 
-    - shards of a set that is small in number are mapped, as long as the system allows one map more;
-    - of one that is small in bytes, each is read into memory when it is first needed (``held``), unless columns are
-      asked for;
-    - of any other only the index arrays are; tokens and masks are read from files that are opened for each read and
+    - few shards are mapped, as long as the system allows one map more;
+    - many shards of few bytes are each read into memory when first needed (``held``), unless columns are asked for;
+    - of all others the index arrays are read into memory; for tokens and masks the files are opened at each read, and
       closed again.
 
-    So thousands of shards take no map and no descriptor. A set pickles as its paths and a fingerprint; whoever
-    unpickles it finds the same content or an error. Threads may share one.
+    So thousands of shards take no map and no descriptor. A set pickles as its prefixes and a fingerprint; unpickled
+    where other shards lie at the prefixes, it raises FormatError. Threads may share one.
 
     Args:
         prefixes: of the shards, in order.
-        backend: of ``Shard``. ``mmap`` and ``pread`` are for shards that are few; ``reopen`` is for sets that shall
-            hold no more than index arrays, whatever their size. Or ``ReadOptions``, which say more.
-        same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
-            is that of the longest sequence.
-        index_cache: local folder for the index files of remote shards; None for the usual one.
+        backend: of ``Shard``. ``mmap`` and ``pread`` are for few shards; with ``reopen`` no more than the index arrays
+            are held, however small the set. Or ``ReadOptions``.
+        same_capacity: refuse shards of different capacities. Pass False for sequences that will be packed later.
         alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
-        columns: names of columns that packs and batches come with; every shard has them, and of one kind.
+        index_cache: as for ``Shard``.
+        columns: names of the columns that packs and batches come with. Every shard must have them, of one kind.
 
     Attributes:
         prefixes: of the shards, in order.
-        remote: whether some lie in an object store.
+        remote: whether some shards lie in an object store.
 
     Raises:
         ShardNotFoundError: a shard is not there.
@@ -224,12 +222,12 @@ class ShardSet:
     ) -> None:
         self.prefixes, self._options, self._index_cache, self._chosen = prefixes, options, index_cache, columns
         self.remote = any(map(is_remote, prefixes))
-        self._expected = fingerprint  # empty: whatever is there
-        # Entries come one by one, which threads may do at once: no lock that a fork could catch in their hands.
+        self._expected = fingerprint  # empty where any content will do
+        # Open shards by number. Threads may add entries at once without a lock, which a fork could copy while held.
         self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> _State:
-        # A path holds no zero byte; thousands of strings would each add their own few.
+        # One string, since a path holds no zero byte: thousands of strings would pickle larger.
         return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
@@ -238,31 +236,31 @@ class ShardSet:
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
-        """The set that ``__getstate__`` gave ``state`` of."""
-        found = cls.__new__(cls)
-        found.__setstate__(state)
-        return found
+        """The set whose ``__getstate__`` gave ``state``."""
+        shards = cls.__new__(cls)
+        shards.__setstate__(state)
+        return shards
 
     @classmethod
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
-        """The shards of several sets, one set after the other, read as the first one is."""
-        found, first = cls.__new__(cls), sets[0]
+        """The shards of several sets, one set after the other, with the options of the first set."""
+        shards, first = cls.__new__(cls), sets[0]
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
-        found._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
-        found.headers = [header for one in sets for header in one.headers]
-        found.columns = joined_columns(sets)
-        return found
+        shards._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
+        shards.headers = [header for one in sets for header in one.headers]
+        shards.columns = joined_columns(sets)
+        return shards
 
     def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
-        """FormatError where two shards that both know a value differ in it."""
+        """FormatError where two shards differ in a value of their headers; None is not compared."""
         require_alike(self.prefixes, map(value_of, self.headers), what, remedy)
 
     @cached_property
     def headers(self) -> list[Header]:
         """Header of each shard."""
-        # Remote ones take a request or two each, local ones no time worth a thread.
-        each = request_pool().map if self.remote else map
-        headers = list(each(read_header, self.prefixes))
+        # A remote header takes a request or two, a local one less time than handing it to a thread.
+        map_headers = request_pool().map if self.remote else map
+        headers = list(map_headers(read_header, self.prefixes))
         if self._expected not in (b"", _digest(headers)):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
@@ -273,7 +271,7 @@ class ShardSet:
 
     @cached_property
     def columns(self) -> dict[str, list[ColumnSpec]]:
-        """The columns that were asked for, as each shard has them.
+        """For each column that was asked for, its spec in each shard.
 
         Raises:
             ShardNotFoundError: a shard has no such column.
@@ -281,14 +279,14 @@ class ShardSet:
         """
         names = self._chosen
 
-        def look(prefix: str, header: Header) -> list[ColumnSpec]:
+        def specs_of(prefix: str, header: Header) -> list[ColumnSpec]:
             return [open_column(ShardPaths(prefix), check_name(name), header, "reopen").spec for name in names]
 
         if not names:
             return {}
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
-            found = list((pool.map if pool else map)(look, self.prefixes, self.headers))
-        return alike_columns(self.prefixes, dict(zip(names, map(list, zip(*found, strict=True)), strict=True)))
+            of_shards = list((pool.map if pool else map)(specs_of, self.prefixes, self.headers))
+        return alike_columns(self.prefixes, dict(zip(names, map(list, zip(*of_shards, strict=True)), strict=True)))
 
     @property
     def _fingerprint(self) -> bytes:
@@ -298,7 +296,7 @@ class ShardSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hex; equal shards in equal order, equal fingerprint, wherever they lie."""
+        """Hash of the shards' ids in their order, hex; it does not depend on where they lie."""
         return self._fingerprint.hex()
 
     @cached_property
@@ -307,9 +305,9 @@ class ShardSet:
         return running_sums(header.num_packs for header in self.headers)
 
     @cached_property
-    def _before(self) -> list[int]:
-        before: list[int] = self.packs_before.tolist()
-        return before
+    def _packs_before(self) -> list[int]:
+        packs: list[int] = self.packs_before.tolist()
+        return packs
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
@@ -322,10 +320,10 @@ class ShardSet:
         return int(self.sequences_before[-1])
 
     def total(self, count: str) -> int:
-        """Sum over the shards of a header's count, such as ``num_tokens``."""
+        """Sum over all shards of a count in their headers, such as ``num_tokens``."""
         return sum(int(getattr(header, count)) for header in self.headers)
 
-    # ---- how they are held ----
+    # ---- how shards are held ----
 
     @cached_property
     def _mapped(self) -> bool:
@@ -333,10 +331,10 @@ class ShardSet:
 
     @cached_property
     def held(self) -> HeldArrays | None:
-        """The shards in memory, where that is how they are read; ``need`` reads them."""
+        """The arrays of all shards, where the set is read into memory; else None. ``read_shards`` fills them."""
         headers = self.headers
-        alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
-        if self._mapped or self.remote or self._options.backend == "reopen" or not alike or self._chosen:
+        same_dtypes = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
+        if self._mapped or self.remote or self._options.backend == "reopen" or not same_dtypes or self._chosen:
             return None
         data = sum(digest.nbytes for header in headers for digest in header.digests[:2])
         if data + sum(header.index_nbytes for header in headers) > MEMORY_NBYTES:
@@ -344,7 +342,7 @@ class ShardSet:
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
         sequence_offsets, token_offsets = (_read_only(np.empty(len(self) + 1, np.int64)) for _ in range(2))
-        # Pages of an array that nobody has written to take no memory.
+        # Pages of an array take no memory until they are written.
         return HeldArrays(
             _read_only(np.empty(tokens, headers[0].token_dtype)),
             _read_only(np.empty(tokens, headers[0].mask_dtype)),
@@ -356,31 +354,32 @@ class ShardSet:
             bytearray(len(headers)),
         )
 
-    def need(self, held: HeldArrays, numbers: Iterable[int]) -> None:
-        """Read those of these shards that are not in memory yet; threads that need one shard read it to one place.
+    def read_shards(self, held: HeldArrays, numbers: Iterable[int]) -> None:
+        """Fill ``held`` with those of the shards ``numbers`` that are not in it yet. Threads may do so at once.
 
-        Each is held to every rule of its index then (FormatError), so packs need no check of their own.
+        Raises:
+            FormatError: a rule of a shard's index is broken, or the shard is another one now.
         """
         for number in numbers:
             if held.is_read[number]:
                 continue
             shard = self._open(number, ReadOptions("reopen"))
             shard.sequence_bounds()  # the rules
-            packs = slice(self._before[number], self._before[number + 1] + 1)
+            packs = slice(self._packs_before[number], self._packs_before[number + 1] + 1)
             sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*held.tokens_before[number:][:2])
-            for array, part, values in (
+            for array, rows, values in (
                 (held.tokens, tokens, shard.files.tokens[:]),
                 (held.loss, tokens, shard.files.loss[:]),
                 (held.starts, sequences, shard.files.starts[:]),
                 (held.sequence_offsets, packs, shard.sequence_offsets + sequences.start),
                 (held.token_offsets, packs, shard.token_offsets + tokens.start),
             ):
-                assert array.base is not None  # what a read-only view is of
-                array.base[part] = values
+                assert array.base is not None  # the writable array that the read-only one is a view of
+                array.base[rows] = values
             held.is_read[number] = 1
 
     def _open(self, number: int, options: ReadOptions) -> Shard:
-        """FormatError where another one was published over it."""
+        """Open a shard. FormatError where another shard was published over it."""
         columns = self._chosen
         shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, columns=columns)
         require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
@@ -393,7 +392,7 @@ class ShardSet:
             try:
                 shard = self._open(number, options)
             except OSError as refused:
-                # The system refuses the process one more map: other sets of it have as many as there may be.
+                # The process may have no more maps.
                 if options.backend != "mmap" or refused.errno != errno.ENOMEM:
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
@@ -401,10 +400,10 @@ class ShardSet:
         return shard
 
     def opened(self, numbers: Sequence[int]) -> list[Shard]:
-        """These shards, open; remote ones at once, as each takes several requests one after another."""
+        """Several shards, open. Remote ones are opened at once, since each takes several requests in a row."""
         if not self.remote or len({*numbers} - self._shards.keys()) < 2:
             return [self.shard(number) for number in numbers]
-        # Not the pool of requests, whose threads must not wait for each other.
+        # Not in the pool of requests, for whose threads these wait.
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
             return list(pool.map(self.shard, numbers))
 
@@ -414,14 +413,14 @@ class ShardSet:
         """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""
         if len(self.prefixes) == 1:
             return np.zeros(len(packs), np.int64), packs
-        # Sizes are uneven and may be zero: right of all boundaries that a pack is not before.
+        # "right": empty shards have the same boundary as the shard behind them, which holds the pack.
         shards = np.searchsorted(self.packs_before, packs, side="right") - 1
         return shards, packs - self.packs_before[shards]
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Say which packs come next, in order, as of ``Shard.schedule``.
+        """Announce which packs are read next, in order, as ``Shard.schedule`` does.
 
-        Nothing happens where shards are in memory or in an object store, which a ``BatchLoader`` fetches from.
+        Does nothing where shards are read into memory, or lie in an object store.
 
         Raises:
             IndexError: no such pack.
@@ -442,21 +441,21 @@ class ShardSet:
 
     def __getitem__(self, index: int | np.integer[Any]) -> Pack:
         """One pack; negative indices count from the end of the last shard. IndexError where there is none."""
-        i, total = operator.index(index), self._before[-1]
+        i, total = operator.index(index), self._packs_before[-1]
         if not -total <= i < total:
             raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
         i %= total
-        number = bisect_right(self._before, i) - 1  # several times faster than numpy for one value
-        return self.pack(number, i - self._before[number])
+        number = bisect_right(self._packs_before, i) - 1  # several times faster than numpy for one value
+        return self.pack(number, i - self._packs_before[number])
 
     def pack(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of shard ``number``; both are there. Read-only views where it is held in memory."""
+        """Pack ``index`` of shard ``number``, both checked by the caller. Of a ``held`` set, read-only views."""
         held = self.held
         if held is None:
             return self.shard(number)[index]
         if not held.is_read[number]:
-            self.need(held, [number])
-        i, (sequences, tokens) = self._before[number] + index, held.items
+            self.read_shards(held, [number])
+        i, (sequences, tokens) = self._packs_before[number] + index, held.items
         start, stop, first, last = tokens[i], tokens[i + 1], sequences[i], sequences[i + 1]
         boundaries = np.empty(last - first + 1, np.int32)
         boundaries[:-1] = held.starts[first:last]
@@ -474,13 +473,13 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
-    """The columns of all shards of several sets. FormatError: one is of another kind in another shard."""
+    """For each column its spec in each shard of several sets. FormatError where shards differ in its kind."""
     columns = {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
     return alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
 
 
 def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
-    """Columns as each of some shards has them. FormatError: one is of another kind in another shard."""
+    """``columns``: for each, its spec in each shard. FormatError where shards differ in its kind."""
     remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():
         require_alike(prefixes, map(_kind, specs), f"column {name} is", remedy)
@@ -488,15 +487,15 @@ def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]])
 
 
 def require_alike(prefixes: Sequence[str], values: Iterable[Any], what: str, remedy: str) -> None:
-    """FormatError where a value of one shard is another than that of the first; None is not known."""
-    known = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
-    for prefix, value in known:
-        if value != known[0][1]:
-            raise FormatError(f"{prefix}: {what} {value}, in {known[0][0]} {known[0][1]}; {remedy}")
+    """FormatError where two shards have different values; a shard whose value is None is not compared."""
+    recorded = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
+    for prefix, value in recorded:
+        if value != recorded[0][1]:
+            raise FormatError(f"{prefix}: {what} {value}, in {recorded[0][0]} {recorded[0][1]}; {remedy}")
 
 
 def _kind(spec: ColumnSpec) -> str:
-    """What a column is, to be read."""
+    """The kind of a column, for messages."""
     items = f" x {spec.width}" if spec.width > 1 else ""
     belongs = f", aligned to {spec.alignment}s" if spec.per == "token" else ""
     return f"{spec.dtype}{items} a {spec.per}{belongs}"

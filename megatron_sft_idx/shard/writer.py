@@ -1,7 +1,7 @@
-"""Writing: one shard in a stream, checked and published all at once or not at all; the indexes.
+"""Writing a shard: packs are checked and appended to its data files; the shard is published whole, or not at all.
 
-Data files and columns grow, with the counts and hashes of what is in them; the indexes are written last, from the
-journal, so that memory stays bounded for any number of packs.
+Data files and columns grow while packs come, and are hashed and counted on the way. The indexes are written last, from
+the journal, so that memory stays bounded for any number of packs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from megatron_sft_idx.storage.progress import Advance
 
 MaskAlignment = Literal["label", "token"]
 
-# Stored in the JSON block: raised whenever the same input would give other bytes.
+# The version of this writer, stored in the JSON block. It must be raised when the same input gives other bytes.
 FORMAT_WRITER = 1
-# Small enough for the processor's caches between the check, the write and the checksum, and so large that the calls of
-# a flush cost little: a quarter of it takes a fifth longer.
+# Tokens that are staged before they are written. So many stay in the processor's caches between check, write and
+# checksum; with a quarter of it the calls of each flush make writing take a fifth longer.
 STAGE_TOKENS = 1 << 18
 # Packs handled at once: a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
@@ -101,7 +101,7 @@ class ShardWriter:
 
     @classmethod
     def taking_up(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
-        """Go on with what an interrupted build left; ``replay`` comes first."""
+        """A writer that goes on with what an interrupted build left. The caller must call ``replay`` first."""
         writer = cls.__new__(cls)
         writer._begin(publication, options)
         return writer
@@ -203,8 +203,8 @@ class ShardWriter:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
         if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._staged):
-            # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
-            # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
+            # The fast way, for arrays of the dtypes that the stage takes. It keeps nothing of a pack that it refuses;
+            # a pack of other dtypes, one that breaks a rule or one that must wait for a flush goes to add_packs.
             self._require_ready(mask_alignment)
             try:
                 added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
@@ -244,7 +244,7 @@ class ShardWriter:
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
             try:
                 return convert(values)
-            except (ValueError, TypeError, RuntimeError) as error:  # the latter two: of tensors without numpy form
+            except (ValueError, TypeError, RuntimeError) as error:  # the latter two of tensors that numpy cannot take
                 raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
         starts = array(integer_array, seq_starts, "seq_starts")
@@ -269,7 +269,7 @@ class ShardWriter:
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
         for name, values in beside.items():
-            self._staged[name].append(values.copy())  # theirs may change before it is written
+            self._staged[name].append(values.copy())  # the caller may change its array before it is written
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
@@ -281,8 +281,8 @@ class ShardWriter:
         """
         columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
         for name in columns:
-            mine, column = self._options.columns.get(name), shard.columns.get(name)
-            if mine is None or column is None or column.spec.kind != mine.kind:
+            spec, column = self._options.columns.get(name), shard.columns.get(name)
+            if spec is None or column is None or column.spec.kind != spec.kind:
                 raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
         for window in windows(shard, STAGE_TOKENS, columns):
             counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
@@ -290,14 +290,14 @@ class ShardWriter:
             self.add_packs(*window.content(), window.starts(), *counts, columns=values)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
-        """Take in the first packs of the remains as if they had just been added: checked, counted and hashed.
+        """Check, count and hash the first packs that an interrupted build wrote, as if they had just been added.
 
         Args:
-            num_packs: so many at most.
+            num_packs: the most packs to take in.
             progress: called with the tokens taken in since the last call.
 
         Returns:
-            Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
+            How many packs were taken in. A pack that breaks a rule ends it: its bytes never reached the disk.
         """
         for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
             ends = np.append(0, np.cumsum(lengths))
@@ -308,7 +308,7 @@ class ShardWriter:
         return self.num_packs
 
     def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
-        """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
+        """Take in some packs, one by one where one breaks a rule; whether all were taken in."""
         rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(lengths)}
         raw = self._files.next_rows(rows)
         tokens = np.frombuffer(raw[0], self._options.token_dtype)
@@ -344,7 +344,7 @@ class ShardWriter:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Abandon the build where a write fails halfway: the files no longer go together."""
+        """Abandon the build where the block fails: the files may not go together any more."""
         try:
             yield
         except BaseException:
@@ -352,7 +352,7 @@ class ShardWriter:
             raise
 
     def complete(self) -> Header:
-        """Write the indexes: a ``Shard`` can be opened at ``paths.unpublished``. Nothing more can be added.
+        """Write the indexes. Then a ``Shard`` can be opened at ``paths.unpublished``, and no packs can be added.
 
         Raises:
             FormatError: the metadata is not JSON.
@@ -419,11 +419,11 @@ class ShardWriter:
             )
 
     def suspend(self) -> None:
-        """Stop, and leave what is written for ``recover``; what is only staged is lost."""
+        """Stop, and leave the packs that are written to ``recover``; staged packs are lost."""
         self._publication.close()
 
     def abandon(self) -> None:
-        """Publish nothing and remove what was written, but not what was taken up; may be called twice."""
+        """Publish nothing, and remove what was written; the files of an interrupted build stay. May be called twice."""
         if self._publication.taken_up:
             self._publication.close()
         else:
@@ -434,9 +434,10 @@ class ShardWriter:
 
 
 class RowFiles:
-    """What of a shard grows as packs come, each file with its hash: tokens, masks, starts, and columns.
+    """The files of a shard that grow as packs come, each with its hash: tokens, masks, starts, and columns.
 
-    Of a build that is taken up it goes on after what the files hold: ``take_in`` comes first.
+    Of an interrupted build, the rows that the files hold must be taken in (``next_rows``, ``take_in``) before any are
+    written.
     """
 
     def __init__(self, publication: Publication, options: BuildOptions) -> None:
@@ -449,25 +450,25 @@ class RowFiles:
             self._files[kind.path] = kind, HashedFile(file)
 
     def write(self, path: str, values: NDArray[Any] | memoryview) -> None:
-        """Append rows as they are stored to the file that will have this path."""
+        """Append rows, in the dtype in which they are stored, to the file that will have this path."""
         self._files[path][1].write(values if isinstance(values, memoryview) else values.reshape(-1))
 
     def next_rows(self, rows: Mapping[str, int]) -> list[bytes]:
-        """What the files hold, as an interrupted build wrote it, of so many tokens, sequences and packs more."""
+        """Read, from each file, the next rows of an interrupted build: as many tokens, sequences and packs as given."""
         return [
             hashed.file.read_at(kind.begin + hashed.nbytes, rows[kind.per] * kind.row_nbytes)
             for kind, hashed in self._files.values()
         ]
 
     def take_in(self, raw: Iterable[bytes]) -> None:
-        """Go on after what ``next_rows`` gave."""
+        """Count and hash the rows that ``next_rows`` gave as part of the files."""
         for (_, hashed), data in zip(self._files.values(), raw, strict=True):
             hashed.update(data)
 
     def finish(self, header: Header) -> Header:
-        """Write the indexes, for the packs that the journal records, and the headers of the columns.
+        """Write the indexes, from the packs that the journal records, and the headers of the columns.
 
-        ``header`` lacks digests, checksums, and the list of the columns; it is returned as it is written.
+        ``header`` needs no digests, checksums or list of columns; it is returned with them.
         """
         paths, packs = self._publication.paths, JournalPacks(self._publication.journal.path, header.num_packs)
         code, dtype = token_dtype_of(header.token_dtype)
@@ -477,15 +478,15 @@ class RowFiles:
         listed: dict[str, str] = {}
         for name, spec in self._columns.items():
             hashed = self._files[paths.column(name)][1]
-            mine = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
-            assert hashed.nbytes + spec.header_nbytes == mine.nbytes, name
-            raw = mine.encode()
+            column = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
+            assert hashed.nbytes + spec.header_nbytes == column.nbytes, name
+            raw = column.encode()
             hashed.file.write_at(raw, 0)
             listed[name] = raw[-CHECKSUM_NBYTES:].hex()
         metadata = {key: value for key, value in header.metadata.items() if key != "columns"}
         header = dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
         header = write_seq_idx(self._publication.open(paths.seq_idx), packs, header)
-        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
+        # Bytes behind those of the packs are the torn end of what a killed writer wrote.
         for kind, hashed in self._files.values():
             hashed.file.truncate(kind.begin + hashed.nbytes)
         return header
@@ -499,25 +500,25 @@ class PackChunk(NamedTuple):
 
 
 class JournalPacks:
-    """The first packs that a journal records, in chunks of some 32 thousand; may be iterated again and again."""
+    """The first packs that a journal records, in chunks of some 32 thousand; can be iterated several times."""
 
     def __init__(self, journal: str, num_packs: int) -> None:
         self._journal, self._num_packs = journal, num_packs
 
     def __iter__(self) -> Iterator[PackChunk]:
-        some: list[NDArray[np.uint32]] = []
-        count, left = 0, self._num_packs
+        records: list[NDArray[np.uint32]] = []  # of the next chunk
+        count, remaining = 0, self._num_packs
         with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
             for block in read_blocks(stream):
                 if block.kind == PACK:
-                    some.append(block.records[:left])
-                    count, left = count + len(some[-1]), left - len(some[-1])
+                    records.append(block.records[:remaining])
+                    count, remaining = count + len(records[-1]), remaining - len(records[-1])
                 if count >= CHUNK_PACKS:
-                    yield _chunk(some)
-                    some, count = [], 0
+                    yield _chunk(records)
+                    records, count = [], 0
         if count:
-            yield _chunk(some)
+            yield _chunk(records)
 
 
 def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
@@ -526,7 +527,7 @@ def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
 
 
 def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:
-    """Running sums: chunks of positions, then the total."""
+    """Running sums of counts, times ``scale``: for each chunk what lies before each item, then the total alone."""
     total = 0
     for chunk in counts:
         offsets = _native.offsets_from_lengths(chunk, scale, total)
@@ -538,25 +539,22 @@ def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[ND
 def write_idx(
     file: OutputFile, packs: Iterable[PackChunk], dtype_code: int, itemsize: int, num_packs: int
 ) -> FileDigest:
-    """Write Megatron's ``.idx``; ``packs`` is iterated twice, ``itemsize`` is of a token in bytes."""
+    """Write Megatron's ``.idx``. ``packs`` is iterated twice; ``itemsize`` is that of a token, in bytes."""
     out = HashedFile(file)
     out.write(pack_idx_header(dtype_code, num_packs))
     for chunk in packs:
         out.write(chunk.lengths.astype("<i4"))
-    left = num_packs
+    remaining = num_packs
     for pointers in _offsets((chunk.lengths for chunk in packs), itemsize):
-        out.write(pointers[:left])  # the total at the end is no pack's pointer
-        left -= len(pointers[:left])
+        out.write(pointers[:remaining])  # the total at the end is no pack's pointer
+        remaining -= len(pointers[:remaining])
     for start in range(0, num_packs + 1, CHUNK_PACKS):
         out.write(np.arange(start, min(start + CHUNK_PACKS, num_packs + 1), dtype="<i8"))
     return out.digest()
 
 
 def write_seq_idx(file: OutputFile, packs: Iterable[PackChunk], header: Header) -> Header:
-    """Write ``.seq.idx``: arrays first, then the header with their checksum; returns the header as written.
-
-    ``packs`` is iterated twice.
-    """
+    """Write ``.seq.idx``; returns the header with the checksum of the arrays. ``packs`` is iterated twice."""
     file.write(bytes(header.nbytes))
     out = HashedFile(file)
     for offsets in _offsets(chunk.sequences for chunk in packs):

@@ -224,7 +224,7 @@ class StoredPacks(_ShardPacks):
         in_set = packs + self.first
         shards, local = self.shards.locate(in_set)
         if (held := self.shards.held) is not None:  # the arrays of all shards lie in one set of arrays
-            self.shards.need(held, set(shards.tolist()))
+            self.shards.read_shards(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), in_set
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
@@ -321,7 +321,7 @@ class PlannedPacks(_ShardPacks):
         shards, starts, lengths = plan.shards[entries], plan.starts[entries], plan.lengths[entries].astype(np.int64)
         sequences = plan.sequences[entries] if self._numbered else None
         if (held := self.shards.held) is not None:
-            self.shards.need(held, set(shards.tolist()))
+            self.shards.read_shards(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
         if self.shards.remote:
             self.shards.opened(in_slots(shards)[0])
