@@ -1,4 +1,6 @@
-"""The files of a shard: their names, the bytes of Megatron's index, and the header of ``X.seq.idx``.
+"""The files of a shard in bytes: names, Megatron's index, dtypes and limits, headers, and that of ``X.seq.idx``.
+
+Nothing here opens a file. FORMAT.md is the specification; each rule that a header can break is named here as there.
 
 The header is 256 bytes of fixed fields (``FIELDS``), a JSON block, zeros up to a multiple of 64, and in its last 16
 bytes the xxh3_128 of all that stands before them; that of a column has the same form. The arrays follow:
@@ -35,9 +37,9 @@ _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
 
 
 def column_of(path: str) -> tuple[str, str] | None:
-    """Prefix and name of the column that a path would be of: ``X.source.col``; None for any other path."""
-    found = _COLUMN.fullmatch(path)
-    return (found[1], found[2]) if found else None
+    """Prefix and column name in a path like ``X.source.col``; None for any other path."""
+    match = _COLUMN.fullmatch(path)
+    return (match[1], match[2]) if match else None
 
 
 class _File:
@@ -55,12 +57,12 @@ class ShardPaths:
     """Paths of one shard's files.
 
     Attributes:
-        prefix: the path all share, as ``--data-path`` takes it.
-        ending: added to the name of each while it is not published.
-        columns: names of the columns that are meant, beside the five files that every shard has.
-        tokens: of all packs.
-        loss: the loss mask of every token.
-        starts: start positions of the sequences inside their packs.
+        prefix: the path that all files share, as ``--data-path`` takes it.
+        ending: added to every name: empty, or that of files that are not published.
+        columns: names of columns whose files are included, beside the five files that every shard has.
+        tokens: the file of all tokens.
+        loss: the file of their loss mask.
+        starts: the file of start positions of sequences in their packs.
         idx: Megatron's index.
         seq_idx: header and offsets; written last.
     """
@@ -97,7 +99,7 @@ class ShardPaths:
 
     @property
     def index_remedy(self) -> str:
-        """What to do about an index that is missing or wrong, as errors say it."""
+        """What errors about an index that is missing or wrong tell the user to do."""
         return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
 
     @property
@@ -110,13 +112,13 @@ class ShardPaths:
         return f"{self.prefix}.{name}.col{self.ending}"
 
     def with_columns(self, names: Iterable[str]) -> ShardPaths:
-        """The same files, and these columns besides those that are meant already."""
+        """The same files, with these columns included too."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same files, and the columns of this prefix that some paths would be of, published or not."""
-        found = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
-        return self.with_columns(column[1] for column in found if column and column[0] == self.prefix)
+        """The same files, with the columns included that some paths are of, if these have this prefix."""
+        named = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
+        return self.with_columns(column[1] for column in named if column and column[0] == self.prefix)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -166,7 +168,7 @@ def idx_nbytes(num_packs: int) -> int:
 
 
 def idx_places(num_packs: int) -> tuple[int, int, int]:
-    """Where lengths, positions and documents begin in ``.idx``, in bytes."""
+    """The offsets in ``.idx``, in bytes, at which lengths, positions and documents begin."""
     positions = IDX_HEADER_NBYTES + 4 * num_packs
     return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs
 
@@ -179,7 +181,7 @@ MASK_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 7: np.dtype("<f4")}
 
 # Lengths are int32 in .idx.
 MAX_CAPACITY = 2**31 - 1
-# Counts and byte sizes stay below this, so that no product or sum of a few of them overflows int64.
+# Counts and sizes in bytes must be below this, so that no product or sum of a few of them overflows int64.
 MAX_COUNT = 2**56
 
 ARRAY_ALIGNMENT = 64
@@ -216,7 +218,7 @@ def _lookup(dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str
     raise FormatError(f"{what} {wanted}: the format stores {allowed}; pass one of these")
 
 
-# ---- values of any form, as the kernels take them ----
+# ---- arrays in the dtypes that the kernels take ----
 
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _POSITIONS = (np.dtype(np.int64),)
@@ -245,7 +247,7 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
-        # A dtype may spell its byte order out, "<" for "=": all the same to numpy, but not to the kernels.
+        # A dtype may spell its byte order out ("<" for "="), which is the same to numpy but not to the kernels.
         return array if array.dtype.byteorder in "=|" else array.view(array.dtype.newbyteorder("="))
     if array.ndim != 1:
         raise ValueError(f"has shape {array.shape}; expected one dimension")
@@ -266,7 +268,7 @@ CHECKSUM_NBYTES = 16
 
 
 class Field(NamedTuple):
-    """One fixed field: its name, position in bytes, and ``struct`` format (little-endian)."""
+    """One fixed field of a header: its name, offset in bytes, and ``struct`` format (little-endian)."""
 
     name: str
     offset: int
@@ -281,7 +283,7 @@ class FileDigest(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A rule that a header breaks: where, in bytes, what was found, and what should be there."""
+    """A rule that a header breaks: at which offset in bytes, what was found, and what was expected."""
 
     offset: int
     rule: str
@@ -289,23 +291,31 @@ class Broken(NamedTuple):
     expected: str
 
 
-# Field, rule, whether it is kept, what was expected.
+# For each field that a rule is about: its name, the rule, whether the header keeps it, and what is expected.
 Checks = Iterable[tuple[str, str, bool, str]]
 
 
-# Of every form they follow the eight bytes of the magic.
+# In headers of every form these follow the eight bytes of the magic.
 _VERSION_AND_SIZE = struct.Struct("<II")
 
 
 class HeaderForm:
-    """Fixed fields, a JSON block, zeros up to a multiple of 64, a checksum: the header of ``.seq.idx``, or of a column.
+    """The form of a header: fixed fields, a JSON block, zeros up to a multiple of 64, and a checksum.
+
+    ``.seq.idx`` and columns have such headers.
 
     Args:
-        what: begins with it, for sentences.
-        magic: its first eight bytes.
-        version: that is written, and read.
-        fields: names and ``struct`` formats, in their order; then the fields, each at its place.
-        rules: of FORMAT.md that are broken by another magic, version, size, checksum, byte between, and JSON block.
+        what: what error messages call the file.
+        magic: the first eight bytes.
+        version: the version that is written, and the only one that is read.
+        fields: names and ``struct`` formats of the fixed fields, in their order.
+        rules: the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and checksum,
+            and the JSON block.
+
+    Attributes:
+        fields: the fixed fields with their offsets.
+        fixed_nbytes: how many bytes they take.
+        offsets: their offsets by name.
     """
 
     def __init__(self, what: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
@@ -330,7 +340,7 @@ class HeaderForm:
         return size
 
     def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-        """The header's bytes; fields that ``values`` does not name are zeros, magic, version and sizes its own."""
+        """The bytes of a header. Magic, version and sizes are filled in; fields that ``values`` lacks are zeros."""
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
         zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
@@ -344,12 +354,12 @@ class HeaderForm:
         return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
-        """The JSON block's object, not to be changed; None where it is not one in canonical form."""
+        """The object in the JSON block, which the caller must not change; None where it is not in canonical form."""
         (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
         return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
     def outline(self, raw: bytes) -> Broken | None:
-        """What keeps the first bytes of a file, as many as the fixed fields have, from being read as a header."""
+        """The rule of magic, version or size that the first ``fixed_nbytes`` bytes of a file break; else None."""
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
             return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
@@ -364,11 +374,11 @@ class HeaderForm:
         return None
 
     def peek(self, raw: bytes) -> int:
-        """How many bytes the header has by its fixed fields; no more than those where they are of no such header."""
+        """The size of the header by its fixed fields; that of the fields alone where ``outline`` finds fault."""
         return self.fixed_nbytes if self.outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
     def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
-        """What is wrong with a header whose outline is right: the end of the file inside it, or all else."""
+        """All rules that a header breaks. The caller must know that ``outline`` finds no fault with it."""
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
             yield Broken(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
@@ -394,7 +404,7 @@ class HeaderForm:
             yield Broken(self.fixed_nbytes, json_block, "another JSON block", expected)
 
     def refuse(self, raw: bytes, path: str, broken: Broken | None, remedy: str) -> None:
-        """Raise what is wrong with the header of a file: CorruptShardError, or UnsupportedVersionError."""
+        """Raise the error about a broken rule: UnsupportedVersionError or CorruptShardError; nothing for None."""
         if broken is None:
             return
         if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
@@ -415,10 +425,10 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-# A header's block is checked and then taken, and shards of one dataset often have the same.
+# The last block is kept: it is decoded to be checked and again to be used, and shards of a dataset often share it.
 @lru_cache(maxsize=1)
 def decode_metadata(block: bytes) -> dict[str, Any] | None:
-    """The JSON block's object, not to be changed; None where it is not one in canonical form."""
+    """The object in a JSON block, which the caller must not change; None where it is not in canonical form."""
     try:
         metadata = json.loads(block.decode("utf-8"))
         return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
@@ -428,7 +438,7 @@ def decode_metadata(block: bytes) -> dict[str, Any] | None:
 
 # ---- the header of .seq.idx ----
 
-# loss_mask[j] says whether predicting token j + 1 of the same sequence counts. The only alignment on disk.
+# The only alignment on disk: loss_mask[j] says whether predicting token j + 1 of the same sequence is trained on.
 LABEL_ALIGNED = 1
 FLAG_REBUILT = 1
 SEQ_IDX = HeaderForm(
@@ -449,14 +459,14 @@ _DIGESTS = ("tokens", "loss", "idx", "starts")
 
 @dataclass(frozen=True)
 class Header:
-    """What ``X.seq.idx`` says of its shard.
+    """The content of the header of ``X.seq.idx``.
 
     Attributes:
-        num_packs: rows of the shard.
-        num_sequences: sequences in all packs.
-        num_tokens: tokens in all packs, padding not counted since none is stored.
-        num_trained_tokens: positions whose loss mask is above zero.
-        num_masked_packs: packs in which no position is trained on.
+        num_packs: how many packs.
+        num_sequences: how many sequences in all packs.
+        num_tokens: how many tokens in all packs; padding is not stored.
+        num_trained_tokens: how many positions have a loss mask above zero.
+        num_masked_packs: how many packs have no such position.
         token_dtype: dtype of ``X.bin``: uint16 or int32.
         mask_dtype: dtype of ``X.loss.bin``: uint8 or float32.
         sequence_multiple: packing counted each sequence as its length rounded up to this.
@@ -467,7 +477,7 @@ class Header:
         digests: of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
         arrays_checksum: xxh3_128 of the file behind the header.
         metadata: the JSON block: fingerprints, options, counts.
-        rebuilt: the header was derived from the data, and the JSON block says what is no longer known.
+        rebuilt: whether the header was derived from the data; the JSON block then says what is no longer known.
     """
 
     num_packs: int
@@ -514,10 +524,10 @@ class Header:
 
     @property
     def index_nbytes(self) -> int:
-        """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""
+        """Bytes of the index arrays in memory: two offsets for each pack and behind the last, and all starts."""
         return 16 * (self.num_packs + 1) + 4 * self.num_sequences
 
-    # What the JSON block says of where the tokens come from; None where it says nothing.
+    # What the JSON block says about where the tokens come from; None where it says nothing.
 
     @property
     def tokenizer(self) -> str | None:
@@ -543,9 +553,9 @@ class Header:
         return self._fingerprint("sources", "fingerprint")
 
     def _fingerprint(self, block: str, name: str) -> str | None:
-        # Anybody may write anything into the block.
-        found: Any = self.metadata.get(block)
-        value = found.get(name) if isinstance(found, dict) else None
+        # The block may hold anything, since anybody may have written it.
+        entry: Any = self.metadata.get(block)
+        value = entry.get(name) if isinstance(entry, dict) else None
         return value if isinstance(value, str) else None
 
     def encode(self) -> bytes:
@@ -587,7 +597,7 @@ class Header:
 
 
 def shown_counts(of: Any) -> str:
-    """What a header, or what is known of data of another format, counts, for people; trained tokens may be unknown."""
+    """The counts of a header, or of data in another format, as text for people; trained tokens may be None."""
     trained = of.num_trained_tokens
     share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
     return (
@@ -597,7 +607,7 @@ def shown_counts(of: Any) -> str:
 
 
 def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the data files by a header's fields, by suffix; without those whose dtype code means nothing."""
+    """Sizes of the data files by suffix, computed from a header's fields; without files of unknown dtype codes."""
     sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
     for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
         if values[name] in dtypes:
@@ -606,7 +616,7 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def broken_rules(raw: bytes, values: dict[str, Any]) -> Iterator[Broken]:
-    """What is wrong with a header of these fields whose outline is right: rules H4 to H8, and F2 of what it says."""
+    """The rules that a header breaks, whose ``outline`` is right: H4 to H8, and F2 for the sizes that it says."""
     return SEQ_IDX.broken(raw, values, _checks(values))
 
 

@@ -1,4 +1,4 @@
-"""``BatchAssembler``: packs, wherever their sequences lie, as the tensors that Megatron trains on.
+"""Packs to tensors: ``BatchAssembler`` makes the batches that Megatron trains on, wherever their sequences lie.
 
 A row of S = ``seq_length`` positions holds the sequences of one pack end to end, then padding. Labels are the tokens
 shifted left inside each sequence; at a sequence's last position and on padding the label is the pad id and the loss 0.
@@ -14,9 +14,9 @@ and there are two kinds of boundaries, which Transformer Engine takes side by si
   tokens from position ``cu_seqlens_padded[k]`` on. The tail has length 0 and so has every entry after it, so the last
   value is the number of tokens, not S: an S there would be a sequence that lies behind the row's end.
 
-Columns that are asked for lie beside the tokens, zeros where there is nothing: those of tokens as the mask does, those
-of sequences by their numbers in the row (row k is of the sequence that begins at the k-th boundary), those of packs one
-a row.
+Columns that are asked for are tensors beside the tokens, with zeros where there is nothing: columns of tokens are laid
+out as the loss mask, those of sequences have an entry for each boundary (entry k is of the sequence that begins there),
+and those of packs have one entry a row.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class BatchLayout:
     """What a micro-batch consists of.
 
     Attributes:
-        rows: packs.
-        seq_length: positions of a row.
-        width: of ``cu_seqlens``.
+        rows: how many rows, each of one pack.
+        seq_length: how many positions a row has.
+        width: how many entries a row of ``cu_seqlens`` has.
         padded: whether sequences are padded inside the row, so that there is ``cu_seqlens_padded``.
         form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
             int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
-        padding_mask: whether there is one: bool, True on padding, inside sequences and behind them.
-        columns: that are there besides, [rows, seq_length], [rows, width - 1] or [rows] by what has a value in them.
+        padding_mask: whether there is a padding mask: bool, True on padding within sequences and behind them.
+        columns: the columns, [rows, seq_length], [rows, width - 1] or [rows] for those of tokens, sequences and packs.
     """
 
     rows: int
@@ -112,7 +112,7 @@ class BatchLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the storage."""
+        """Bytes of the storage that holds all tensors."""
         return self._fields[1]
 
     def carve(self, storage: torch.Tensor) -> Tensors:
@@ -120,7 +120,7 @@ class BatchLayout:
         whole, tensors = storage.untyped_storage(), {}
         for name, dtype, shape, offset in self._fields[0]:
             strides = tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
-            # In one step, which takes half the time of slicing and viewing.
+            # One call of set_ takes half the time of slicing and viewing.
             tensors[name] = torch.empty(0, dtype=dtype).set_(whole, offset // dtype.itemsize, shape, strides)
         return tensors
 
@@ -129,16 +129,16 @@ _layout = lru_cache(maxsize=64)(BatchLayout)
 
 
 class Batch:
-    """Room for one micro-batch, made once and filled again and again; or its rows, as ``__getitems__`` returns them.
+    """The buffer of one micro-batch, which can be filled again and again; as a sequence, its rows.
 
-    ``whole_batch`` takes the batch out of these. Any other collate finds single rows, so a DataLoader that knows
-    nothing of whole batches works as well, only slower.
+    ``__getitems__`` of a data set returns one. The collate function ``whole_batch`` takes all of it at once; any other
+    collate function finds single rows, so that a DataLoader that knows nothing of whole batches works too, only slower.
 
     Args:
-        layout: what it holds.
-        pin_memory: for copies to a GPU, where there is one.
-        shared: for handing the batch to another process.
-        storage: that of another batch; None makes one, uint8 [nbytes].
+        layout: which tensors it has.
+        pin_memory: whether to pin it for copies to a GPU, where there is one.
+        shared: whether it lies in shared memory, to be handed to another process.
+        storage: that of another batch, uint8 [nbytes]; None makes one.
 
     Attributes:
         tensors: views of the storage, by name.
@@ -169,15 +169,15 @@ class Batch:
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On its way to another process: it pickles as one tensor, and unpickles as the dictionary of all."""
+        """It pickles as one tensor, and unpickles in another process as the dictionary of all tensors."""
         return self.layout.carve, (self.storage,)
 
     def whole(self) -> Tensors | Batch:
-        """The batch as a dictionary, or, where it is for another process, ready to be handed over."""
+        """The tensors by name; the batch itself where it is in shared memory, since it pickles for less."""
         return self if self._shared else dict(self.tensors)
 
     def head(self, rows: int) -> Batch:
-        """Room for as many rows or fewer in the same storage: the last batch of an epoch may be smaller."""
+        """A batch of fewer rows in the same storage: the last batch of an epoch may be smaller."""
         if rows == self.layout.rows:
             return self
         if not 0 <= rows < self.layout.rows:
@@ -186,7 +186,7 @@ class Batch:
 
 
 def whole_batch(rows: Any) -> Any:
-    """The ``collate_fn`` for datasets with such ``__getitems__``; rows from any other are stacked as ever."""
+    """The ``collate_fn`` for data sets whose ``__getitems__`` returns a ``Batch``; other rows are stacked by torch."""
     return rows.whole() if isinstance(rows, Batch) else default_collate(rows)
 
 
@@ -196,29 +196,29 @@ def whole_batch(rows: Any) -> Any:
 class BatchAssembler(Dataset[Tensors]):
     """Assembles micro-batches from a source of packs, in C++ and without holding the interpreter's lock.
 
-    It holds no buffers and pickles with its source, so worker processes get one for the price of the source. And it is
-    a map-style dataset of packs that gives a DataLoader whole batches at once::
+    It has no buffers and pickles as its source, which is small. It is also a map-style data set of packs, and gives a
+    DataLoader whole batches at once::
 
         loader = DataLoader(assembler, batch_sampler=batch_sampler, collate_fn=whole_batch, num_workers=2)
 
-    Without workers these are fresh tensors. A worker process hands over one tensor that holds all of them, in shared
-    memory, which is carved into views on arrival; that is less than half of the cost of five.
+    Without workers these are fresh tensors. A worker process hands over one tensor in shared memory that holds all of
+    them, of which the receiver makes views; handing over five tensors costs more than twice as much.
 
     Args:
-        source: where the sequences of each pack lie.
-        seq_length: positions of a row; a multiple of ``sequence_multiple``.
+        source: has the packs.
+        seq_length: how many positions a row has; a multiple of ``sequence_multiple``.
         sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
             parallel size under sequence parallelism.
-        width: of ``cu_seqlens``, one value for all that trains together; None for the source's own,
-            ``most_sequences + 2``.
+        width: how many entries a row of ``cu_seqlens`` has, which must be the same for all data sets that train
+            together; None for ``most_sequences + 2`` of the source.
         pad_id: a valid token id; None for the source's, or 0 where it knows none.
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
-        padding_mask: whether batches have one, for MoE routers.
-        columns: names of those of the source's columns that batches have.
-        fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
+        padding_mask: whether batches have a padding mask, for MoE routers.
+        columns: names of the source's columns that batches have.
+        fetch_nbytes: how many bytes ``will_need`` may fetch ahead of remote shards.
 
     Raises:
-        ValueError: arguments that do not go together, or a source whose rows need not fit.
+        ValueError: arguments that contradict each other, or a source whose packs may not fit a row.
         FormatError: the source has no such column.
     """
 
@@ -259,27 +259,27 @@ class BatchAssembler(Dataset[Tensors]):
         self.padding_mask = padding_mask
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
-        # Where in the source's arrays they are: those of tokens lie, and are read, with the tokens.
+        # The positions of columns in the source's arrays; those of tokens are read together with the tokens.
         order = list(source.columns)
         self._places = {column: 2 + order.index(column.name) for column in self.columns}
         self._with_tokens = [0, 1, *(place for column, place in self._places.items() if column.per == "token")]
         self._fetcher = Fetcher(fetch_nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made when it is asked for."""
+        """All attributes but the cached ``_files``."""
         return {name: value for name, value in self.__dict__.items() if name != "_files"}
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
-        """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
+        """The layout of a batch of so many rows, with rows of ``seq_length`` where it is given."""
         shape, padded = (rows, seq_length or self.seq_length, self.width), self.sequence_multiple > 1
         return _layout(*shape, padded, self.form, self.padding_mask, self.columns)
 
     @property
     def source_files(self) -> list[dict[str, Any]]:
-        """What the numbers of files in the column ``source`` of batches name: the tables of all shards, united.
+        """The files that the column ``source`` of batches numbers: the tables of all shards, united.
 
         Raises:
-            FormatError: batches have no such column, or it is not what ``preprocess`` writes.
+            FormatError: batches have no such column, or ``preprocess`` did not write it.
         """
         if all(column.name != "source" for column in self.columns):
             raise FormatError("batches without the column source do not say which files they are from; ask for it")
@@ -289,11 +289,11 @@ class BatchAssembler(Dataset[Tensors]):
 
     @cached_property
     def _files(self) -> _SourceFiles | None:
-        """None for a column of another kind, which is carried as it is."""
+        """How ``source`` is renumbered; None where it is a column of another kind, which stays as it is."""
         return _SourceFiles.of(self.source.columns["source"])
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
-        """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
+        """Where the sequences of these packs lie, for ``fill`` and ``will_need``."""
         return self.source.segments(np.asarray(packs, np.int64))
 
     def fill(
@@ -304,22 +304,22 @@ class BatchAssembler(Dataset[Tensors]):
         *,
         seq_length: int | None = None,
     ) -> Tensors:
-        """Write a batch into ``out``, which may have more rows; the tensors are views of it.
+        """Write a batch into ``out``, which may have more rows; returns views of it.
 
         Args:
-            segments: what ``plan`` gave.
-            out: room for it.
-            masked: bool [rows], whose loss is zeroed: rows that only fill up the batch.
-            seq_length: positions of these rows, where not those of the others.
+            segments: what ``plan`` returned.
+            out: the buffer.
+            masked: bool [rows], True for rows that only fill up the batch, whose loss is zeroed.
+            seq_length: how many positions these rows have; None for ``seq_length`` of the assembler.
 
         Raises:
-            ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
+            ValueError: a row does not fit, or a sequence does not lie within its shard.
             FormatError: a remote shard was replaced since it was opened.
             StorageError: the object store of a remote shard does not answer.
         """
         out = out.head(len(segments.offsets) - 1)
-        if out.layout != (mine := self.layout(out.layout.rows, seq_length)):
-            raise ValueError(f"buffers of {out.layout}, this assembler fills {mine}")
+        if out.layout != (layout := self.layout(out.layout.rows, seq_length)):
+            raise ValueError(f"buffers of {out.layout}, this assembler fills {layout}")
         arrays = out.arrays
         found, slots = self._shards(segments)
         near, lying = self._near_tokens(found), segments
@@ -346,7 +346,7 @@ class BatchAssembler(Dataset[Tensors]):
         if "source" in arrays and self._files is not None:
             self._files.renumber(arrays["source"], segments)
         if self.padding_mask:
-            arrays["padding_mask"][:] = _padding(segments, mine.seq_length, self.sequence_multiple)
+            arrays["padding_mask"][:] = _padding(segments, layout.seq_length, self.sequence_multiple)
         if masked is not None:
             arrays["loss_mask"][masked] = 0
         return dict(out.tensors)
@@ -358,7 +358,7 @@ class BatchAssembler(Dataset[Tensors]):
         *,
         masked: NDArray[np.bool_] | None = None,
     ) -> Tensors:
-        """The tensors of a batch, one row a pack, into ``out`` or fresh memory; ``masked`` as for ``fill``.
+        """Make a batch, one row a pack, in ``out`` or in fresh memory; ``masked`` is as for ``fill``.
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
@@ -374,7 +374,7 @@ class BatchAssembler(Dataset[Tensors]):
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def rows(self, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None) -> Batch:
-        """What ``__getitems__`` of a dataset returns; the loss of rows that are ``masked``, bool [packs], is zeroed."""
+        """A batch for a DataLoader, in shared memory in its worker processes; ``masked`` is as for ``fill``."""
         in_worker, segments = get_worker_info() is not None, self.plan(packs)
         if in_worker:
             self.will_need(segments)  # from disk, all of it at once is faster than one page after another
@@ -391,8 +391,8 @@ class BatchAssembler(Dataset[Tensors]):
     def will_need(self, segments: Segments) -> None:
         """Read these sequences in the background; returns at once.
 
-        Of local shards the kernel is asked to read them from disk. Of remote ones they are fetched, for ``fill`` to
-        take when it is given the same object.
+        The kernel is asked to read those of local shards from disk. Those of remote shards are fetched, and ``fill``
+        uses them when it is given the same object.
         """
         found, slots = self._shards(segments)
         arrays = self._near_tokens(found)
@@ -402,11 +402,11 @@ class BatchAssembler(Dataset[Tensors]):
             advise(arrays, slots, segments)
 
     def forget_needs(self) -> None:
-        """Let go what was fetched for batches that will not be filled."""
+        """Drop what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
     def _near_tokens(self, found: Sequence[Arrays]) -> Sequence[Arrays]:
-        """Tokens, masks and what else has a row a token."""
+        """Of each shard's arrays: tokens, masks and columns of tokens."""
         if not self.columns:
             return found
         return [tuple(arrays[place] for place in self._with_tokens) for arrays in found]
@@ -419,7 +419,7 @@ class BatchAssembler(Dataset[Tensors]):
         placed: Placed,
         out: dict[str, NDArray[Any]],
     ) -> Iterator[tuple[Any, ...]]:
-        """The columns as the kernel takes them: of each its rows in every array, and of what has one where it lies."""
+        """The columns as the kernel takes them: what has a row, its bytes, the arrays, and where in them rows lie."""
         for column, index in self._places.items():
             row_nbytes = np.dtype(column.dtype).itemsize * column.width
             if column.per == "token":
@@ -435,7 +435,7 @@ class BatchAssembler(Dataset[Tensors]):
             yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
 
     def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
-        """The shards that are read, and for each sequence which of them is its own."""
+        """The arrays of the shards that are read, and for each sequence the position of its shard among them."""
         used, slots = in_slots(segments.shards, segments.used)
         if used and used[0] < 0:
             raise ValueError(f"a sequence is said to lie in shard {used[0]}")
@@ -443,12 +443,13 @@ class BatchAssembler(Dataset[Tensors]):
 
 
 class _SourceFiles(NamedTuple):
-    """The files of the column ``source``: each shard numbers its own, batches number all.
+    """The files that the column ``source`` names: shards number them each for itself, batches number all of them.
 
     Attributes:
-        files: of all shards, each once.
-        numbers: int64, of the shards' tables end to end, the number here; None where all shards have one table.
-        firsts: int64 [shards + 1], where the table of each shard begins in ``numbers``.
+        files: the files of all shards, each once.
+        numbers: int64, for the files of the shards' tables end to end, their positions in ``files``; None where all
+            shards have the same table.
+        firsts: int64 [shards + 1], the position in ``numbers`` at which the table of each shard begins.
     """
 
     files: list[dict[str, Any]]
@@ -457,23 +458,27 @@ class _SourceFiles(NamedTuple):
 
     @classmethod
     def of(cls, specs: Sequence[ColumnSpec]) -> _SourceFiles | None:
-        """Of the column in every shard; None where it is of another kind, or names no files."""
+        """The files by the specs of the column in all shards; None where it is of another kind, or has no table."""
         tables = [spec.metadata.get("files") for spec in specs]
         if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
             return None
-        places: dict[str, int] = {}
-        known: dict[str, list[int]] = {}  # thousands of shards mostly have one table
-        each = []
+        positions: dict[str, int] = {}
+        by_table: dict[str, list[int]] = {}  # thousands of shards mostly have one table
+        by_shard = []
         for table in tables:
-            if (key := json.dumps(table, sort_keys=True)) not in known:
-                named = [json.dumps(file, sort_keys=True) for file in table or ()]
-                known[key] = [places.setdefault(name, len(places)) for name in named]
-            each.append(known[key])
-        flat = np.concatenate([np.array(one, np.int64) for one in each]) if len(known) > 1 else None
-        return cls([json.loads(file) for file in places], flat, np.cumsum([0, *map(len, each)]))
+            if (key := json.dumps(table, sort_keys=True)) not in by_table:
+                files = [json.dumps(file, sort_keys=True) for file in table or ()]
+                by_table[key] = [positions.setdefault(file, len(positions)) for file in files]
+            by_shard.append(by_table[key])
+        numbers = np.concatenate([np.array(each, np.int64) for each in by_shard]) if len(by_table) > 1 else None
+        return cls([json.loads(file) for file in positions], numbers, np.cumsum([0, *map(len, by_shard)]))
 
     def renumber(self, values: NDArray[np.uint32], segments: Segments) -> None:
-        """From the numbers of each shard to those here, in a batch [packs, width - 1, 2]. ValueError: no such file."""
+        """Replace the numbers of shards by positions in ``files``, in a batch [packs, width - 1, 2].
+
+        Raises:
+            ValueError: a number that the table of its shard does not have.
+        """
         if self.numbers is None:
             return
         counts = np.diff(segments.offsets)
@@ -486,7 +491,7 @@ class _SourceFiles(NamedTuple):
 
 
 def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:
-    """Bool [packs, seq_length], True where no token of a sequence lies."""
+    """The padding mask, bool [packs, seq_length]: True where there is no token of a sequence."""
     counts = np.diff(segments.offsets)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-segments.lengths // multiple) * multiple)])
     begins = ends[:-1] - np.repeat(ends[segments.offsets[:-1]], counts)
@@ -503,14 +508,14 @@ def _any_remote(shards: Sequence[Arrays]) -> bool:
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
-    """Make of a narrow batch what the wide form holds, bit for bit, on the device where that is cheap.
+    """Make the wide form of a narrow batch, bit for bit as an assembler makes it, on the device where that is cheap.
 
-    A narrow batch is 5 bytes a position to copy, a wide one 28.
+    A narrow batch has 5 bytes a position to copy to the device, a wide one 28.
 
     Args:
-        batch: what an assembler of a narrow form gave, or its copy on the device.
-        pad_id: the assembler's.
-        device: where to; None for where the batch is.
+        batch: a batch of a narrow form, or its copy on the device.
+        pad_id: that of the assembler.
+        device: the device to copy it to; None leaves it where it is.
     """
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
     logical, segment, tokens = batch["cu_seqlens"], segments_of(batch), batch["tokens"].long()
@@ -525,7 +530,7 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
 
 
 def segments_of(batch: Tensors) -> torch.Tensor:
-    """The number, inside its row, of the sequence that each position lies in, int64 [B, S]; the tail counts as one."""
+    """For each position the number of its sequence in the row, int64 [B, S]; padding at the end counts as one more."""
     bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     shape = batch["loss_mask"].shape
     places = torch.arange(shape[1], dtype=bounds.dtype, device=bounds.device).expand(shape)

@@ -1,10 +1,9 @@
-"""Where the tokens of a batch's sequences are in memory: in the maps of their shards, read for it, or fetched.
+"""Brings the sequences of a batch into memory: from the maps of their shards, read for it, or fetched from a store.
 
-A request to an object store takes tens of milliseconds, whatever its size, so a batch that asks for one sequence after
-another waits longer than it trains. Here all that a batch needs is known when it is planned: ranges that lie close
-together become one, all of them are requested at once, for several batches ahead, and they come to lie end to end in
-arrays no larger than what was asked for. The kernels that fill batches then read these as they read a mapped shard,
-with the first token of each sequence counted from where it came to lie.
+A request to an object store takes tens of milliseconds, whatever its size, so a batch must not ask for one sequence
+after another. All that it needs is known when it is planned: ranges that lie close together become one, and all are
+requested at once, for several batches ahead. They are stored end to end in arrays of their size, which the kernels that
+fill batches read as they read a mapped shard.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Placed(NamedTuple):
     """The sequences of ``Segments`` in arrays.
 
     Attributes:
-        arrays: tokens, label-aligned loss mask, and columns that have a row a token, together.
-        slots: int32 [segments], in which of these each sequence lies.
-        starts: int64 [segments], its first token there.
+        arrays: sets of arrays: tokens, label-aligned loss mask, and columns of tokens.
+        slots: int32 [segments], the set that each sequence lies in.
+        starts: int64 [segments], position of its first token in that set.
     """
 
     arrays: list[tuple[NDArray[Any], ...]]
@@ -43,58 +42,58 @@ class Placed(NamedTuple):
 
 
 def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """These sequences in memory: in the arrays of their shards where all are mapped, else read.
+    """Places sequences in memory: where all shards are mapped they stay where they are, else they are read.
 
-    What is read lies in arrays for each dtype of masks, with the runs that have it end to end.
+    Those that are read lie end to end, in one set of arrays for each dtype of loss masks.
 
     Args:
-        shards: tokens, loss mask and the columns of tokens of each shard that is used.
-        slots: int32 [segments], which of them each sequence lies in.
+        shards: tokens, loss mask and columns of tokens, of each shard that is used.
+        slots: int32 [segments], the position in ``shards`` of each sequence's shard.
         segments: the sequences.
 
     Raises:
-        ValueError: a sequence that does not lie within its shard.
-        FormatError: a shard is another one by now.
+        ValueError: a sequence does not lie within its shard.
+        FormatError: another shard has taken the place of one that was opened.
     """
     if all(isinstance(array, np.ndarray) for arrays in shards for array in arrays):
         return Placed(list(shards), slots, segments.starts)  # type: ignore[arg-type]
-    run_slots, run_starts, run_counts, run = _runs(segments, slots)
-    of_run = [shards[slot] for slot in run_slots.tolist()]
-    kinds = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
-    kind_of_run = np.array([kinds.index(arrays[1].dtype) for arrays in of_run], np.int32)
-    placed, places = [], np.empty(len(of_run), np.int64)
-    for kind in range(len(kinds)):
-        mine = np.flatnonzero(kind_of_run == kind)
-        starts, counts = run_starts[mine], run_counts[mine]
-        places[mine] = np.cumsum(counts) - counts
-        together: list[NDArray[Any]] = []
-        for arrays in zip(*(of_run[run] for run in mine.tolist()), strict=True):
-            together.append(np.empty(max(int(counts.sum()), 0), arrays[0].dtype))
-            read_extents(arrays, starts, counts, together[-1])
-        placed.append(tuple(together))
-    return Placed(placed, kind_of_run[run], places[run] + segments.starts - run_starts[run])
+    extent_slots, extent_starts, extent_counts, extent = _extents(segments, slots)
+    shard_of = [shards[slot] for slot in extent_slots.tolist()]
+    dtypes = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
+    set_of = np.array([dtypes.index(arrays[1].dtype) for arrays in shard_of], np.int32)
+    sets, begins = [], np.empty(len(shard_of), np.int64)
+    for number in range(len(dtypes)):
+        members = np.flatnonzero(set_of == number)
+        starts, counts = extent_starts[members], extent_counts[members]
+        begins[members] = np.cumsum(counts) - counts
+        outs: list[NDArray[Any]] = []
+        for arrays in zip(*(shard_of[member] for member in members.tolist()), strict=True):
+            outs.append(np.empty(max(int(counts.sum()), 0), arrays[0].dtype))
+            read_extents(arrays, starts, counts, outs[-1])
+        sets.append(tuple(outs))
+    return Placed(sets, set_of[extent], begins[extent] + segments.starts - extent_starts[extent])
 
 
 def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> None:
-    """Have these sequences read from disk in the background; arguments as of ``place``.
+    """Have the kernel read these sequences from disk in the background; arguments as for ``place``.
 
-    Batches are announced in the order in which they will be read, and within one come tokens, then masks: as ``place``
-    reads them.
+    The caller must call this for batches in the order in which they will be read. Within a batch tokens come first,
+    then masks, then columns, which is the order in which ``place`` reads.
     """
     if not shards:  # an empty batch
         return
-    slots, starts, counts, _ = _runs(segments, slots)
+    slots, starts, counts, _ = _extents(segments, slots)
     arrays, kinds = [array for column in zip(*shards, strict=True) for array in column], len(shards[0])
     slots = np.concatenate([slots + kind * len(shards) for kind in range(kinds)])
     announce(Extents(arrays, slots, np.tile(starts, kinds), np.tile(counts, kinds)))
 
 
-def _runs(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
-    """Sequences that lie behind one another in one shard, such as those of a stored pack, taken together.
+def _extents(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
+    """Joins sequences that lie behind one another in one shard, such as those of a stored pack, to extents.
 
     Returns:
-        Of each run which shard it lies in, int32, its first token there and its tokens, int64 [runs]; and the run of
-        each sequence, int64 [segments].
+        For each extent its slot, int32, the position of its first token and how many it has, int64 [extents]; and for
+        each sequence the number of its extent, int64 [segments].
     """
     starts, stops = segments.starts, segments.starts + segments.lengths
     begins = np.ones(len(starts), np.bool_)
@@ -108,19 +107,19 @@ def _runs(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], .
 
 
 BUDGET_NBYTES = 256 << 20
-# Tokens between two sequences that are rather fetched and thrown away than asked for apart, and tokens of one request:
-# at 50 to 100 MB/s a connection, 64 KiB cost less than another request and 8 MiB are worth sharing among connections.
-_GAP, _MOST = 16 << 10, 2 << 20
+# Two sequences with so few tokens between them share a request, and a request asks for no more tokens than this. At 50
+# to 100 MB/s a connection, 64 KiB cost less than another request, and above 8 MiB several connections are faster.
+_GAP, _MAX_TOKENS = 16 << 10, 2 << 20
 
 
 class Ranges(NamedTuple):
     """Ranges that cover some sequences, end to end in one array.
 
     Attributes:
-        begins: int64 [ranges], the first token of each, ascending.
-        ends: int64 [ranges], where each ends.
-        places: int64 [sequences], where each sequence begins in the array of all ranges.
-        tokens: in all ranges.
+        begins: int64 [ranges], position of the first token of each, ascending.
+        ends: int64 [ranges], position behind the last token of each.
+        places: int64 [sequences], position of each sequence's first token in the array of all ranges.
+        tokens: how many tokens all ranges have.
     """
 
     begins: NDArray[np.int64]
@@ -129,11 +128,13 @@ class Ranges(NamedTuple):
     tokens: int
 
 
-def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _GAP, most: int = _MOST) -> Ranges:
-    """Few ranges that cover sequences, int64 first tokens and lengths, which may come in any order and overlap.
+def coalesce(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _GAP, max_tokens: int = _MAX_TOKENS
+) -> Ranges:
+    """Few ranges that cover sequences (int64 first tokens and lengths), in any order and overlapping as they may.
 
-    Sequences at most ``gap`` tokens apart share a range. None has more than ``most``, but where one sequence, or
-    several that overlap, are longer.
+    Sequences that are at most ``gap`` tokens apart share a range. A range has at most ``max_tokens``, unless a single
+    sequence, or several that overlap, are longer.
     """
     order = np.argsort(starts, kind="stable")
     begins: list[int] = []
@@ -141,7 +142,7 @@ def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _
     owners = np.empty(len(starts), np.int64)
     for sequence, start, length in zip(order, starts[order].tolist(), lengths[order].tolist(), strict=True):
         end = start + length
-        if begins and start - ends[-1] <= gap and (end - begins[-1] <= most or start < ends[-1]):
+        if begins and start - ends[-1] <= gap and (end - begins[-1] <= max_tokens or start < ends[-1]):
             ends[-1] = max(ends[-1], end)
         else:
             begins.append(start)
@@ -154,30 +155,30 @@ def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _
 
 
 class _Ahead:
-    """What one batch needs, which is fetched once ``start`` is called.
+    """What one batch needs of remote shards; it is requested when ``start`` is called.
 
     Attributes:
-        segments: as they were planned.
-        found: the same ones where they come to lie, and what they lie in.
-        nbytes: of what is fetched.
-        requests: under way; None until they are made.
+        segments: the sequences as they were planned.
+        found: the sequences as they will lie in memory, and for each shard the arrays that they will lie in.
+        nbytes: how many bytes are fetched.
+        requests: those that were made; None before ``start``.
     """
 
     def __init__(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
         self.segments = segments
         self.requests: list[Future[None]] | None = None
         self._reads: list[tuple[RemoteArray, Ranges, NDArray[Any]]] = []
-        starts, arrays = segments.starts.copy(), list(shards)  # the remote ones are replaced
-        for shard, mine in enumerate(shards):
-            if not isinstance(mine[0], RemoteArray):
+        starts, arrays = segments.starts.copy(), list(shards)  # those of remote shards are replaced
+        for shard, of_shard in enumerate(shards):
+            if not isinstance(of_shard[0], RemoteArray):
                 continue
-            here = np.flatnonzero(slots == shard)
-            first, lengths = segments.starts[here], segments.lengths[here]
-            if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(mine[0]):
-                raise ValueError(f"sequences outside the {len(mine[0])} tokens of shard {shard}")
+            members = np.flatnonzero(slots == shard)
+            first, lengths = segments.starts[members], segments.lengths[members]
+            if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(of_shard[0]):
+                raise ValueError(f"sequences outside the {len(of_shard[0])} tokens of shard {shard}")
             ranges = coalesce(first, lengths)
-            starts[here] = ranges.places
-            remote = [array for array in mine if isinstance(array, RemoteArray)]
+            starts[members] = ranges.places
+            remote = [array for array in of_shard if isinstance(array, RemoteArray)]
             reads = [(array, ranges, np.empty(ranges.tokens, array.dtype)) for array in remote]
             arrays[shard] = tuple(out for *_, out in reads)
             self._reads += reads
@@ -190,12 +191,12 @@ class _Ahead:
 
     @staticmethod
     def _request(array: RemoteArray, ranges: Ranges, out: NDArray[Any]) -> list[Future[None]]:
-        """Ask for all ranges of an array; the last one to come holds them to be of one shard."""
-        left = iter(range(len(ranges.begins))[::-1])  # what is next is asked for by one thread at a time
+        """Request all ranges of an array. The last one to arrive checks that the shard was not replaced meanwhile."""
+        num_left = iter(range(len(ranges.begins))[::-1])  # next() of a range is atomic, so threads may share it
 
         def read(begin: int, end: int, at: int) -> None:
             out[at : at + end - begin] = array.fetch(begin, end)
-            if next(left) == 0:
+            if next(num_left) == 0:
                 array.confirm_unchanged()
 
         counts = ranges.ends - ranges.begins
@@ -210,9 +211,9 @@ class _Ahead:
 class Fetcher:
     """Fetches what batches need of remote shards, in the order in which they are announced.
 
-    Batches are filled in that order too: one that is asked for lets those go that were announced before it. What is
-    fetched ahead never exceeds the budget, in bytes; beside it lies the batch that is being filled. ``batches`` are
-    those that are announced and not filled yet, in order.
+    The caller must fill batches in that order too: ``gather`` drops the batches that were announced before its own.
+    What is fetched ahead never exceeds ``budget``, in bytes; the batch that is being filled comes on top. ``batches``
+    are those that were announced and not filled yet, in order.
     """
 
     def __init__(self, budget: int = BUDGET_NBYTES) -> None:
@@ -228,7 +229,7 @@ class Fetcher:
         return self._lock
 
     def announce(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
-        """Fetch ahead what these segments need, when there is room; returns at once. Arguments as of ``place``."""
+        """Fetch what these segments need as soon as there is room; returns at once. Arguments as for ``place``."""
         batch = _Ahead(segments, slots, shards)
         with self._locked():
             self.batches.append(batch)
@@ -237,12 +238,12 @@ class Fetcher:
     def gather(
         self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]
     ) -> tuple[Segments, list[Arrays]]:
-        """The segments as they lie in memory, and what they lie in; waits until all is there.
+        """Wait until the segments are in memory; returns them as they lie there, and for each shard its arrays.
 
         Raises:
             FormatError: a shard was replaced since it was opened.
             StorageError: the store does not answer.
-            ValueError: a sequence that reaches outside its shard.
+            ValueError: a sequence reaches outside its shard.
         """
         with self._locked():
             if any(batch.segments is segments for batch in self.batches):
@@ -257,19 +258,19 @@ class Fetcher:
                 request.result()
         except BaseException:
             found.drop()
-            # Else all that is announced is asked of a store that does not answer, before the process may end.
+            # Requests to a store that does not answer would keep the process from ending.
             self.forget()
             raise
         return found.found
 
     def forget(self) -> None:
-        """Let go what was announced."""
+        """Drop all batches that were announced."""
         with self._locked():
             while self.batches:
                 self.batches.popleft().drop()
 
     def _start(self) -> None:
-        """Make the requests of the first batches, as many as the budget has room for."""
+        """Request what the first batches need, as many as fit the budget. The caller must hold the lock."""
         room = self.budget
         for batch in self.batches:
             room -= batch.nbytes

@@ -1,6 +1,6 @@
-"""Sample numbers to rows, whole batches at a time, and which samples a data-parallel rank reads.
+"""Sample numbers to packs: the order of an epoch, rows of data sets, and which samples a data-parallel rank reads.
 
-``PackedRows`` are of one data set, the light object that worker processes get; ``BlendedRows`` of a blend of them::
+``PackedRows`` are the rows of one data set, which pickle small for worker processes; ``BlendedRows`` those of a blend::
 
     rows = rows_of(dataset)
     sampler = PackedBatchSampler(rows, ...)
@@ -43,28 +43,28 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 
 
 class EpochOrder:
-    """Which of ``packs`` packs, at least 1, comes when; splits of one data set are shuffled differently.
+    """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
 
-    Holds the permutations of two epochs at most, 4 bytes a pack each (8 beyond 2^31 packs). Threads may share one.
+    Keeps the permutations of two epochs, 4 bytes a pack each (8 beyond 2^31 packs). Threads may share one.
     """
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
         self.packs, self.seed, self.split, self.fingerprint = packs, seed, split, fingerprint
-        # Replaced, never changed: no lock that a fork could catch in a thread's hands. Two threads that come first
-        # both shuffle; either result serves.
-        self._held: dict[int, NDArray[np.int32] | NDArray[np.int64]] = {}
+        # By epoch. Replaced as a whole and never changed, so that no lock is needed, which a fork could find locked.
+        # Two threads that both find it empty both shuffle, with the same result.
+        self._permutations: dict[int, NDArray[np.int32] | NDArray[np.int64]] = {}
 
     def epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """The packs of one epoch in their order."""
-        if (held := self._held.get(number)) is not None:
-            return held
+        if (kept := self._permutations.get(number)) is not None:
+            return kept
         key = json.dumps([self.seed, self.split, self.fingerprint, number]).encode()
         order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
-        made = order.astype(np.int32) if self.packs <= 2**31 else order
-        made.flags.writeable = False
-        # Two are held: a batch may end one epoch and begin the next.
-        self._held = {**dict(list(self._held.items())[-1:]), number: made}
-        return made
+        permutation = order.astype(np.int32) if self.packs <= 2**31 else order
+        permutation.flags.writeable = False
+        # Two are kept, since a batch may end one epoch and begin the next.
+        self._permutations = {**dict(list(self._permutations.items())[-1:]), number: permutation}
+        return permutation
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pack of each sample, int64; samples count from 0 through all epochs."""
@@ -73,8 +73,8 @@ class EpochOrder:
             return self.epoch(int(epochs[0]))[positions].astype(np.int64, copy=False)
         out = np.empty(len(samples), np.int64)
         for number in np.unique(epochs).tolist():
-            here = epochs == number
-            out[here] = self.epoch(number)[positions[here]]
+            rows = epochs == number
+            out[rows] = self.epoch(number)[positions[rows]]
         return out
 
 
@@ -82,7 +82,10 @@ class EpochOrder:
 
 
 class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples, each of which is a pack of ``source``; ``shape`` has the other arguments of their ``BatchAssembler``."""
+    """A map-style data set of samples, each of which is a pack of ``source``.
+
+    ``shape`` has the arguments of ``BatchAssembler`` other than the source and its columns.
+    """
 
     source: PackSource
     num_samples: int
@@ -94,7 +97,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @cached_property
     def assembler(self) -> BatchAssembler:
-        """Assembles rows of this data set."""
+        """The assembler of this data set's batches, with all columns of the source."""
         return BatchAssembler(self.source, columns=tuple(self.source.columns), **self.shape)
 
     def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
@@ -105,14 +108,20 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._packs(samples)
 
     def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The packs of some samples, in any shape, and which are masked: negative ones, which count from the end."""
+        """The packs of samples, and which of them are masked, both in the shape of ``samples``.
+
+        A negative number, which counts from the end, is a masked sample.
+        """
         numbers = np.asarray(samples, np.int64)
         masked = numbers < 0
         packs = self.packs(np.where(masked, numbers + self.num_samples, numbers).ravel())
         return packs.reshape(numbers.shape), masked
 
     def micro_batches(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
-        """Micro-batches of these samples as a ``BatchLoader`` takes them; of a ``PackedBatchSampler`` many at once."""
+        """What a ``BatchLoader`` takes: the packs of each micro-batch of sample numbers.
+
+        Those of a ``PackedBatchSampler`` are looked up for many micro-batches at once.
+        """
         if blocks := getattr(batches, "blocks", None):
             for packs, masked in map(self.wanted, blocks()):
                 yield from map(Wanted, packs, masked)
@@ -120,7 +129,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             yield from (Wanted(*self.wanted(batch)) for batch in batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sum of squared sequence lengths of each sample: attention's work, as it never crosses a sequence."""
+        """The work of attention for each sample: the sum of its squared sequence lengths, int64 [samples]."""
         segments = self.source.segments(self.packs(samples))
         if not len(samples):
             return np.zeros(0, np.int64)
@@ -128,7 +137,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return costs
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
-        """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
+        """A whole batch, which a ``DataLoader`` asks for; its ``collate_fn`` must be ``whole_batch``."""
         packs, masked = self.wanted(samples)
         return self.assembler.rows(packs, masked)
 
@@ -138,20 +147,21 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
         """One sample.
 
-        A negative index (or None, as Megatron's GPTDataset has it) gives a row that fills up a batch: real tokens,
-        counted from the end, and a loss mask of zeros. IndexError where there is no such sample.
+        A negative index (or None, which Megatron's GPTDataset accepts) gives a row that only fills up a batch: the
+        tokens of the sample counted from the end, and a loss mask of zeros. IndexError: there is no such sample.
         """
         i = -1 if index is None else operator.index(index)
         return self.assembler.sample(int(self.packs([i if i >= 0 else i + self.num_samples])[0]), i < 0)
 
 
 class PackedRows(Rows):
-    """Samples of one split: a seed's order over a source of packs. Needs torch and not Megatron.
+    """The samples of one split: a source of packs in the order of a seed. Needs torch, and not Megatron.
 
-    A ``PackedSFTDataset`` pickles as this: a worker process opens the files by itself, and starts without importing
-    Megatron, which takes seconds and hundreds of MB.
+    A ``PackedSFTDataset`` pickles as this. A worker process then opens the files by itself, and starts without
+    importing Megatron, which takes seconds and hundreds of MB.
 
-    There are ``num_samples`` rows, over as many epochs as it takes; the rest is as of ``BatchAssembler``.
+    There are ``num_samples`` samples, over as many epochs as that takes; further arguments are as for
+    ``BatchAssembler``.
     """
 
     def __init__(
@@ -185,11 +195,11 @@ class PackedRows(Rows):
 
 
 class SingleRows(PackedRows):
-    """One sequence a sample, for Megatron's packing scheduler, which packs as it trains.
+    """Samples of one sequence each, for Megatron's packing scheduler, which packs while it trains.
 
     A sample has ``tokens``, ``labels`` and ``position_ids``, int64 [n], ``loss_mask``, float32 [n], and
     ``original_seq_len`` and ``padded_seq_len``, int32 [1]: n is the padded length, a multiple of
-    ``sequence_multiple``. The source has packs of one sequence each.
+    ``sequence_multiple``. The packs of the source must have one sequence each.
     """
 
     def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
@@ -204,14 +214,14 @@ class SingleRows(PackedRows):
         return {**sample, "original_seq_len": sizes[0], "padded_seq_len": sizes[1]}
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
-        """The samples, which are of different lengths."""
+        """The samples one by one, since their lengths differ."""
         return [self[int(sample)] for sample in samples]
 
 
 class BlendedRows(Rows):
-    """Samples of a blend, read as those of one data set: whole batches, looked ahead for, and fillers masked.
+    """The samples of a blend, read as those of one data set: as whole batches, with masked samples and look-ahead.
 
-    Sample i is number ``sample_of[i]`` of member ``member_of[i]``; the members' rows have one shape.
+    Sample i is sample ``sample_of[i]`` of member ``member_of[i]``. All members must have the same ``shape``.
     """
 
     def __init__(
@@ -225,13 +235,13 @@ class BlendedRows(Rows):
         members, numbers = (np.asarray(column[samples], np.int64) for column in self._index)
         packs = np.empty(len(samples), np.int64)
         for member, begin in enumerate(self.source.packs_before[:-1].tolist()):
-            here = np.flatnonzero(members == member)
-            packs[here] = self._members[member].packs(numbers[here]) + begin
+            rows = np.flatnonzero(members == member)
+            packs[rows] = self._members[member].packs(numbers[rows]) + begin
         return packs
 
 
 def rows_of(dataset: Any) -> Rows:
-    """The rows of what Megatron's dataset builder made, to be read natively.
+    """The rows of a data set that Megatron's builder made, to be read by a ``BatchLoader``.
 
     Args:
         dataset: a ``PackedSFTDataset``, its rows, or a ``BlendedDataset`` of these.
@@ -255,19 +265,20 @@ def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: An
     return kind(reopen(*source_state), *others)
 
 
-# ---- dealing a global batch ----
+# ---- a global batch, dealt out evenly ----
 
 
 def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np.int64]:
-    """Split a global batch evenly by cost, to ranks and to micro-batches.
+    """Deal the packs of a global batch to ranks and micro-batches so that all have about the same cost.
 
-    The packs are sorted and cut into rows of one pack a rank, so that whatever the ranks work on at the same time
-    costs about the same: that is for steps in which they wait for each other before the end. In each row the largest
-    goes to the rank that has least so far; then the rank that has most swaps with others, in the same row while that
-    helps, for the sums are what a step waits for. Whole rows are dealt to micro-batches in the same way.
+    The packs are sorted by cost and cut into rows of one pack a rank, so that what ranks work on at the same time costs
+    about the same, for ranks may wait for each other within a step. In each row, the pack of the highest cost goes to
+    the rank whose sum is lowest so far. Then the rank with the highest sum swaps packs with others while that lowers
+    it, within a row as long as possible, since a step waits for the highest sum. Whole rows are dealt to micro-batches
+    in the same way.
 
     Args:
-        costs: of each pack of the batch, [ranks * micro_batches * packs a micro-batch].
+        costs: of each pack of the batch, int64 [ranks * micro_batches * packs a micro-batch].
         ranks: data-parallel ranks.
         micro_batches: micro-batches of each rank in a step.
 
@@ -279,7 +290,7 @@ def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np
 
 
 def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """Positions in rows of similar cost, int64 [packs a rank, ranks], whose columns have nearly equal sums."""
+    """Positions in ``costs``, int64 [packs a rank, ranks]: rows of similar cost, columns of nearly equal sums."""
     order = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     rows = np.empty_like(order)
     sums = np.zeros(ranks, np.int64)
@@ -292,14 +303,14 @@ def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
 
 
 def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
-    """Lower the largest column sum by swaps, in place: within rows as long as they help, then between them."""
+    """Swap entries in place while that lowers the largest column sum: within rows if possible, else between rows."""
     mean = sums.mean()
     within = np.eye(len(rows), dtype=bool)[:, :, None]
-    for _ in range(1000):  # every swap lowers the largest sum, or the search ends; bounds the time of hostile costs
+    for _ in range(1000):  # each swap lowers the largest sum; the bound is for hostile costs
         high = int(sums.argmax())
         if sums[high] <= mean * 1.002:
             return
-        # The larger of the two sums that a swap would leave: [row in this column, row in the other, other column].
+        # The larger of the two sums after a swap: [row in the highest column, row in another column, that column].
         table = costs[rows]
         moved = table[:, high, None, None] - table
         left = np.maximum(sums[high] - moved, sums + moved)
@@ -308,36 +319,36 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
         best = int((inside if inside.min() < sums[high] else left).argmin())
         if left.flat[best] >= sums[high]:
             return
-        mine, theirs, other = np.unravel_index(best, left.shape)
-        sums[high] -= moved[mine, theirs, other]
-        sums[other] += moved[mine, theirs, other]
-        rows[mine, high], rows[theirs, other] = rows[theirs, other], rows[mine, high]
+        row, other_row, other = np.unravel_index(best, left.shape)
+        sums[high] -= moved[row, other_row, other]
+        sums[other] += moved[row, other_row, other]
+        rows[row, high], rows[other_row, other] = rows[other_row, other], rows[row, high]
 
 
-# ---- what a rank reads ----
+# ---- the samples of a rank ----
 
 
-# A negative index is a row with a loss mask of zeros.
+# The number of a sample that only fills up a batch: its loss mask is all zeros.
 PADDING = -1
 
 
 class PackedBatchSampler:
-    """Lists of sample numbers, one a micro-batch, of one data-parallel rank; a ``batch_sampler`` for a DataLoader.
+    """The sample numbers of one data-parallel rank, a list for each micro-batch; a DataLoader's ``batch_sampler``.
 
     The arguments are those of Megatron's ``MegatronPretrainingSampler``, but for the data set in place of its length.
 
     Args:
-        dataset: what is sampled.
-        consumed_samples: samples of all ranks before this run.
-        micro_batch_size: packs a rank takes at a time.
-        data_parallel_rank: of this process.
-        data_parallel_size: ranks that read different packs.
-        global_batch_size: packs a step takes; needed to balance, and without that only checked.
-        balance_attention: deal the packs of each global batch so that ranks have equal attention to do. The packs of a
-            batch stay the same, so training does too; which rank and micro-batch a pack is in differs.
-        drop_last: leave out what does not fill a micro-batch of every rank (a global batch when balancing). False
-            fills it up with rows whose loss is masked, for evaluation: every pack comes once. Not for Megatron's
-            ``BlendedDataset``, which knows no such rows; its ``rows_of`` do.
+        dataset: the data set.
+        consumed_samples: how many samples all ranks have taken before.
+        micro_batch_size: how many packs a rank takes at a time.
+        data_parallel_rank: the rank of this process.
+        data_parallel_size: how many ranks read different packs.
+        global_batch_size: how many packs a step takes; needed to balance, else only checked.
+        balance_attention: deal the packs of each global batch so that all ranks have about the same work of attention.
+            Each global batch has the same packs, so training is the same; their ranks and micro-batches differ.
+        drop_last: leave out the packs that do not fill a micro-batch of every rank (a global batch when balancing).
+            False fills up with samples whose loss is masked, for evaluation: then every pack comes once. Not for
+            Megatron's ``BlendedDataset``, which has no such samples; its ``rows_of`` do.
 
     Raises:
         FormatError: numbers that do not go together.
@@ -359,7 +370,7 @@ class PackedBatchSampler:
         self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
         self.rank, self.ranks = data_parallel_rank, data_parallel_size
         self.balance_attention = balance_attention
-        # Only where costs are asked for: a blend's rows open all of its members.
+        # Made only where costs are needed, since the rows of a blend open all of its members.
         self._rows: Any = None
         if balance_attention:
             self._rows = dataset if hasattr(dataset, "attention_costs") else rows_of(dataset)
@@ -395,7 +406,7 @@ class PackedBatchSampler:
             )
 
     def __len__(self) -> int:
-        """Micro-batches from ``consumed_samples`` to the end."""
+        """How many micro-batches there are from ``consumed_samples`` to the end."""
         return self._windows * (self._window // (self.micro_batch_size * self.ranks))
 
     @property
@@ -408,9 +419,9 @@ class PackedBatchSampler:
             yield from block.tolist()
 
     def blocks(self) -> Iterator[NDArray[np.int64]]:
-        """The same, many at once: int64 [micro-batches, packs] each, so that what is done for all of them costs little.
+        """The same sample numbers in blocks of many micro-batches, int64 [micro-batches, packs], which costs less.
 
-        The first ones hold few, for the trainer waits for the first batch.
+        The first blocks are small, since the trainer waits for the first batch.
         """
         count = self.total_samples - self.consumed_samples
         windows, first = self._windows, 0
@@ -429,5 +440,5 @@ class PackedBatchSampler:
         real = samples >= 0
         costs[real] = self._rows.attention_costs(samples[real])
         micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
-        mine: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
-        return mine
+        share: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
+        return share
