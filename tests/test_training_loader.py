@@ -136,6 +136,8 @@ def test_all_threads_that_wait_are_woken(assembler: BatchAssembler, ends: str) -
     for thread in threads:
         thread.join(60)
     go_on.set()
+    if ends == "close":
+        closing.join(60)
     assert sorted(outcomes, key=str) == ([OSError] if ends == "error" else [StopIteration]) + [StopIteration] * 2
 
 
