@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Ack, Base, Catalog, Leftover, ack_folder, completed, read_acks, write_ack
+from megatron_sft_idx.live.acks import next_generation
 
 
 def ack(rank: int, items_done: int, *, size: int = 2, **more: object) -> Ack:
@@ -44,6 +46,13 @@ def test_what_was_left_over_is_open_until_its_item_is_done():
 def test_only_the_last_epoch_counts():
     assert done(ack(0, 5, epochs=3), ack(1, 5, epochs=3, epoch=1)) == []
     assert done(ack(0, 5, epochs=3, epoch=1), ack(1, 1, epochs=3, epoch=2)) == [1]
+
+
+def test_a_job_with_another_seed_has_a_generation_of_its_own():
+    """Else what the job before completed in its last epoch would count for one that is in its first."""
+    before, now = ack(1, 5, base=Base(seed=1), epoch=1, epochs=2), ack(0, 0, base=Base(seed=2), epochs=2)
+    assert next_generation([before], now) == 1
+    assert next_generation([before], replace(now, base=Base(seed=1))) == 0
 
 
 def test_a_base_of_an_earlier_epoch_says_nothing_about_a_later_one():

@@ -54,7 +54,7 @@ class Bounded(MemoryShards):
     def least_packs(self) -> int:
         return self.least
 
-    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+    def may_not_come(self, uncompleted: Sequence[int]) -> bool:
         return self.end() is None and len(uncompleted) >= self.ahead
 
 
@@ -198,17 +198,17 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
                 next(batches)
 
 
-def test_bytes_ahead_count_by_the_largest_shard(tmp_path: Path) -> None:
+def test_bytes_ahead_count_by_the_largest_shard_and_as_shards_do_whatever_is_published(tmp_path: Path) -> None:
     catalog = make_catalog(tmp_path / "c", [3, 3, 3], ended=False)
     nbytes = max(catalog.shard_nbytes(shard) for shard in range(3))
-    for most, blocked in ((4 * nbytes, False), (3 * nbytes, True)):
-        make_catalog(tmp_path / "c2", [], ended=False, max_ahead_nbytes=most)
-        said = make_catalog(tmp_path / "c2", [], ended=False, max_ahead_nbytes=most).producer()
-        assert said is not None
-        catalog.write_producer(replace(said, published=3))
-        shards = CatalogShards(catalog.folder)
-        shards.limits(Waiter("a test"))
-        assert shards.may_not_come(3, [0, 1, 2]) == blocked
-        assert not shards.may_not_come(2, [0, 1])
+    for most in (4, 3, 2):
+        for limits in ({"max_ahead_nbytes": most * nbytes}, {"max_ahead_shards": most}):
+            said = make_catalog(tmp_path / "c2", [], ended=False, **limits).producer()
+            assert said is not None
+            catalog.write_producer(replace(said, published=3))
+            shards = CatalogShards(catalog.folder)
+            shards.limits(Waiter("a test"))
+            assert shards.may_not_come([0, 1, 2]) == (most < 4)
+            assert shards.may_not_come([0, 1]) == (most < 3)  # shard 2 is published
     catalog.write_end(3)
-    assert not shards.may_not_come(3, [0, 1, 2])
+    assert not shards.may_not_come([0, 1, 2])

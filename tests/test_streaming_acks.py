@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,32 @@ def test_nothing_is_complete_before_the_last_epoch(catalog: Path) -> None:
             found.append(len(shards_completed(catalog)))
     assert found[:5] == [0] * 5
     assert found[-1] == len(COUNTS)
+
+
+def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """A producer that may be three shards ahead never makes a fourth in the first of two epochs."""
+    catalog = make_catalog(tmp_path / "c", [2, 2, 2], ended=False, max_ahead_shards=3)
+    said = catalog.producer()
+    assert said is not None
+    catalog.write_producer(replace(said, state="waiting for consumers"))
+    shards = CatalogShards(catalog.folder, producer_timeout=0.5, max_wait=4.0)
+    beats = threading.Event()
+
+    def beat() -> None:
+        while not beats.wait(0.1):
+            now = catalog.producer()
+            assert now is not None
+            catalog.write_producer(replace(now, beat=now.beat + 1))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with loader(shards, epochs=2) as batches, pytest.raises(SFTIndexError, match="only the last completes shards"):
+            for _ in batches:
+                batches.commit(batches.state_dict())
+    finally:
+        beats.set()
+        thread.join()
 
 
 def test_ranks_that_are_ahead_are_counted_by_their_acknowledgements(catalog: Path) -> None:

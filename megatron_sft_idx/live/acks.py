@@ -107,7 +107,8 @@ class Ack(Record):
 
     def agrees_with(self, other: Ack) -> bool:
         """Whether both can be of one generation."""
-        if (self.size, self.epochs) != (other.size, other.epochs):
+        mine, theirs = ((ack.size, ack.epochs, ack.base.seed, ack.base.window) for ack in (self, other))
+        if mine != theirs:
             return False
         return self.epoch != other.epoch or self.current_base() == other.current_base()
 

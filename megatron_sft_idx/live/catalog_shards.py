@@ -86,20 +86,18 @@ class CatalogShards(Catalog, LiveShards):
         tokens = sharding.get("tokens_per_shard")
         return max(1, -(-tokens // producer.limits.capacity)) if isinstance(tokens, int) else 1
 
-    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+    def may_not_come(self, uncompleted: Sequence[int]) -> bool:
         """By the producer's ``--max-ahead-shards`` and ``--max-ahead-gb``, while the end is not known.
 
-        The limit of shards is told from their numbers alone, so that it does not depend on how fast shards come. The
-        limit of bytes needs shards that are there, so a shard that is published by now is not waited for.
+        For the limit of bytes, every shard counts as many as the largest in ``uncompleted`` that is there now.
         """
         if self._limits is None or self.end() is not None:
             return False
         shards, nbytes = self._limits[0].max_ahead_shards, self._limits[0].max_ahead_nbytes
         if shards is not None and len(uncompleted) >= shards:
             return True
-        if nbytes is None or self.is_published(number):
-            return False
-        return (len(uncompleted) + 1) * max(map(self.shard_nbytes, uncompleted), default=0) > nbytes
+        largest = 0 if nbytes is None else max(map(self.shard_nbytes, uncompleted), default=0)
+        return nbytes is not None and (len(uncompleted) + 1) * largest > nbytes
 
     def _header(self, number: int) -> Header:
         return read_header(self.shard_prefix(number))
@@ -276,5 +274,5 @@ def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:
     return (
         f"the producer waits for consumers to complete shards (it may be {' and '.join(ahead)} ahead), and this one has"
         f" read {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints"
-        " more often, or raise --max-ahead-shards or --max-ahead-gb"
+        " more often, or raise --max-ahead-shards or --max-ahead-gb; of several epochs, only the last completes shards"
     )

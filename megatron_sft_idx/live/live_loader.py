@@ -231,7 +231,7 @@ class LiveDataset(IterableDataset[Tensors]):
         ``committed`` those of all ranks that were acknowledged last.
         """
         last = state.last_shard(state.step_rows, lambda shard: self.shards.count(shard) or 0, self.shards.least_packs())
-        return self.shards.may_not_come(last, uncompleted([self.ack(one) for one in committed], last))
+        return self.shards.may_not_come(uncompleted([self.ack(one) for one in committed], last))
 
     def ack(self, state: RankState) -> Ack:
         """What is acknowledged once the checkpoint that holds ``state`` is durable."""

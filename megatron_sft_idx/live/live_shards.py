@@ -96,8 +96,12 @@ class LiveShards(ABC):
         """How many packs every shard but the last one has at least; 1 where nobody promises more."""
         return 1
 
-    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
-        """Whether the producer may wait with a shard until some of ``uncompleted``, which precede it, are completed."""
+    def may_not_come(self, uncompleted: Sequence[int]) -> bool:
+        """Whether the producer may hold a shard back until some of ``uncompleted``, which precede it, are completed.
+
+        The answer must not depend on whether that shard is published by now: what a job trains on follows from it, and
+        a job that goes on from a checkpoint must train on the same though the producer has gone on too.
+        """
         return False
 
     def specs_of(self, names: Sequence[str], waiter: Waiter) -> ShardSpecs | None:
