@@ -72,9 +72,11 @@ def test_an_epoch_that_completes_nothing_does_not_wait_for_ever(tmp_path: Path) 
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with loader(shards, epochs=2) as batches, pytest.raises(SFTIndexError, match="only the last completes shards"):
-            for _ in batches:
-                batches.commit(batches.state_dict())
+        with loader(shards, epochs=2) as batches:
+            copies(batches, 6)
+            batches.commit(batches.state_dict())
+            with pytest.raises(SFTIndexError, match="only the last completes shards"):
+                next(batches)
     finally:
         beats.set()
         thread.join()

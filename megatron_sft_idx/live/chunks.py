@@ -243,7 +243,8 @@ class LiveChunks(LiveShards):
     # ---- chunks that are there ----
 
     def count(self, number: int) -> int | None:
-        """Lines of a chunk; None where it is not there, whole."""
+        """Lines of a chunk; None where it is not there, whole. FormatError where one grew that was taken as whole."""
+        self.require_unchanged()
         if number not in self._counts:
             if not os.path.exists(self.path_of(number)) or not self.is_whole(number, self._declared_end()):
                 return None
