@@ -308,7 +308,6 @@ class StagedOutput:
         overwrite: replace what is at the remote prefix.
 
     Attributes:
-        prefix: the remote prefix.
         local: the local prefix.
 
     Raises:

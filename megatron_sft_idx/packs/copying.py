@@ -109,18 +109,10 @@ Renumber = Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]]
 
 
 class SourceShard:
-    """A shard that packs are copied from, with some of its columns.
+    """A local shard that packs are copied from, with some of its columns.
 
-    Its files stay open: it is the same shard still when another one is published over it.
-
-    Args:
-        prefix: of the shard, on a local disk.
-        shard_id: the id that the shard must have.
-        advance: called with the bytes of each chunk that is read.
-        columns: names of the columns to copy.
-
-    Raises:
-        ShardNotFoundError, FormatError: as ``Shard``; or another shard is at the prefix.
+    Its files stay open: it is the same shard still when another one is published over it. ``advance`` is called with
+    the bytes of each chunk that is read. Errors as of ``Shard``; FormatError where its id is not ``shard_id``.
     """
 
     def __init__(self, prefix: str, shard_id: bytes, advance: Advance, columns: Iterable[str] = ()) -> None:
@@ -271,13 +263,7 @@ class CopyWriter:
     ) -> None:
         self._publication.abandon()
 
-    def append(
-        self,
-        source: SourceShard,
-        first: int,
-        stop: int,
-        renumber: Renumber | None = None,
-    ) -> None:
+    def append(self, source: SourceShard, first: int, stop: int, renumber: Renumber | None = None) -> None:
         """Append the packs ``[first, stop)`` of a source; ``renumber`` has functions that change rows of columns.
 
         The packs are entered into the journal behind their data. All packs of a source have passed its checksums by

@@ -40,17 +40,6 @@ class Column(NamedTuple):
 Columns = Mapping[str, Column]
 
 
-def require_rows(columns: Columns, **rows: int) -> None:
-    """Check the lengths of columns: ``rows`` says how many tokens, sequences and packs there are.
-
-    Raises:
-        ValueError: a column has another number of rows than one for each of what its spec says.
-    """
-    for name, (spec, values) in columns.items():
-        if len(values) != rows[spec.per]:
-            raise ValueError(f"column {name}: {len(values)} rows, expected {rows[spec.per]}: one a {spec.per}")
-
-
 def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Columns:
     """The rows of columns that ``rows`` gives for tokens, sequences and packs: views, or read now where unmapped."""
     return {name: Column(column.spec, column.values[rows[column.spec.per]]) for name, column in columns.items()}
@@ -82,7 +71,10 @@ class PackRun:
     columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_rows(self.columns, token=len(self.tokens), sequence=len(self.seq_starts), pack=len(self))
+        rows = {"token": len(self.tokens), "sequence": len(self.seq_starts), "pack": len(self)}
+        for name, (spec, values) in self.columns.items():
+            if len(values) != rows[spec.per]:
+                raise ValueError(f"column {name}: {len(values)} rows, expected {rows[spec.per]}: one a {spec.per}")
 
     def __len__(self) -> int:
         return len(self.pack_lengths)
@@ -166,11 +158,9 @@ def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
 
 
 def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:
-    """Cut packs into runs: yields each one's first pack, and the pack behind its last.
+    """Cut packs into runs of at most ``tokens`` tokens, or of one longer pack; yields first pack and last + 1 of each.
 
-    Args:
-        token_offsets: where each pack begins, and the last one ends: [packs + 1].
-        tokens: the most tokens of a run; a longer pack is a run of its own.
+    ``token_offsets`` [packs + 1] says where each pack begins, and the last one ends.
     """
     first, packs = 0, len(token_offsets) - 1
     while first < packs:

@@ -228,16 +228,9 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
 def check_destinations(
     prefixes: Sequence[str], targets: Sequence[str], beside: Mapping[str, Collection[str]], *, overwrite: bool
 ) -> None:
-    """Check all local targets before the first shard is copied.
+    """Check all local targets before the first shard is copied. FormatError where one may not be written.
 
-    Args:
-        prefixes: of the shards.
-        targets: the prefix that each is copied to.
-        beside: names of the columns whose files lie at a shard's prefix; those of other shards are looked for.
-        overwrite: whether shards at the targets may be replaced.
-
-    Raises:
-        FormatError: a target may not be written, or is a source too.
+    ``beside`` has names of columns as for ``CopySource``, by the prefixes of shards.
     """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(

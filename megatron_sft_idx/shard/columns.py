@@ -32,13 +32,7 @@ from megatron_sft_idx.layout.column import (
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import is_column, locked_prefix
-from megatron_sft_idx.storage import (
-    Array,
-    Backend,
-    check_size,
-    is_remote,
-    require_local,
-)
+from megatron_sft_idx.storage import Array, Backend, check_size, is_remote, require_local
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import RemoteArray, open_store

@@ -202,8 +202,7 @@ class Files:
         starts: where each sequence begins in its pack, uint32 [sequences].
         sequence_offsets: where each pack's sequences begin, int64 [packs + 1].
         token_offsets: where each pack's tokens begin, int64 [packs + 1].
-        sequence_pair: of pack i, ``sequence_offsets`` i and i + 1.
-        token_pair: of pack i, ``token_offsets`` i and i + 1.
+        sequence_pair, token_pair: functions that give the two offsets of one pack as ints.
         first_reads: tells the kernel of packs before they are read; None where ``advice`` says another order of reads.
     """
 

@@ -451,9 +451,6 @@ class Publication:
         lock: the journal's lock, where the caller holds it (``locked_prefix``). Files at the prefix may then be any.
 
     Attributes:
-        paths: as given.
-        durable: as given.
-        journal: the file.
         taken_up: whether an interrupted writer began it (``take_up``).
         closed: whether ``close`` was called: nothing more can be written.
 
@@ -519,12 +516,8 @@ class Publication:
     ) -> Publication:
         """Lock what an interrupted writer left, to go on with it. Its files are opened when ``open`` asks for them.
 
-        Args:
-            paths: where the shard will be.
-            overwrite: as when it was begun.
-            copied: whether journal and temporary files were copied here, where they have other inodes: the journal
-                then names the files that lie beside it anew.
-            only: as when it was begun.
+        ``overwrite`` and ``only`` must be as when it was begun. ``copied`` says that journal and temporary files were
+        copied here and have other inodes: the journal then names the files that lie beside it anew.
 
         Raises:
             FileNotFoundError: there is no journal.

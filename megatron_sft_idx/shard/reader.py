@@ -359,11 +359,10 @@ class Shard:
         return i
 
     def pack_error(self, reason: str, pack: int | None = None) -> FormatError:
-        """The error about a pack that breaks a rule; it names the file and the byte.
+        """The error about a pack that breaks a rule, with file and byte.
 
-        Args:
-            reason: as native kernels word it: ``shard S, pack N: what (rule R)``.
-            pack: the number of the pack in this shard; None where that is N.
+        ``reason`` is what a native kernel says: ``shard S, pack N: what (rule R)``. ``pack`` is the number of the pack
+        in this shard; None where that is N.
         """
         match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
         if match is None:

@@ -26,13 +26,9 @@ from megatron_sft_idx.storage.progress import Advance
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed build left at a prefix. Packs count that are in complete journal blocks and wholly in all files.
+    """What a killed build left at a prefix, with the number of packs that lie wholly in all files.
 
-    Attributes:
-        paths: of the shard.
-        head: of the journal.
-        num_packs, num_sequences, num_tokens: what the files hold.
-        num_recorded: packs in the journal, those included whose data did not reach the disk.
+    ``num_recorded`` counts all packs in the journal, those included whose data did not reach the disk.
     """
 
     paths: ShardPaths
@@ -133,10 +129,7 @@ def _nbytes(path: str) -> int:
 
 
 def recover(
-    prefix: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    progress: Advance = lambda num_tokens: None,
+    prefix: str | os.PathLike[str], *, overwrite: bool = False, progress: Advance = lambda num_tokens: None
 ) -> Header:
     """Publish the packs that an interrupted build left at a prefix.
 
