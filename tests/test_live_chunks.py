@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -128,6 +129,20 @@ def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
         with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):
             chunks.wait(1, WAITER)
     assert Catalog(folder).end() is None
+
+
+def test_the_end_is_declared_behind_a_last_chunk_that_was_freed(tmp_path: Path) -> None:
+    """Its producer deletes what is marked as completed, the newest chunk too."""
+    with producer(tmp_path, packed_rows(3), samples_per_chunk=3) as process:
+        assert process.wait(PATIENCE) == 0
+    folder = str(tmp_path / "chunks")
+    with declaring_end(folder, 2.0, [folder]):
+        chunks = chunks_of(tmp_path, max_wait=20.0, settle_seconds=0.5)
+        assert chunks.wait(0, WAITER)
+        time.sleep(0.8)
+        Path(chunks.path_of(0)).unlink()
+        assert not chunks.wait(1, WAITER)
+    assert Catalog(folder).end() == 1
 
 
 def test_a_wrong_number_of_samples_is_loud(tmp_path: Path) -> None:

@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live.catalog import (
-    ACKS,
-    Catalog,
-    Positive,
-    Record,
-    read_document,
-    write_document,
-)
+from megatron_sft_idx.live.catalog import ACKS, Catalog, Positive, Record, read_document, write_document
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")

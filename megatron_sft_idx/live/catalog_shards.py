@@ -32,13 +32,7 @@ class CatalogShards(Catalog, LiveShards):
         producer_timeout: seconds without a sign of life after which the producer counts as dead.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        max_wait: float | None = 540.0,
-        producer_timeout: float = 120.0,
-    ) -> None:
+    def __init__(self, folder: str, *, max_wait: float | None = 540.0, producer_timeout: float = 120.0) -> None:
         super().__init__(folder)
         self.max_wait, self.producer_timeout = max_wait, producer_timeout
         self._limits: tuple[Limits, int | None] | None = None

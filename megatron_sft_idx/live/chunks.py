@@ -393,20 +393,25 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
         raise FormatError(f"{place}: {reason}; give --ack-dir, a folder that this run may write to")
 
     def watch() -> None:
-        still = Unchanged()
+        still, last_whole = Unchanged(), -1
         while not stopped.wait(min(1.0, seconds / 4)):
             try:
-                newest = max(chunk_numbers(folder), default=0)
-                path = os.path.join(folder, chunk_name(newest))
-                status = os.stat(path)
-                unchanged = still.seconds((newest, status.st_size, status.st_mtime_ns))
-                if unchanged >= seconds and status.st_size and ends_with_whole_line(path):
+                present = chunk_numbers(folder)
+                newest = max([last_whole, *present])
+                sight, is_whole = (newest, 0, 0), newest >= 0  # a chunk that was whole may be freed by now
+                if newest in present:
+                    path = os.path.join(folder, chunk_name(newest))
+                    status = os.stat(path)
+                    sight = newest, status.st_size, status.st_mtime_ns
+                    is_whole = status.st_size > 0 and ends_with_whole_line(path)
+                last_whole = newest if is_whole else last_whole
+                if still.seconds(sight) >= seconds and is_whole:
                     write_end(newest + 1)
                     said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)
                     return
             except FileNotFoundError:
-                continue  # freed, or not there yet
+                continue  # freed between two looks, or no folder yet
             except (OSError, SFTIndexError) as error:
                 # Whoever reads the folder meets what is wrong with it too, and stops.
                 logger.error("%s: the end cannot be declared: %s", folder, error)
