@@ -41,7 +41,7 @@ def upload(
     """Copy a shard to a remote prefix. Objects that are there already with the right checksum are not sent again.
 
     A failed or killed upload leaves nothing that looks like a shard; the next attempt keeps the objects that it sent.
-    Of a file that was not sent to its end nothing stays: a failed upload removes it, of a killed one the next upload.
+    A file that was sent in part is removed: by the failed upload itself, or after a kill by the next upload.
 
     Args:
         source: the shard.

@@ -82,7 +82,7 @@ class FileContent(NamedTuple):
 
 
 class ContentCheck:
-    """Compares bytes, which come in pieces and in order, with what a file must hold."""
+    """Compares bytes, which come in chunks and in order, with what a file must hold."""
 
     def __init__(self, content: FileContent) -> None:
         self._content, self._rest, self._nbytes, self._same = content, StreamHash(), 0, True

@@ -320,9 +320,9 @@ def _open_remote(
         return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
 
     behind = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
-    both = index(behind, seq_idx, header.nbytes, paths.seq_idx)
+    index_arrays = index(behind, seq_idx, header.nbytes, paths.seq_idx)
     begins, nbytes = (0, header.token_offsets_offset - header.nbytes), 8 * (header.num_packs + 1)
-    offsets = [both[begin : begin + nbytes].view("<i8") for begin in begins]
+    offsets = [index_arrays[begin : begin + nbytes].view("<i8") for begin in begins]
     starts = index(header.digests[3], objects[paths.starts], 0, paths.starts).view("<u4")
     tokens, loss = (
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
@@ -364,18 +364,18 @@ def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
     by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
-    for files, mine in zip(shards, by_shard, strict=True):
-        own = packs[mine]
+    for files, positions in zip(shards, by_shard, strict=True):
+        own = packs[positions]
         first = int(own.min())
         offsets = files.token_offsets[first : int(own.max()) + 2]
         begins, ends = offsets[own - first], offsets[own - first + 1]
         sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
-        starts[mine], counts[mine] = begins, np.where(sound, ends - begins, 0)
-    some = counts > 0
-    both = np.repeat(2 * slots[some], 2)
-    both[1::2] += 1
+        starts[positions], counts[positions] = begins, np.where(sound, ends - begins, 0)
+    readable = counts > 0
+    array_numbers = np.repeat(2 * slots[readable], 2)
+    array_numbers[1::2] += 1
     arrays = [array for files in shards for array in (files.tokens, files.loss)]
-    return Extents(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
+    return Extents(arrays, array_numbers, np.repeat(starts[readable], 2), np.repeat(counts[readable], 2))
 
 
 # ---- copies of index files, by their checksums, in a folder that processes share ----

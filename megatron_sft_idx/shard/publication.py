@@ -7,8 +7,8 @@ journal is removed last.
 
 Only files of this package are replaced or removed: a shard is recognised by the magic of its ``.seq.idx``, a column and
 a journal by their own, every other file by its inode, which a journal names. The next writer that gets the lock deals
-with what a killed one left (``finish_interrupted``): files of an unfinished build are removed; a shard that is complete
-but for renames is renamed, and a removal is finished.
+with what a killed one left (``finish_interrupted``): renames and removals that had begun are finished; the temporary
+files of all other work are removed.
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def check_free(
         try:
             _refuse_strangers(paths, () if any_file else replaced)
             break
-        except (
-            FormatError
-        ):  # it may have been a file of a living writer, just renamed or named by its journal: look again
+        except FormatError:  # a file of a living writer may have been renamed between two looks: look once more
             if is_last:
                 raise
     check_lock(paths.journal, MAGICS)
@@ -304,12 +302,12 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
 
 
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
-    """Remove or publish what a killed writer left, and empty the journal. The caller must hold the ``lock``.
+    """Deal with what a killed writer left, and empty the journal. The caller must hold the ``lock``.
 
-    The files of unfinished work are removed; a shard that was complete but for renames is published.
+    A removal is finished, and so are renames that had begun. The temporary files of all other work are removed.
 
     Raises:
-        FormatError: the work may not be removed: ``overwrite`` is False, and its kind is not among ``drops``.
+        FormatError: ``overwrite`` is False, and the work is neither a removal nor unfinished and among ``drops``.
     """
     if not os.fstat(lock).st_size:
         return
@@ -365,7 +363,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     Raises:
         FormatError: another file has appeared at one of the paths; the files not yet renamed and the journal stay.
     """
-    for path in _remove_seq_idx(paths, head, durable=durable):
+    for path in _remove_replaced(paths, head, durable=durable):
         if path == paths.seq_idx:
             sync_folder(paths.folder, durable)
         move_into_place(paths.temporary(path), path, identity(path))
@@ -373,7 +371,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     _remove_temporaries(with_named_columns(paths, head), head)
 
 
-def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
+def _remove_replaced(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
     """Remove the ``.seq.idx`` of the shard that is replaced, then its columns that the new shard does not replace.
 
     Returns the paths of the files that have yet to be renamed. Errors as ``rename_all``.
@@ -432,7 +430,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     rename_all(paths, head, durable=durable)
                     _unlink_locked(paths.journal, lock)
                 else:
-                    _remove_seq_idx(paths, head, durable=durable)
+                    _remove_replaced(paths, head, durable=durable)
 
 
 class Publication:

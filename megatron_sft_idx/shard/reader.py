@@ -272,8 +272,8 @@ class Shard:
         ):
             first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
             if (first, last) != (0, total):
-                found = f"{what} offsets go from {first} to {last}, expected 0 to {total}"
-                raise CorruptShardError(self._paths.seq_idx, base, rule, f"{found}; {self._paths.index_remedy}")
+                detail = f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}"
+                raise CorruptShardError(self._paths.seq_idx, base, rule, detail)
 
     def pack_bounds(self) -> NDArray[np.int64]:
         """``token_offsets``, checked.

@@ -39,8 +39,8 @@ MEMORY_NBYTES = 1 << 30
 OPENED_AT_ONCE = 16
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-# Suffixes of files by which a shard is found, and one in part or an unfinished build of one. Not .bin and .idx, which
-# stock datasets have too.
+# Suffixes of the file by which a whole shard is found, and of files by which one that lacks files, or an interrupted
+# build, is found. Not .bin and .idx, which stock datasets have too.
 _JOURNAL = ".journal"
 _WHOLE, _IN_PART = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
 
