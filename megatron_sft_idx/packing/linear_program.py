@@ -125,6 +125,7 @@ class _PackedClasses:
 
     def __init__(self, remaining: NDArray[np.int64], group: NDArray[np.int64]) -> None:
         self._remaining = remaining
+        # Of each grid size its smallest class, and the largest one that has sequences.
         self._first = np.searchsorted(group, np.arange(int(group.max()) + 1))
         self._at = np.append(self._first[1:], len(group)) - 1
         self.offsets, self.packs = [0], list[int]()
@@ -132,20 +133,9 @@ class _PackedClasses:
 
     def use(self, column: NDArray[np.int64], packs: int) -> None:
         """Pack up to ``packs`` packs by a pattern, fewer where sequences run out."""
-        wanted = np.flatnonzero(column)
-        while packs > 0:
-            heads = [self._head(int(g)) for g in wanted]
-            if any(c < 0 for c in heads):
-                return
-            # As many equal packs as the scarcest class allows; where it has too few for one, one pack of several sizes.
-            alike = min(int(self._remaining[c] // column[g]) for g, c in zip(wanted, heads, strict=True))
-            if alike > 0:
-                entries = [(c, int(column[g])) for g, c in zip(wanted, heads, strict=True)]
-            else:
-                entries = self._mixed(column, wanted)
-                if not entries:
-                    return
-            step = min(max(alike, 1), packs)
+        while packs > 0 and (entries := self._one_pack(column)):
+            # As many equal packs as the scarcest class allows.
+            step = min(packs, *(int(self._remaining[c]) // times for c, times in entries))
             for c, times in entries:
                 self._remaining[c] -= times * step
             self.entries.extend(entries)
@@ -153,20 +143,15 @@ class _PackedClasses:
             self.packs.append(step)
             packs -= step
 
-    def _head(self, g: int) -> int:
-        """The largest class of a grid size that has sequences; -1 where none has."""
-        while self._at[g] >= self._first[g] and self._remaining[self._at[g]] == 0:
-            self._at[g] -= 1
-        return int(self._at[g]) if self._at[g] >= self._first[g] else -1
-
-    def _mixed(self, column: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Entries of one pack by the pattern, of several classes a grid size; empty where sequences run out."""
+    def _one_pack(self, column: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Entries of one pack by the pattern, of several classes where the largest has too few; empty if all have."""
         entries = []
-        for g in wanted:
+        for g in np.flatnonzero(column):
+            while self._at[g] >= self._first[g] and self._remaining[self._at[g]] == 0:
+                self._at[g] -= 1
             missing, c = int(column[g]), int(self._at[g])
             while missing > 0 and c >= self._first[g]:
-                times = min(missing, int(self._remaining[c]))
-                if times > 0:
+                if (times := min(missing, int(self._remaining[c]))) > 0:
                     entries.append((c, times))
                 missing, c = missing - times, c - 1
             if missing > 0:

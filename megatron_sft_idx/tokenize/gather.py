@@ -277,15 +277,9 @@ class CorpusReader(SequenceReader):
         ascending = sequences[order]
         numbers = self._chosen[ascending]
         of_sequences = {name: each for name, each in self.columns.items() if each.spec.per == "sequence"}
-        yield _FileSequences(
-            self._prefix,
-            order,
-            self._bounds[numbers],
-            self.lengths[ascending],
-            self._tokens,
-            self._loss,
-            {name: column.held_items[numbers] for name, column in of_sequences.items()},
-        )
+        columns = {name: column.held_items[numbers] for name, column in of_sequences.items()}
+        starts, lengths = self._bounds[numbers], self.lengths[ascending]
+        yield _FileSequences(self._prefix, order, starts, lengths, self._tokens, self._loss, columns)
 
 
 # ---- the shards of a job ----

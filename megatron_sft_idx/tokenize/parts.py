@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -46,13 +46,6 @@ from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.report import MAX_LISTED
 
-if TYPE_CHECKING:
-    pass
-
-# Parts that stay mapped while packs are gathered from them.
-_MAX_OPEN = 256
-# About as many tokens are read of a part when it is opened.
-_TOKENS_A_PART = 8192
 PART_MAGIC = b"SFTPART"
 _VERSIONED_MAGIC = PART_MAGIC + b"\x02"
 _HEAD = struct.Struct("<8sQ16s")
@@ -235,14 +228,14 @@ class PartSettings:
         encoding: how rows become sequences; paths in it are absolute.
         digest: of the encoder of the job's own process, which the encoder of each task must equal.
         cutting: how the input is cut.
-        anew: make a part anew where its input has changed since an earlier job made it, instead of reporting that.
+        replace_changed: make a new part where the input has changed since an earlier job, instead of reporting that.
     """
 
     folder: str
     encoding: EncodingOptions
     digest: str
     cutting: Cutting
-    anew: bool
+    replace_changed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +320,7 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
                 return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
             if part.info.options == settings.digest:
                 earlier_pieces.append(part.info.pieces)
-    if earlier_pieces and not settings.anew:
+    if earlier_pieces and not settings.replace_changed:
         then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces[0], info.pieces))
         return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
     encoder = _encoder_of(settings.encoding)

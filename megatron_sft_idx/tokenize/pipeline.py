@@ -127,9 +127,9 @@ class _Preprocessing:
             headers, self.report = finished, CorpusReport.of(finished[0])
         else:
             with self.folder.locked():
-                state, corpus, anew = begin(self.job)
+                state, corpus, replace_changed = begin(self.job)
                 try:
-                    headers = self._make(state, corpus, anew=anew)
+                    headers = self._make(state, corpus, replace_changed=replace_changed)
                 except BaseException as error:
                     self._after_failure(error)
                     raise
@@ -189,11 +189,11 @@ class _Preprocessing:
         max_rows = self.selection.max_rows
         return max_rows is not None and self.report.rows - self.report.skipped >= max_rows
 
-    def _tokenize(self, engine: Local | Cluster, *, anew: bool) -> None:
+    def _tokenize(self, engine: Local | Cluster, *, replace_changed: bool) -> None:
         job, report, interval = self.job, self.report, self.options.log_interval
         # Tasks on other machines find the tokenizer by its whole path.
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
-        shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
+        shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, replace_changed)
         remember_encoder(encoding, self.encoder)
         attempts = parts_of(self.folder.path)
         # Lines of each file in the parts so far; and stretches whose parts are not there yet.
@@ -269,11 +269,8 @@ class _Preprocessing:
     def _described(self) -> tuple[PartsTable, dict[str, Any], dict[str, ColumnSpec]]:
         """The table of all parts; and of their sequences, the metadata for headers and the columns."""
         report = self.report
-        sources: dict[str, Any] = {
-            "fingerprint": self.fingerprint.hex(),
-            "rows": report.rows,
-            "skipped": report.skipped,
-        }
+        sources: dict[str, Any] = {"fingerprint": self.fingerprint.hex()}
+        sources |= {"rows": report.rows, "skipped": report.skipped}
         if self.selection.max_rows is not None:
             sources["pieces"] = self.pieces
         columns, bases = {}, {}
@@ -298,7 +295,7 @@ class _Preprocessing:
 
     # ---- gather ----
 
-    def _make(self, state: JobState, corpus: Shard | None, *, anew: bool) -> list[Header]:
+    def _make(self, state: JobState, corpus: Shard | None, *, replace_changed: bool) -> list[Header]:
         """Tokenise where there is no corpus; make the shards of the parts, or of the corpus where that is kept."""
         options = self.options
         if corpus is not None:
@@ -308,7 +305,7 @@ class _Preprocessing:
                 return self._pack(corpus, state)
         engine = self.engine or self.stack.enter_context(ray_cluster(options.ray_address, options.workers, self.log))
         with self._timed("tokenising"):
-            self._tokenize(engine, anew=anew)
+            self._tokenize(engine, replace_changed=replace_changed)
             self.folder.write(replace(state, tokenized=True))
         table, metadata, columns = self._described()
         lengths = np.concatenate(self.lengths).astype(np.int64)
