@@ -21,11 +21,11 @@ from chats import ROOT, command
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.bench_read import Plan, bench_read, reading_lines, recommend
-from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, memory_limit
+from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read, reading_lines, recommend
+from megatron_sft_idx.inspect.medium import cached_nbytes, drop_cache, memory_limit
 from megatron_sft_idx.inspect.read_worker import (
     SETTINGS,
-    ReadJob,
+    ReadRequest,
     ReadTimes,
     Sample,
     Setting,
@@ -86,7 +86,7 @@ def workers() -> Iterator[Workers]:
 def run_in(workers: Workers, prefix: Path, setting: Setting, **options: Any) -> ReadTimes:
     """Both epochs, from a cold start as far as the file system allows."""
     drop_cache(ShardPaths.of(prefix).all)
-    return workers.run(ReadJob(str(prefix), Sample(0, PACKS), setting, 60.0, **options))
+    return workers.run(ReadRequest(str(prefix), Sample(0, PACKS), setting, 60.0, **options))
 
 
 @pytest.mark.parametrize("setting", [Setting(), Setting("pread"), Setting("pread", "random", schedule=True)])
@@ -116,8 +116,8 @@ def test_without_read_ahead_every_page_is_a_hard_fault(workers: Workers, shard: 
 class KeepingReader(ShardReader):
     """Keeps something of each pack in memory, as a cache would; a name in a module, since processes are told of it."""
 
-    def __init__(self, job: ReadJob) -> None:
-        super().__init__(job)
+    def __init__(self, request: ReadRequest) -> None:
+        super().__init__(request)
         self._kept: dict[int, np.ndarray] = {}
 
     def read(self, pack: int) -> int:
@@ -133,25 +133,25 @@ def test_memory_that_a_reader_takes_is_the_processes_own_and_maps_are_not(worker
 
 
 def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) -> None:
-    reader = ShardReader(ReadJob(str(shard), Sample(0, PACKS), Setting(), 0.0))
+    reader = ShardReader(ReadRequest(str(shard), Sample(0, PACKS), Setting(), 0.0))
     sample = Sample(0, PACKS, seed=3)
-    epoch = read_epoch(reader, sample.first(), scheduled=False, most_seconds=0.0)
+    epoch = read_epoch(reader, sample.first_epoch(), scheduled=False, max_seconds=0.0)
     assert (epoch.packs, epoch.nbytes) == (1, 5 * LENGTH + 4)
-    assert sample.again(sample.first()[:5]).tolist() != sample.first()[:5].tolist()
-    assert sorted(sample.again(sample.first()[:5]).tolist()) == sorted(sample.first()[:5].tolist())
+    assert sample.second_epoch(sample.first_epoch()[:5]).tolist() != sample.first_epoch()[:5].tolist()
+    assert sorted(sample.second_epoch(sample.first_epoch()[:5]).tolist()) == sorted(sample.first_epoch()[:5].tolist())
 
 
 def test_what_a_first_epoch_has_no_time_for_is_read_before_the_second(workers: Workers, shard: Path) -> None:
-    job = ReadJob(str(shard), Sample(0, PACKS), Setting(), 0.0)
-    assert workers.run(job).seen_nbytes == 5 * LENGTH + 4
+    request = ReadRequest(str(shard), Sample(0, PACKS), Setting(), 0.0)
+    assert workers.run(request).seen_nbytes == 5 * LENGTH + 4
     # Time for something, and not for the whole: if a machine is that fast, nothing is left to be read.
-    run = workers.run(replace(job, most_seconds=1e-3))
+    run = workers.run(replace(request, max_seconds=1e-3))
     assert run.first.nbytes <= run.seen_nbytes <= NBYTES
-    assert workers.run(replace(job, most_seconds=60.0)).seen_nbytes == NBYTES
+    assert workers.run(replace(request, max_seconds=60.0)).seen_nbytes == NBYTES
 
 
 def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ShardReader(ReadJob(str(shard), Sample(0, PACKS), Setting(schedule=True), 60.0))
+    reader = ShardReader(ReadRequest(str(shard), Sample(0, PACKS), Setting(schedule=True), 60.0))
     told: list[int] = []
     read: list[int] = []
     real = type(reader._shard).schedule
@@ -162,7 +162,7 @@ def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path, mo
         real(self, packs)
 
     monkeypatch.setattr(type(reader._shard), "schedule", listening)
-    order = Sample(0, PACKS).first()
+    order = Sample(0, PACKS).first_epoch()
     reader.schedule(order)
     for pack in order.tolist():
         assert pack in told
@@ -207,12 +207,12 @@ def test_the_text_has_a_line_for_every_epoch_and_ends_with_a_recommendation(shar
 
 def test_a_shard_in_memory_is_not_called_cold(in_memory: Path) -> None:
     write(in_memory / "x")
-    report = bench_read(str(in_memory / "x"), Plan(packs=20, settings=SETTINGS[:1], rounds=1))
-    assert report.subject.place.kind == "memory"
-    assert report.left_nbytes is not None
-    assert report.left_nbytes >= NBYTES
+    report = bench_read(str(in_memory / "x"), BenchOptions(packs=20, settings=SETTINGS[:1], rounds=1))
+    assert report.subject.medium.kind == "memory"
+    assert report.still_cached_nbytes is not None
+    assert report.still_cached_nbytes >= NBYTES
     assert not report.cold
-    assert report.measured[0].runs[0].first.disk_nbytes == 0
+    assert report.settings[0].rounds[0].first.disk_nbytes == 0
     text = "\n".join(reading_lines(report, recommend(report)))
     assert "NOT COLD" in text
     assert "tmpfs keeps the shard in memory" in text
@@ -229,9 +229,9 @@ def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
             assert "systemd-run" in outcome.err
             pytest.skip(str(refused))
         folder = limit.folder
-        report = bench_read(str(shard), Plan(packs=PACKS, settings=SETTINGS[:1], limit=limit))
+        report = bench_read(str(shard), BenchOptions(packs=PACKS, settings=SETTINGS[:1], limit=limit))
         assert report.subject.memory_nbytes == mib << 20
-        assert len(report.measured[0].runs) == 1
+        assert len(report.settings[0].rounds) == 1
         text = "\n".join(reading_lines(report, recommend(report)))
         assert f"under a limit of {mib}.0 MiB" in text
         assert "NOT FELT: 2.9 MiB at most were read, which the limit has room for: the shard is too small" in text
@@ -313,15 +313,15 @@ def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
     assert command("bench-read").code == 2
 
 
-def exits(job: ReadJob) -> Any:
+def exits(request: ReadRequest) -> Any:
     os._exit(9)
 
 
-def fails(job: ReadJob) -> Any:
+def fails(request: ReadRequest) -> Any:
     return 1 / 0
 
 
-def dies(job: ReadJob) -> Any:
+def dies(request: ReadRequest) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -334,16 +334,16 @@ def dies(job: ReadJob) -> Any:
     ],
 )
 def test_processes_that_die_are_a_setting_that_is_refused(opens: Any, found: str) -> None:
-    job = ReadJob("x", Sample(0, 1), Setting(), 1.0)
+    request = ReadRequest("x", Sample(0, 1), Setting(), 1.0)
     with Workers(opens) as workers:
         for _ in range(2):
             with pytest.raises(OSError, match=found):
-                workers.run(job)
+                workers.run(request)
 
 
 def test_a_job_survives_its_way_to_the_worker() -> None:
-    job = ReadJob("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), "group")
-    assert pickle.loads(pickle.dumps(job)) == job
+    request = ReadRequest("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), "group")
+    assert pickle.loads(pickle.dumps(request)) == request
 
 
 def test_measuring_imports_neither_torch_nor_megatron(shard: Path) -> None:

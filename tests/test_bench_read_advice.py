@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_sft_idx.inspect.bench_read import (
-    Measured,
-    Plan,
+    BenchOptions,
     ReadingReport,
+    SettingTimes,
     Subject,
     largest_sample,
     reading_dict,
@@ -20,7 +20,7 @@ from megatron_sft_idx.inspect.bench_read import (
     recommend,
     sample_of,
 )
-from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of, mount_of
+from megatron_sft_idx.inspect.medium import Medium, MediumKind, MemoryLimit, medium_kind, medium_of, mount_of
 from megatron_sft_idx.inspect.read_worker import Epoch, ReadTimes, Sample, Setting
 from megatron_sft_idx.inspect.text import shown_nbytes
 
@@ -38,28 +38,30 @@ def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10
     return [ReadTimes(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
 
 
-def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: DiskKind = "disk", packs: int = 100_000) -> Subject:
+def subject_of(
+    size: int = GIB, memory: int | None = 8 * GIB, kind: MediumKind = "disk", packs: int = 100_000
+) -> Subject:
     filesystem = {"disk": "ext4", "network": "nfs4", "memory": "tmpfs"}[kind]
-    return Subject("data/x", packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory), memory)
+    return Subject("data/x", packs, size, Medium(filesystem, "sda", kind, 128 << 10, memory), memory)
 
 
 def report_of(
-    found: dict[Setting, Any], plan: Plan | None = None, left: int | None = 0, **subject: Any
+    found: dict[Setting, Any], options: BenchOptions | None = None, left: int | None = 0, **subject: Any
 ) -> ReadingReport:
     """Settings with their runs, or with why they were refused."""
     measured = [
-        Measured(setting, refused=given) if isinstance(given, str) else Measured(setting, given)
+        SettingTimes(setting, refused=given) if isinstance(given, str) else SettingTimes(setting, given)
         for setting, given in found.items()
     ]
-    plan, whole = plan or Plan(settings=tuple(found)), subject_of(**subject)
-    if plan.limit is not None:
-        whole = replace(whole, memory_nbytes=min(plan.limit.nbytes, whole.memory_nbytes or plan.limit.nbytes))
-    return ReadingReport(whole, plan, Sample(0, 1000), left, measured)
+    options, whole = options or BenchOptions(settings=tuple(found)), subject_of(**subject)
+    if options.limit is not None:
+        whole = replace(whole, memory_nbytes=min(options.limit.nbytes, whole.memory_nbytes or options.limit.nbytes))
+    return ReadingReport(whole, options, Sample(0, 1000), left, measured)
 
 
-def limited(nbytes: int) -> Plan:
+def limited(nbytes: int) -> BenchOptions:
     """Under a limit that nobody set."""
-    return Plan(limit=MemoryLimit(nbytes, Path()))
+    return BenchOptions(limit=MemoryLimit(nbytes, Path()))
 
 
 def test_where_memory_keeps_the_shard_later_epochs_count() -> None:
@@ -110,9 +112,9 @@ def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
 
 
 def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
-    killed = Measured(REOPEN, runs(9000, 9000), refused="its process was killed")
+    killed = SettingTimes(REOPEN, runs(9000, 9000), refused="its process was killed")
     report = report_of({MMAP: runs(100, 100)})
-    report.measured.insert(0, killed)
+    report.settings.insert(0, killed)
     assert recommend(report).setting == MMAP
 
 
@@ -176,34 +178,36 @@ def test_how_a_program_asks_for_a_setting() -> None:
 
 
 def test_a_sample_has_neighbours_where_memory_keeps_the_shard_and_else_packs_from_everywhere() -> None:
-    plan = Plan()
-    assert sample_of(subject_of(), plan, 1000) == Sample(49_500, 50_500)
-    assert sample_of(subject_of(memory=1), plan, 1000) == Sample(0, 100_000, 100)
-    assert sample_of(subject_of(memory=1), Plan(order="sequential"), 1000) == Sample(49_500, 50_500, 1, "sequential")
-    assert len(sample_of(subject_of(), plan, 1 << 40)) == 100_000
-    assert sample_of(subject_of(packs=1), plan, 1000) == Sample(0, 1)
+    options = BenchOptions()
+    assert sample_of(subject_of(), options, 1000) == Sample(49_500, 50_500)
+    assert sample_of(subject_of(memory=1), options, 1000) == Sample(0, 100_000, 100)
+    assert sample_of(subject_of(memory=1), BenchOptions(order="sequential"), 1000) == Sample(
+        49_500, 50_500, 1, "sequential"
+    )
+    assert len(sample_of(subject_of(), options, 1 << 40)) == 100_000
+    assert sample_of(subject_of(packs=1), options, 1000) == Sample(0, 1)
 
 
 def test_a_sample_grows_until_it_takes_its_time() -> None:
-    plan, tried = Plan(seconds=54.0), []  # a second an epoch
+    options, tried = BenchOptions(seconds=54.0), []  # a second an epoch
 
     def trial(sample: Sample) -> Epoch:
         tried.append(len(sample))
         return epoch(10_000, packs=len(sample))
 
-    assert plan.epoch_seconds == 1.0
-    assert len(largest_sample(subject_of(), plan, trial)) == 10_000
+    assert options.epoch_seconds == 1.0
+    assert len(largest_sample(subject_of(), options, trial)) == 10_000
     assert tried == [256, 1024, 4096]
-    assert len(largest_sample(subject_of(packs=300), plan, trial)) == 300
-    assert len(largest_sample(subject_of(), plan, lambda sample: epoch(3, packs=6))) == 256
-    assert len(largest_sample(subject_of(), plan, lambda sample: None)) == 256
+    assert len(largest_sample(subject_of(packs=300), options, trial)) == 300
+    assert len(largest_sample(subject_of(), options, lambda sample: epoch(3, packs=6))) == 256
+    assert len(largest_sample(subject_of(), options, lambda sample: None)) == 256
 
 
 def test_under_a_limit_a_sample_is_several_times_as_large() -> None:
-    plan = limited(GIB // 16)
+    options = limited(GIB // 16)
     subject = subject_of(memory=GIB // 16)
-    assert plan.passes == 1
-    assert len(largest_sample(subject, plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
+    assert options.num_rounds == 1
+    assert len(largest_sample(subject, options, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
 
 
 # ---- places ----
@@ -233,12 +237,12 @@ def test_a_path_lies_on_the_last_mount_above_it(
     table = tmp_path / "mountinfo"
     table.write_text(TABLE)
     mount = mount_of(path, str(table))
-    assert (mount.filesystem, mount.source, kind_of(mount.filesystem)) == (filesystem, source, kind)
+    assert (mount.filesystem, mount.source, medium_kind(mount.filesystem)) == (filesystem, source, kind)
 
 
 def test_the_place_of_a_file_here(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    place = find_place(str(tmp_path / "x"))
+    place = medium_of(str(tmp_path / "x"))
     assert place.filesystem
     assert place.memory_nbytes is not None
     assert 0 < place.memory_nbytes <= os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")

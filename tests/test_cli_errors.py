@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.cli import verify
-from megatron_sft_idx.cli.main import main
+from megatron_sft_idx.cli.main import build_parser, main
+from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import FormatError
 
 
@@ -34,6 +36,19 @@ def test_memory_and_depth(
     monkeypatch.setattr(verify, "verify_shard", fail)
     assert main(["verify", "x"]) == 1
     assert capsys.readouterr().err.startswith(f"megatron-sft-idx: error: {said}")
+
+
+def test_an_error_of_a_rename_names_both_paths(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as raised:
+        os.replace(tmp_path / "file", tmp_path / "folder")
+    assert message_of(raised.value) == f"{tmp_path}/file -> {tmp_path}/folder: Is a directory"
+
+
+def test_a_number_beyond_all_disks_is_no_limit() -> None:
+    required = "--watch x --tokenizer x --seq-length 8 --tokens-per-shard 8 --catalog x --max-ahead-gb 1e300"
+    assert build_parser("produce").parse_args(["produce", *required.split()]).max_ahead_gb >= 2**63
 
 
 def test_metadata_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_what_differs_in_columns_is_said(tmp_path: Path, backend: Any, capsys: p
 def test_the_first_row_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_sft_idx.inspect import diff
 
-    monkeypatch.setattr(diff, "_PIECE_NBYTES", 16)
+    monkeypatch.setattr(diff, "_CHUNK_NBYTES", 16)
     for name, start in (("x", 0), ("y", 1)):
         write_columned(tmp_path / name, PACKS, {})
         values = np.full((Shard(tmp_path / name).header.num_sequences, 2), np.nan, "f4")

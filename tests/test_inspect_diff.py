@@ -24,7 +24,9 @@ from megatron_sft_idx.shard import Shard
 def compared(folder: Path, here: list[Sample], there: list[Sample], **options: Any) -> Any:
     write_samples(folder / "here", here, capacity=64, overwrite=True)
     write_samples(folder / "there", there, **{"capacity": 64, "overwrite": True, **options})
-    return compare_shards(Shard(folder / "here", backend="pread"), Shard(folder / "there", backend="pread"), most=5)
+    return compare_shards(
+        Shard(folder / "here", backend="pread"), Shard(folder / "there", backend="pread"), max_named=5
+    )
 
 
 def flipped(prefix: Path, position: int) -> None:
@@ -143,6 +145,8 @@ def test_the_same_sequences_packed_otherwise_are_recognised(tmp_path: Path) -> N
     assert found.sequences.same
     assert found.sequences.shared == sum(len(pack.starts) for pack in here)
     assert "packed otherwise" in command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "other_mask" not in found.to_dict()["pack_set"]
+    assert found.to_dict()["sequences"]["other_mask"] == 0
 
 
 def test_sequences_of_one_shard_only_and_masks_that_changed_are_counted(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_large_shards_are_compared_by_a_sample(tmp_path: Path, monkeypatch: pyte
     packs = [sample_of([4], lambda p: 1, lambda p, i=i: (97 * i + p) % 65536) for i in range(400)]
     write_samples(tmp_path / "here", packs)
     write_samples(tmp_path / "there", packs[::-1])
-    monkeypatch.setattr(diff, "_MOST", 64)
+    monkeypatch.setattr(diff, "_MAX_SEQUENCE_HASHES", 64)
     here, there = (Shard(tmp_path / name) for name in ("here", "there"))
     found = set_differences(here, there, 5)[1]
     assert found.share < 1

@@ -15,7 +15,7 @@ from reseal import set_fields
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.summary import survey_shard
-from megatron_sft_idx.inspect.tally import HashSample, Tally, Top
+from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.packs import run as runs
 from megatron_sft_idx.shard import Shard
 
@@ -64,7 +64,7 @@ def test_large_values_share_counts_but_not_extremes() -> None:
 @settings(max_examples=40)
 @given(pieces, st.integers(1, 5))
 def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int) -> None:
-    top, firsts, first = Top(most), Top(most), 0
+    top, firsts, first = LargestValues(most), LargestValues(most), 0
     for part in parts:
         values = np.array(part, np.int64)
         top.add(first, values)
@@ -72,9 +72,9 @@ def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int
         first += len(part)
     values = joined(parts)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:most]
-    assert top.found == [(values[i], i) for i in order]
+    assert top.pairs == [(values[i], i) for i in order]
     holds = [i for i, value in enumerate(values) if value % 3 == 0]
-    assert [place for is_so, place in firsts.found if is_so] == holds[:most]
+    assert [place for is_so, place in firsts.pairs if is_so] == holds[:most]
 
 
 @settings(max_examples=40)
@@ -86,7 +86,7 @@ def test_a_sample_keeps_all_copies_or_none(parts: list[list[int]], most: int) ->
         sample.add(np.array([spread[number] for number in part], np.uint64), first)
         first += len(part)
     kept = [value for value in values if value < 2 ** (64 - sample.bits)]
-    counted = sample.counted()
+    counted = sample.merged()
     assert counted.hashes.tolist() == sorted(set(kept))
     assert counted.numbers.tolist() == [values.index(value) for value in sorted(set(kept))]
     assert counted.times.tolist() == [kept.count(value) for value in sorted(set(kept))]
@@ -138,18 +138,18 @@ def test_a_survey_equals_the_slow_one(tmp_path: Path, small: bool, monkeypatch: 
         monkeypatch.setattr(runs, "WINDOW_TOKENS", 20)
         monkeypatch.setattr(runs, "WINDOW_SEQUENCES", 6)
     told: list[tuple[int, int]] = []
-    found = survey_shard(Shard(tmp_path / "x"), tell=lambda tokens, packs: told.append((tokens, packs)))
+    found = survey_shard(Shard(tmp_path / "x"), on_progress=lambda tokens, packs: told.append((tokens, packs)))
     slow = slow_survey(packs)
     assert counted(found.sequence_lengths) == slow["lengths"]
     assert counted(found.cost) == sorted(slow["cost"])
     assert counted(found.trained) == sorted(slow["trained"])
     assert counted(found.pack_lengths) == sorted(len(p.tokens) for p in packs)
     odd = {one.kind: one for one in found.odd}
-    assert [place.pack for place in odd["All masked"].places] == slow["masked"][:4]
+    assert [place.pack for place in odd["All masked"].remarks] == slow["masked"][:4]
     assert odd["All masked"].count == len(slow["masked"])
     assert odd["One-token sequences"].count == slow["single"]
     assert odd["Repeated sequences"].count == slow["copies"] > 0
-    best = odd["Costliest attention"].places[0]
+    best = odd["Costliest attention"].remarks[0]
     assert slow["cost"][best.pack] == max(slow["cost"])
     assert found.complete
     assert (sum(tokens for tokens, _ in told), sum(packs for _, packs in told)) == (sum(slow["lengths"]), 60)
@@ -164,12 +164,12 @@ def test_repeated_and_longest_sequences_are_named_where_they_are(tmp_path: Path)
     odd = {one.kind: one for one in survey_shard(Shard(tmp_path / "x")).odd}
     repeated = odd["Repeated sequences"]
     assert repeated.counted == "1 copy"
-    assert [(place.pack, place.sequence, place.note) for place in repeated.places] == [
+    assert [(place.pack, place.sequence, place.note) for place in repeated.remarks] == [
         (1, 1, "4 tokens, 2 times"),
         (4, 1, "4 tokens, 2 times"),
     ]
-    assert odd["Longest sequences"].places[0] == (3, 1, "9 tokens")
-    assert odd["One-token sequences"].places[0].pack == 3
+    assert odd["Longest sequences"].remarks[0] == (3, 1, "9 tokens")
+    assert odd["One-token sequences"].remarks[0].pack == 3
 
 
 @pytest.mark.parametrize(("overlong", "cuts"), [("truncate", 1), ("split", 1), ("drop", 0), (None, None)])
@@ -186,16 +186,16 @@ def test_packs_that_train_all_and_sequences_cut_mid_turn_are_named(
     write_samples(tmp_path / "x", packs, capacity=8, metadata=metadata)
     found = survey_shard(Shard(tmp_path / "x"))
     odd = {one.kind: one for one in found.odd}
-    assert (odd["All trained"].count, [place.pack for place in odd["All trained"].places]) == (1, [2])
-    assert [place.pack for place in odd["All masked"].places] == [3]
+    assert (odd["All trained"].count, [place.pack for place in odd["All trained"].remarks]) == (1, [2])
+    assert [place.pack for place in odd["All masked"].remarks] == [3]
     assert odd["Cut mid-turn"].count == cuts
-    assert [place[:2] for place in odd["Cut mid-turn"].places] == [(0, 0)] * bool(cuts)
+    assert [place[:2] for place in odd["Cut mid-turn"].remarks] == [(0, 0)] * bool(cuts)
     assert counted(found.sequence_trained) == [0, 0, 125, 125, 667, 750]
 
 
 def test_where_all_are_alike_none_is_odd(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", [sample_of([3, 3], lambda p: p % 3 % 2, lambda p, i=i: 10 * i + p) for i in range(5)])
-    assert [place for odd in survey_shard(Shard(tmp_path / "x")).odd for place in odd.places] == []
+    assert [place for odd in survey_shard(Shard(tmp_path / "x")).odd for place in odd.remarks] == []
 
 
 def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

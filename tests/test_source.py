@@ -207,7 +207,9 @@ def test_places_by_name(repeated):
     assert match["source"] == f"{'ab'[file]}.jsonl:{row + 1}"
 
 
-@pytest.mark.parametrize("place", ["c.jsonl:1", "a.jsonl", "a.jsonl:0", "a.jsonl:x", ":", "a.jsonl:-1"])
+@pytest.mark.parametrize(
+    "place", ["c.jsonl:1", "a.jsonl", "a.jsonl:0", "a.jsonl:x", ":", "a.jsonl:-1", "a.jsonl:" + "9" * 5000]
+)
 def test_a_place_that_is_none(repeated, place):
     said = command("inspect", repeated, "--row", place)
     assert (said.code, "such as a.jsonl:1; files are a.jsonl, b.jsonl" in said.err) == (1, True)
@@ -215,7 +217,31 @@ def test_a_place_that_is_none(repeated, place):
 
 def test_a_row_that_became_nothing(repeated):
     assert command("inspect", repeated, "--row", "a.jsonl:900").code == 1
-    assert json.loads(command("inspect", repeated, "--row", "a.jsonl:900", "--json").out)["sequences"] == []
+    found = json.loads(command("inspect", repeated, "--row", "a.jsonl:900", "--json").out)
+    assert (found["sequences"], found["stopped_at_limit"]) == ([], False)
+
+
+def test_a_row_of_more_sequences_than_the_limit_says_so(tmp_path):
+    write_samples(tmp_path / "x", demo_samples(), capacity=4096)
+    number = Shard(tmp_path / "x").header.num_sequences
+    values, files = np.zeros((number, 2), np.uint32), {"files": [{"name": "a"}]}
+    write_column(tmp_path / "x", "source", values, per="sequence", metadata=files)
+    row = ("inspect", tmp_path / "x", "--row", "a:1", "--limit")
+    assert command(*row, number - 1).out.endswith(f"\nstopped after {number - 1}: --limit says how many\n")
+    assert "stopped" not in command(*row, number).out
+    assert json.loads(command(*row, 1, "--json").out)["stopped_at_limit"]
+
+
+def test_a_column_that_names_no_files_or_very_many(tmp_path):
+    write_samples(tmp_path / "x", demo_samples(), capacity=4096)
+    values = np.zeros((Shard(tmp_path / "x").header.num_sequences, 2), np.uint32)
+    many = [{"name": f"{number}{'n' * 150}"} for number in range(10_000)]
+    for files in ([], many):
+        write_column(tmp_path / "x", "source", values, per="sequence", metadata={"files": files}, overwrite=True)
+        shown = command("inspect", tmp_path / "x", "--html", tmp_path / "page.html", "--overwrite")
+        assert (shown.code, shown.err) == (0, "")
+        said = command("inspect", tmp_path / "x", "--row", "a.jsonl:1")
+        assert (said.code, "names no input files" in said.err) == (1, not files)
 
 
 def test_a_column_of_that_name_that_is_another(tmp_path):

@@ -47,7 +47,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_sft_idx.cli.options import add_read_options, given, positive, read_options
+from megatron_sft_idx.cli.options import add_read_options, positive, preprocess_arguments, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
@@ -169,7 +169,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     try:
         if is_live(args):
             check_live_options(args)
-        args.encoding = encoding_options(given(args)) if args.tokenizer_model else None
+        args.encoding = encoding_options(preprocess_arguments(args)) if args.tokenizer_model else None
     except FormatError as error:
         parser.error(str(error))
     if is_live(args) and args.loss_by_source:

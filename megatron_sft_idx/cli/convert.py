@@ -69,7 +69,7 @@ examples:
     json.loads(rows[7]); rows.ranges(8)
 """
 
-# Options of one format's reader or writer: flag, name there, formats that know it.
+# Options of one format's reader or writer, by their name there, and the formats that take them.
 _READER: dict[str, tuple[str, ...]] = {
     "mask_rule": ("megatron", "pbin"),
     "mask_path": ("megatron",),
@@ -77,8 +77,8 @@ _READER: dict[str, tuple[str, ...]] = {
 }
 _WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
 
-# Many files may each have something to say.
-_MOST_NOTES = 20
+# Notes that are printed: each of many files may have one.
+_MAX_NOTES = 20
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -156,7 +156,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     with contextlib.ExitStack() as stack:
 
         def on_pass(what: str, tokens: int) -> Any:
-            stack.close()  # the pass before is done
+            stack.close()  # ends the bar of the pass before
             bar = Progress(what, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
             return stack.enter_context(bar).update
 
@@ -172,12 +172,12 @@ def _given(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> 
 
 def _lines(report: ConvertReport, destination: str, to: str) -> list[str]:
     content, count = report.content, len(report.paths)
-    what = report.paths[0] if count == 1 else f"{report.paths[0]} and {count - 1} more"
+    files = report.paths[0] if count == 1 else f"{report.paths[0]} and {count - 1} more"
     trained = 100 * content.num_trained_tokens / max(content.num_tokens, 1)
     return [
-        f"read {what} as {report.source_format}",
-        *(f"note: {note}" for note in report.notes[:_MOST_NOTES]),
-        *([f"note: ... and {len(report.notes) - _MOST_NOTES} more"] if len(report.notes) > _MOST_NOTES else []),
+        f"read {files} as {report.source_format}",
+        *(f"note: {note}" for note in report.notes[:_MAX_NOTES]),
+        *([f"note: ... and {len(report.notes) - _MAX_NOTES} more"] if len(report.notes) > _MAX_NOTES else []),
         *(f"lost: {sentence}" for sentence in report.lost),
         f"wrote {destination} as {to}: {content.num_packs:,} packs, {content.num_sequences:,} sequences,"
         f" {content.num_tokens:,} tokens, {trained:.1f}% trained on, capacity {report.spec.capacity:,}",

@@ -30,7 +30,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.streams import print_error
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_place, sources_of
+from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
@@ -95,8 +95,8 @@ A memory limit is a control group's. ulimit has none that would do: the page cac
 exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
 """
 _MIB = 1 << 20
-# Of a row of a column, in a line.
-_MOST_VALUES = 8
+# Values of one row of a column that are printed.
+_MAX_VALUES = 8
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -165,7 +165,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         parser.error("--find: an empty text is everywhere")
     if arguments.html and arguments.json:
         parser.error("--html writes a page: leave out --json, or ask for it without --html")
-    # By pread: the pages of a map would count as this process's memory.
+    # ``pread``, because the pages of a map would count as this process's memory.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
     for what, show in (
@@ -177,28 +177,30 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     ):
         if what is not None:
             return show(shard, arguments, decode)
-    found = _survey(shard, arguments)
-    _tell(arguments, summary_dict(shard.prefix, found), summary_lines(shard.prefix, found))
+    survey = _survey(shard, arguments)
+    _print_result(arguments, summary_dict(shard.prefix, survey), summary_lines(shard.prefix, survey))
     return 0
 
 
 def _only_prefix(path: str) -> str:
-    """The prefix, or that of the only shard in a folder or of a glob."""
-    many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
-    if not many or os.path.exists(f"{path}.seq.idx"):
+    """``path`` where it is a prefix, else the prefix of the only shard in the folder, or of the glob, that it is."""
+    names_many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
+    if not names_many or os.path.exists(f"{path}.seq.idx"):
         return path
-    found = find_prefixes(path)
-    if len(found) > 1:
-        names = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        raise FormatError(f"{path}: {len(found):,} shards are here, one is inspected at a time; name it: {names}")
-    return found[0]
+    prefixes = find_prefixes(path)
+    if len(prefixes) > 1:
+        names = ", ".join(prefixes[:5]) + (", ..." if len(prefixes) > 5 else "")
+        raise FormatError(f"{path}: {len(prefixes):,} shards are here, one is inspected at a time; name it: {names}")
+    return prefixes[0]
 
 
 def _decoder(shard: Shard, path: str | None) -> Decode | None:
-    """Ids to text, by the tokenizer that made them. FormatError where it is another."""
+    """Ids to text by the tokenizer at ``path``, None without one. FormatError: another tokenizer made the ids."""
     if path is None:
         return None
-    from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer  # the other things shown need none
+    from megatron_sft_idx.chat.tokenizer.tokenizer import (
+        load_tokenizer,  # imported late: most commands need no tokenizer
+    )
 
     tokenizer = load_tokenizer(path, backend="tokenizers")
     made = shard.header.tokenizer
@@ -213,14 +215,14 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
 
 
 def _progress(shard: Shard, arguments: argparse.Namespace, what: str) -> Progress:
-    """Of work that goes through the packs of a shard."""
+    """Progress of a pass over all packs of a shard."""
     total, interval = shard.header.num_tokens, arguments.log_interval
     return Progress(what, total, unit="tokens", log_interval=interval, items="packs")
 
 
 def _survey(shard: Shard, arguments: argparse.Namespace) -> Survey:
     with _progress(shard, arguments, "reading") as progress:
-        return survey_shard(shard, tell=progress.update)
+        return survey_shard(shard, on_progress=progress.update)
 
 
 def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
@@ -232,7 +234,9 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
     for what, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
         if values:
-            lines.append(f"columns of {what}: " + ", ".join(f"{name} {_few(value)}" for name, value in values.items()))
+            lines.append(
+                f"columns of {what}: " + ", ".join(f"{name} {_abbreviated(value)}" for name, value in values.items())
+            )
     sequences = []
     for i, (some, labels) in enumerate(shard.sequences(arguments.pack)):
         trained = trained_tokens(labels).astype(mask.dtype).tolist()
@@ -241,12 +245,12 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         sequences[-1] |= {"text": decode(some.tolist())} if decode else {}
         sequences[-1] |= {"columns": of_sequences[i]} if of_sequences[i] else {}
     shown = {"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences}
-    _tell(arguments, shown | ({"columns": of_pack} if of_pack else {}), lines)
+    _print_result(arguments, shown | ({"columns": of_pack} if of_pack else {}), lines)
     return 0
 
 
 def _columns_of(shard: Shard, pack: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Values of the columns that a pack has, and those that each of its sequences has besides its source, by name."""
+    """The values of a pack's columns, and for each of its sequences those of its columns but ``source``, by name."""
     first, last = shard.sequence_offsets[pack : pack + 2].tolist()
     of_pack: dict[str, Any] = {}
     of_sequences: list[dict[str, Any]] = [{} for _ in range(last - first)]
@@ -259,51 +263,53 @@ def _columns_of(shard: Shard, pack: int) -> tuple[dict[str, Any], list[dict[str,
     return of_pack, of_sequences
 
 
-def _few(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     """A value, or the first few of many."""
-    if isinstance(value, list) and len(value) > _MOST_VALUES:
-        return f"[{', '.join(map(str, value[:_MOST_VALUES]))}, ... {len(value):,} values]"
+    if isinstance(value, list) and len(value) > _MAX_VALUES:
+        return f"[{', '.join(map(str, value[:_MAX_VALUES]))}, ... {len(value):,} values]"
     return str(value)
 
 
 def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
-    found = []
+    named = []
     with _progress(shard, arguments, "searching") as progress:
-        matches = find_text(shard, arguments.find, decode or ids_as_text, tell=progress.update)
+        matches = find_text(shard, arguments.find, decode or ids_as_text, on_progress=progress.update)
         for match in islice(matches, arguments.limit):
             from_row = sources_of(shard, match.pack)[match.sequence : match.sequence + 1]
-            found.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
+            named.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
             if not arguments.json:
                 before, text, after = map(on_one_line, (match.before, match.text, match.after))
                 trained = ", trained" if match.trained else ""
                 at = "".join(f" ({name})" for name in from_row)
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
-    stopped = len(found) == arguments.limit
-    end = [f"stopped after {len(found)}: --limit says how many"] if stopped else []
+    stopped = len(named) == arguments.limit
+    end = [f"stopped after {len(named)}: --limit says how many"] if stopped else []
     nothing = [f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences"]
-    value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": found}
-    _tell(arguments, value, end if found else nothing)
-    return 0 if found else 1
+    value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": named}
+    _print_result(arguments, value, end if named else nothing)
+    return 0 if named else 1
 
 
 def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     del decode  # --pack shows the text
-    found = list(islice(find_row(shard, *parse_place(shard, arguments.row)), arguments.limit))
-    places = [{"pack": pack, "sequence": sequence} for pack, sequence in found]
-    lines = [f"{arguments.row}: pack {pack}, sequence {sequence}" for pack, sequence in found]
-    nothing = [f"{shard.prefix}: no sequence was made from {arguments.row}"]
-    _tell(arguments, {"prefix": shard.prefix, "row": arguments.row, "sequences": places}, lines or nothing)
-    return 0 if found else 1
+    sequences = list(islice(find_row(shard, *parse_origin(shard, arguments.row)), arguments.limit + 1))
+    named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
+    lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
+    stopped = len(sequences) > len(named)
+    lines += [f"stopped after {len(named)}: --limit says how many"] if stopped else []
+    value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": stopped, "sequences": named}
+    _print_result(arguments, value, lines or [f"{shard.prefix}: no sequence was made from {arguments.row}"])
+    return 0 if named else 1
 
 
 def _diff(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     del decode  # ids are shown as numbers
     other = Shard(_only_prefix(arguments.diff), backend="pread")
     with _progress(shard, arguments, "comparing") as progress:
-        comparison = compare_shards(shard, other, most=arguments.limit, tell=progress.update)
+        comparison = compare_shards(shard, other, max_named=arguments.limit, on_progress=progress.update)
     value = {"here": shard.prefix, "there": other.prefix, **comparison.to_dict()}
-    _tell(arguments, value, diff_lines(comparison, shard.prefix, other.prefix))
+    _print_result(arguments, value, diff_lines(comparison, shard.prefix, other.prefix))
     return 0 if comparison.same else 1
 
 
@@ -313,22 +319,22 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     shards = [Place(file, "a file of the shard") for file in ShardPaths.of(shard.prefix).all]
     require_apart([Place(path, "--html")], [*shards, *tokenizer])
     check_place(path, PAGE, overwrite=arguments.overwrite)
-    found = _survey(shard, arguments)
-    page = make_page(shard, found, decode)
+    survey = _survey(shard, arguments)
+    page = make_page(shard, survey, decode)
     write_file(path, page, PAGE, overwrite=arguments.overwrite)
-    of = "" if found.complete else f"; ids and masks sampled from {found.read_packs:,} packs"
+    of = "" if survey.complete else f"; ids and masks sampled from {survey.read_packs:,} packs"
     print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
     return 0
 
 
-def _tell(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:
-    """Print a value as JSON where that was asked for, or else lines."""
+def _print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:
+    """Print ``value`` as JSON with ``--json``, else ``lines``."""
     for line in [json.dumps(_plain(value), indent=2)] if arguments.json else lines:
         print(line)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it; of a damaged mask the numbers that it does not know by name: ``"nan"``, ``"inf"``."""
+    """A value as JSON can hold it; numbers of a damaged mask that it cannot become text: ``"nan"``, ``"inf"``."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -338,8 +344,8 @@ def _plain(value: Any) -> Any:
 
 
 def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from megatron_sft_idx.inspect.bench_read import Plan, bench_read, reading_dict, reading_lines, recommend
-    from megatron_sft_idx.inspect.place import memory_limit
+    from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read, reading_dict, reading_lines, recommend
+    from megatron_sft_idx.inspect.medium import memory_limit
 
     with ExitStack() as stack:
         limit = None
@@ -348,12 +354,13 @@ def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
                 limit = stack.enter_context(memory_limit(arguments.memory_limit * _MIB))
             except OSError as error:
                 parser.error(f"--memory-limit: {error}")
-        plan = Plan(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
+        options = BenchOptions(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
         interval = arguments.log_interval
-        with Progress("reading", 2 * plan.runs, unit=" epochs", log_interval=interval, items="runs") as progress:
-            report = bench_read(arguments.shard, plan, tell=lambda runs: progress.update(2 * runs, runs))
+        epochs = 2 * options.num_requests
+        with Progress("reading", epochs, unit=" epochs", log_interval=interval, items="runs") as progress:
+            report = bench_read(arguments.shard, options, on_progress=lambda done: progress.update(2 * done, done))
     advice = recommend(report)
-    _tell(arguments, reading_dict(report, advice), reading_lines(report, advice))
+    _print_result(arguments, reading_dict(report, advice), reading_lines(report, advice))
     if advice.setting is None:
         print_error(f"{arguments.shard}: no setting reads it here")
         return 1

@@ -19,8 +19,8 @@ from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
-# What people want to do, the verbs for it, and the module of each: one is imported when it is asked for, since all of
-# them take a tenth of a second.
+# What people want to do, the verbs for it, and the module of each verb. Only the module of the verb that is asked for
+# is imported, since all of them take a tenth of a second.
 _VERBS = {
     "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
     "look": {"inspect": "inspect", "verify": "verify"},
@@ -40,7 +40,7 @@ megatron-sft-idx <verb> --help explains each verb, with examples.
 """
 
 
-class _VerbFormatter(HelpFormatter):
+class _VerbListFormatter(HelpFormatter):
     """Lists verbs by what they are for."""
 
     def _format_action(self, action: argparse.Action) -> str:
@@ -61,7 +61,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
         epilog=_EXAMPLE,
-        formatter_class=_VerbFormatter,
+        formatter_class=_VerbListFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(str(error))
         except OSError as error:
             if isinstance(error, BrokenPipeError) and error.filename == STDOUT:
-                return 1  # whoever read it has seen enough
+                return 1  # the reader of the pipe has closed it, as head does
             return _fail(message_of(error))
         except MemoryError as error:  # pyarrow's is one too
             return _fail(f"not enough memory{f' ({error})' if str(error) else ''}; see --help for what takes less")
@@ -110,7 +110,7 @@ def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
 
 
 def _expanded(argv: Sequence[str]) -> list[str]:
-    """The arguments, ``@FILE`` replaced by the lines of a file that is there; what else begins with @ stays."""
+    """The arguments, each ``@FILE`` replaced by the lines of that file; where there is no such file, it stays."""
     expanded = []
     for word in argv:
         if word.startswith("@") and os.path.isfile(word[1:]):
@@ -123,7 +123,7 @@ def _expanded(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Make SIGTERM, which schedulers send, leave through all the ``finally`` and ``with`` on the way."""
+    """Have SIGTERM, which schedulers send, raise SystemExit, so that ``finally`` and ``with`` clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -124,29 +124,31 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: Callable[[str], str] = str) -> None:
-    told = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace what is there"
-    declare(parser, told, output_prefix={"required": True, "type": accepted})
+    declared = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace what is there"
+    declare(parser, declared, output_prefix={"required": True, "type": accepted})
     add_log_interval(parser, "MiB")
 
 
-def _once_a_shard(sources: Sequence[str]) -> list[str]:
-    """The sources, of those that are files only the first of each shard: a shell's pattern names all five."""
-    kept, seen = [], set()
+def _one_source_a_shard(sources: Sequence[str]) -> list[str]:
+    """The sources without further files of a shard of which one is named: a shell's pattern names all five."""
+    distinct, seen = [], set()
     for source in sources:
         if source.endswith(SUFFIXES):
             prefix = ShardPaths.of(source).prefix
             if prefix in seen:
                 continue
             seen.add(prefix)
-        kept.append(source)
-    return kept
+        distinct.append(source)
+    return distinct
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    from megatron_sft_idx.tokenize import Destination  # brings tokenizers and templates, which copy does without
+    from megatron_sft_idx.tokenize import (
+        Destination,  # imported late: it brings tokenizers and templates, which copy does not need
+    )
 
     output = Destination(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
-    prefixes = find_prefixes(_once_a_shard(arguments.sources))
+    prefixes = find_prefixes(_one_source_a_shard(arguments.sources))
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
     report = merge(
         prefixes,
@@ -191,7 +193,7 @@ def _copy(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
     targets = destinations(prefixes, arguments.destination)
     beside = columns_beside(prefix for prefix in prefixes if not is_remote(prefix))
     check_destinations(prefixes, targets, beside, overwrite=arguments.overwrite)
-    sent = found = aborted = 0
+    sent = present = aborted = 0
     notes: list[str] = []
     total = sum(shard_nbytes(prefix, beside.get(prefix)) for prefix in prefixes)
     with show_progress(arguments.log_interval)("copying", total) as advance:
@@ -200,10 +202,10 @@ def _copy(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
                 source, target, overwrite=arguments.overwrite, beside=beside.get(source), on_progress=advance
             )
             notes += copied.notes
-            sent, found = sent + copied.nbytes_sent, found + copied.nbytes_found
+            sent, present = sent + copied.nbytes_sent, present + copied.nbytes_found
             aborted += copied.uploads_aborted
     what = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"
-    print(f"copied {what}: {sent:,} bytes sent, {found:,} bytes were there already")
+    print(f"copied {what}: {sent:,} bytes sent, {present:,} bytes were there already")
     for note in notes:
         print(f"note: {note}")
     if aborted:

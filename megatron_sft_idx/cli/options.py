@@ -34,7 +34,7 @@ TOKENIZER_MODEL = "--tokenizer-model"
 
 # ---- declaring ----
 
-# Names, what stands for the value (none for a switch), and from two blanks on the help.
+# The names, the placeholder of the value (a switch has none), and after two blanks the help.
 _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
 
 
@@ -85,7 +85,7 @@ def add_verb(
 
 
 def declare(
-    group: argparse._ActionsContainer, text: str, known: Callable[[str], Any] = lambda name: {}, **more: Any
+    group: argparse._ActionsContainer, text: str, settings_of: Callable[[str], Any] = lambda name: {}, **settings: Any
 ) -> None:
     """Add options or arguments to a parser, or to a group of one.
 
@@ -94,40 +94,40 @@ def declare(
         text: a line for each, as in ``--seq-length N  capacity of a pack``; what is indented goes on with the line
             above. N and M are whole numbers of 1 or more, other values text; PATH... is one or more; what has no value
             is a switch.
-        known: what the text does not say of the option of a name, such as ``seq_length``: its type; a tuple of choices,
-            of which the first is the default; its default; or a dict of arguments of ``add_argument``.
-        **more: the same by name, which goes before.
+        settings_of: gives, for the name of an option such as ``seq_length``, what the text does not say: its type; a
+            tuple of choices, of which the first is the default; its default; or arguments of ``add_argument``, a dict.
+        **settings: the same for single names, for which ``settings_of`` is not called.
     """
     for entry in re.split(r"\n(?! )", textwrap.dedent(text).strip()):
-        found = _DECLARED.fullmatch(re.sub(r"\n +", " ", entry))
-        assert found, entry
-        names, metavar = found["names"].split(", "), found["metavar"]
-        told: dict[str, Any] = {"help": found["help"]}
+        entry_match = _DECLARED.fullmatch(re.sub(r"\n +", " ", entry))
+        assert entry_match, entry
+        names, metavar = entry_match["names"].split(", "), entry_match["metavar"]
+        keywords: dict[str, Any] = {"help": entry_match["help"]}
         if metavar:
-            told["metavar"] = metavar.removesuffix("...")
-            told |= {"type": positive} if metavar in ("N", "M") else {}
-            told |= {"nargs": "+"} if metavar.endswith("...") else {}
+            keywords["metavar"] = metavar.removesuffix("...")
+            keywords |= {"type": positive} if metavar in ("N", "M") else {}
+            keywords |= {"nargs": "+"} if metavar.endswith("...") else {}
         name = names[0].lstrip("-").replace("-", "_")
-        value = more.pop(name) if name in more else known(name)
+        value = settings.pop(name) if name in settings else settings_of(name)
         if isinstance(value, dict):
-            told |= value
+            keywords |= value
         elif isinstance(value, tuple):
-            told |= {"choices": value, "default": value[0]}
+            keywords |= {"choices": value, "default": value[0]}
         else:
-            told["type" if callable(value) else "default"] = value
-        if not (metavar or {"choices", "action"} & told.keys()):
-            told["action"] = "store_true"
-        group.add_argument(*names, **told)
-    assert not more, more
+            keywords["type" if callable(value) else "default"] = value
+        if not (metavar or {"choices", "action"} & keywords.keys()):
+            keywords["action"] = "store_true"
+        group.add_argument(*names, **keywords)
+    assert not settings, settings
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parsed options by the names of ``tokenize.preprocess``, which calls the tokenizer what it is."""
+def preprocess_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parsed options under the names of ``tokenize.preprocess``, where ``tokenizer_model`` is ``tokenizer``."""
     return {**vars(arguments), "tokenizer": arguments.tokenizer_model}
 
 
 def in_color() -> bool:
-    """Whether what is printed may be coloured: by a terminal that can, and nobody who said no (no-color.org)."""
+    """Whether output may be coloured: stdout is a terminal that can, and the user has not said no (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -165,7 +165,7 @@ def nbytes(text: str) -> int:
 
 
 def writable(text: str) -> str:
-    """A file that can be made; asked before hours of work, of which it is to tell."""
+    """A file that can be made. Checked before the work, whose results it is to hold."""
     try:
         path = Path(resolve(text))
     except FormatError as error:
@@ -196,7 +196,7 @@ def local_path(text: str) -> str:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Where the shard goes and what is said on the way."""
+    """Add the options of where the shard goes, and of progress."""
     group = parser.add_argument_group("output")
     declare(
         group,
@@ -221,7 +221,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_staging(group: argparse._ActionsContainer) -> None:
-    """Where a shard for an object store is built."""
+    """Add the option of where a shard for an object store is built."""
     declare(
         group,
         """
@@ -233,13 +233,15 @@ def add_staging(group: argparse._ActionsContainer) -> None:
 
 
 def add_log_interval(group: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
-    """How often progress is told without a terminal; ``unit`` is what it counts, in the plural."""
-    told = f"--log-interval N  without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)"
-    declare(group, told, log_interval={"type": natural, "default": default})
+    """Add ``--log-interval``; ``unit`` is what progress counts, in the plural."""
+    declared = (
+        f"--log-interval N  without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)"
+    )
+    declare(group, declared, log_interval={"type": natural, "default": default})
 
 
 def add_read_options(group: argparse._ActionsContainer) -> None:
-    """Add them; ``read_options`` takes them up."""
+    """Add the options that ``read_options`` reads."""
     declare(
         group,
         f"""
@@ -255,7 +257,7 @@ def add_read_options(group: argparse._ActionsContainer) -> None:
 
 
 def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> ReadOptions:
-    """The parsed options; a mistake ends the program with its usage."""
+    """The options of ``add_read_options`` as parsed; a contradiction among them ends the program with its usage."""
     backend: BackendName = arguments.read_backend or ("mmap" if arguments.mmap_bin_files else "pread")
     try:
         if backend in ("mmap", "os") and not arguments.mmap_bin_files:

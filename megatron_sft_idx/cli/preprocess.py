@@ -16,11 +16,11 @@ from megatron_sft_idx.cli.options import (
     add_output_options,
     add_verb,
     declare,
-    given,
     in_color,
     local_path,
     natural,
     positive,
+    preprocess_arguments,
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
@@ -168,20 +168,20 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_argument(name: str) -> dict[str, Any]:
-    """What ``declare`` is to know of an option: type, choices and default of the argument of ``preprocess``."""
+    """Type, choices and default of an option, as ``declare`` takes them: those of the argument of ``preprocess``."""
     hint, default = _hints()[name], inspect.signature(preprocess).parameters[name].default
-    told: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
+    keywords: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
     if hint is bool:
-        told["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
     elif get_origin(hint) is Literal:
-        told["choices"] = get_args(hint)
+        keywords["choices"] = get_args(hint)
     elif hint in (int, int | None):
-        told["type"] = natural if name in FROM_ZERO else positive
+        keywords["type"] = natural if name in FROM_ZERO else positive
     elif hint is float:
-        told["type"] = float
+        keywords["type"] = float
     elif hint == Mapping[str, Any] | None:
-        told["type"] = _json_object
-    return told
+        keywords["type"] = _json_object
+    return keywords
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    from megatron_sft_idx.chat.inputs import parse_json  # which takes longer to import than other verbs to run
+    from megatron_sft_idx.chat.inputs import parse_json  # imported late: that takes longer than other verbs run
 
     try:
         value = parse_json(text.encode())
@@ -210,8 +210,8 @@ def add_parser(verbs: Verbs) -> None:
         verbs, "preprocess", "chats to a packed shard", _HELP, _run, product=lambda arguments: bool(arguments.dry_run)
     )
     group = parser.add_argument_group("input")
-    told = "--input PATH...  files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe"
-    declare(group, told, input={"required": True})
+    declared = "--input PATH...  files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe"
+    declare(group, declared, input={"required": True})
     add_row_options(group)
     declare(
         group,
@@ -287,10 +287,10 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    known, rows = {**given(arguments), "out": arguments.output_prefix}, arguments.input
+    values, rows = {**preprocess_arguments(arguments), "out": arguments.output_prefix}, arguments.input
     try:
-        rows = downloaded(known, rows) if arguments.download else rows
-        options = preprocess_options(known)
+        rows = downloaded(values, rows) if arguments.download else rows
+        options = preprocess_options(values)
     except FormatError as error:
         parser.error(str(error))
     if arguments.full and not arguments.dry_run:
@@ -320,12 +320,12 @@ def _pack(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
         summary=arguments.summary,
     )
     source = Shard(arguments.source)
-    # What is cut off, or of other sources, is not known before the plan.
-    whole = options.overlong not in ("drop", "truncate") and not arguments.sources
+    # How much is cut off, or comes from sources left out, is not known before the plan.
+    keeps_all = options.overlong not in ("drop", "truncate") and not arguments.sources
     nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
     columns = list(source.columns)
     reads = places_of(ShardPaths.of(arguments.source).with_columns(columns), "the source")
-    output.prepare(reads, columns=columns, nbytes=nbytes if whole else 0)
+    output.prepare(reads, columns=columns, nbytes=nbytes if keeps_all else 0)
     begin = time.monotonic()
     report = pack_shard(
         source,

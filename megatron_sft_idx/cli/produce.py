@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.cli.options import Verbs, add_verb, declare, given, natural
+from megatron_sft_idx.cli.options import Verbs, add_verb, declare, natural, preprocess_arguments
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
@@ -117,7 +117,8 @@ def _seconds(text: str, unit: str = "seconds") -> float:
 
 
 def _gigabytes(text: str) -> int:
-    return max(1, int(_seconds(text, "gigabytes") * 1e9))
+    # No disk has 10^18 gigabytes; beyond it, floats end.
+    return max(1, int(min(_seconds(text, "gigabytes"), 1e18) * 1e9))
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -131,7 +132,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
         options = ProduceOptions(
             inputs=arguments.input or (),
-            encoding=encoding_options(given(arguments)),
+            encoding=encoding_options(preprocess_arguments(arguments)),
             packing=packing,
             max_ahead_nbytes=arguments.max_ahead_gb,
             **{name: getattr(arguments, name) for name in _SAME},

@@ -1,4 +1,4 @@
-"""Standard streams that cannot fail a run by accident, and errors as people read them.
+"""Standard streams that cannot fail a command by accident, and errors as people read them.
 
 Under cron and in batch jobs a standard stream may be closed, lie on a full disk, or be a terminal that hangs up. Python
 then has None where the stream was, or raises at every print; and the next file that is opened gets the number of the
@@ -22,10 +22,11 @@ from megatron_sft_idx.errors import SFTIndexError
 
 
 def message_of(error: Exception) -> str:
-    """An error in one line; of the disk's errors, the path first and no number."""
+    """An error in one line. One of the system's begins with its path, or both paths of a rename, and has no number."""
     ours = isinstance(error, SFTIndexError)  # that no shard is there is an OSError too, with arguments of its own
     if isinstance(error, OSError) and not ours and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        other = f" -> {error.filename2}" if error.filename2 else ""
+        return f"{error.filename}{other}: {error.strerror}"
     return str(error)
 
 
@@ -40,17 +41,17 @@ STDOUT, STDERR = "standard output", "standard error"
 
 
 class _LossyFile(io.FileIO):
-    """A descriptor that takes everything: what cannot be written is dropped, and the reason is kept.
+    """A file that never fails: what cannot be written to its descriptor is dropped, and the reason kept.
 
     Attributes:
-        error: why something was dropped; None where nothing was.
+        error: why output was dropped last; None if none was.
         failing: whether the last write was dropped.
-        strict: raise the first error too, so that work whose product nobody receives ends early.
+        strict: whether the first error is raised, so that work whose output nobody receives ends early.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._what = name
+        self._name = name
         self.error: OSError | None = None
         self.failing = self.strict = False
 
@@ -59,7 +60,7 @@ class _LossyFile(io.FileIO):
             while (written := super().write(data)) is None:  # somebody made the pipe non-blocking, and it is full
                 select.select([], [self.fileno()], [])
         except OSError as error:
-            error.filename = self._what
+            error.filename = self._name
             first, self.error, self.failing = self.error is None, error, True
             if self.strict and first:
                 raise
@@ -69,7 +70,7 @@ class _LossyFile(io.FileIO):
 
 
 class StandardOutput:
-    """What ``main`` knows of stdout.
+    """The state of stdout, for ``main``.
 
     Args:
         stream: None where stdout is not a descriptor but an object of the caller's, whose errors are raised as usual.
@@ -80,7 +81,7 @@ class StandardOutput:
         self._stream, self._closed = stream, closed
 
     def begin(self, *, product: bool) -> None:
-        """Before the work of a command; ``product``: it exists for what it prints.
+        """Must be called before a verb's work; ``product``: whether the verb exists for what it prints.
 
         Raises:
             OSError: there is no stdout to print the product to.
@@ -91,10 +92,10 @@ class StandardOutput:
             self._stream.strict = product
 
     def finish(self, *, product: bool) -> OSError | None:
-        """Flush what was printed; returns the error with which some of it was lost.
+        """Flush what was printed; returns the error by which output was lost, None if none was.
 
         Raises:
-            OSError: what was lost is the product.
+            OSError: output was lost, and it is the product.
         """
         sys.stdout.flush()
         lost = self._stream.error if self._stream else None
@@ -107,7 +108,7 @@ class StandardOutput:
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[StandardOutput]:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by streams whose failure is no accident, and put them back.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams of a ``_LossyFile`` each, and put them back at the end.
 
     Streams that are not descriptors 1 and 2, such as those of a caller that collects the output, stay as they are.
     """

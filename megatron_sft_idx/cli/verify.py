@@ -122,7 +122,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             with watch(f"verifying {os.path.basename(prefix)}", total) as advance:
                 report = verify_shard(prefix, full=arguments.full, vocab_size=arguments.vocab_size, advance=advance)
         except (SFTIndexError, OSError) as error:
-            # One that cannot be read is no reason to leave the others unread.
+            # The other shards are verified all the same.
             results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
             print_error(message_of(error))
             continue
@@ -138,7 +138,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    known = GivenFacts(
+    facts = GivenFacts(
         token_dtype=np.dtype(arguments.token_dtype) if arguments.token_dtype else None,
         mask_dtype=np.dtype(arguments.mask_dtype) if arguments.mask_dtype else None,
         capacity=arguments.capacity,
@@ -153,7 +153,7 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
         with Progress(what, total, unit="", log_interval=interval, items="done") as progress:
             yield lambda done: progress.update(done, done)
 
-    report = rebuild(arguments.prefix, known, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
+    report = rebuild(arguments.prefix, facts, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
     _show(report)
     if not report.opens:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")

@@ -1,5 +1,5 @@
 """What a shard holds, shown to people, and how fast it is read.
 
-``text``, ``tally``, ``summary``, ``diff`` and ``page`` are what the verb inspect shows; ``place``, ``read_worker``,
-``bench_read`` and ``recommend`` measure ways of reading and name one. Nothing here changes a shard.
+``text``, ``tally``, ``origin``, ``summary``, ``diff`` and ``page`` make what the verb inspect shows. ``medium``,
+``read_worker`` and ``bench_read`` measure ways of reading a shard and recommend one. Nothing here changes a shard.
 """

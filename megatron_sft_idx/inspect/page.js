@@ -53,7 +53,7 @@
   function find() {
     const known = JSON.parse(document.getElementById("places").textContent);
     const [, name, line] = /^(.*):(\d+)$/.exec(place.value.trim()) ?? [];
-    const file = known.names.indexOf(name);
+    const file = known.names ? known.names.indexOf(name) : name ? 0 : -1;
     found.replaceChildren();
     if (!place.value.trim()) return;
     if (file < 0) return found.append("a file and a line of it, such as " + place.placeholder);

@@ -29,7 +29,7 @@ from megatron_sft_idx.inspect.text import (
     Decode,
     counted,
     ids_as_text,
-    marked_runs,
+    marked_spans,
     shortened,
     token_texts,
     trained_tokens,
@@ -38,22 +38,24 @@ from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 
 MAX_NBYTES = 1_000_000
-# How page.html begins, whatever the shard.
+# How page.html begins, by which a page is recognised.
 _BEGIN = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="megatron-sft-idx inspect">\n'
 PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 _DRAWN, _BINS = 48, 48
-# Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
+# Bytes for the viewer's text. A page that is too large is made again with the next of these.
 _TEXT_NBYTES = (640_000, 320_000, 60_000, 0)
-# What a run, and a sequence, costs beside its text.
-_RUN_NBYTES, _SEQUENCE_NBYTES = 24, 260
+# Bytes of markup for a span, and for a sequence, beside its text.
+_SPAN_NBYTES, _SEQUENCE_NBYTES = 24, 260
 # Files in the table of sources; sequences that the page finds by their line, some 10 bytes each.
-_MOST_FILES, _MOST_FOUND = 40, 20_000
-_MOST_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
-# Sequences of a pack take these in turn; the style sheet has their colours.
+_MAX_FILES, _MAX_LOCATED = 40, 20_000
+# Bytes of the names of all files, by which the page can tell a file of the input from a misspelt one.
+_MAX_NAMES_NBYTES = 100_000
+_MAX_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
+# How many colours the style sheet has; the sequences of a pack take them in turn.
 _HUES = 4
 _BAR_WIDTH = 1000.0
 _BAR, _PALE = (0, 16), (5, 6)  # top and height: what is trained on is tall as well as dark
-_MOST_RUNS = 200
+_MAX_SPANS = 200
 
 
 class DrawnPack(NamedTuple):
@@ -67,35 +69,42 @@ class DrawnPack(NamedTuple):
 
     @property
     def share(self) -> str:
-        """How much of it is trained on, in words where that is all or nothing; no sequence's first token ever is."""
+        """How much of the pack is trained on: ``none``, per cent, or ``all`` but the first token of each sequence."""
         if not self.trained:
             return "none"
         return "all" if self.trained >= self.length - self.sequences else _percent(self.trained, self.length)
 
 
 class ShownSequence(NamedTuple):
-    """A sequence as text, or its beginning: ``runs`` of text and weight; ``hidden`` tokens at its end are left out.
+    """A sequence as text, or its beginning.
 
-    ``source`` is where it came from, where that is known; ``ids`` are those of its tokens, as ``_spelled`` has them.
+    Attributes:
+        number: its number in the pack.
+        start, stop: its positions in the pack.
+        trained: how many of its tokens are trained on.
+        spans: texts of equal weight, with the weight.
+        hidden: how many tokens at its end are not shown.
+        source: name of its origin; empty where that is not known.
+        ids: the ids of its tokens, as ``_spelled`` writes them.
     """
 
     number: int
     start: int
     stop: int
     trained: int
-    runs: Sequence[tuple[str, float]]
+    spans: Sequence[tuple[str, float]]
     hidden: int
     source: str
     ids: str
 
     @property
     def share(self) -> str:
-        """How much of it is trained on."""
+        """How much of the sequence is trained on."""
         return _percent(self.trained, self.stop - self.start)
 
 
 class ShownPack(NamedTuple):
-    """A pack in the viewer: its first sequences, or all, which take ``nbytes`` of the page."""
+    """A pack in the viewer: all its sequences or the first few, which take ``nbytes`` of the page."""
 
     drawn: DrawnPack
     sequences: Sequence[ShownSequence]
@@ -103,7 +112,7 @@ class ShownPack(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A picture and what it says."""
+    """A picture, and its numbers in words."""
 
     title: str
     caption: str
@@ -115,7 +124,7 @@ def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> byt
 
     Args:
         shard: the shard.
-        survey: of it.
+        survey: the shard's, all windows added.
         decode: ids to text; None shows ids.
     """
     for text_nbytes in _TEXT_NBYTES:
@@ -129,8 +138,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     header = survey.header
     style, script = (Markup(_resource(name)) for name in ("page.css", "page.js"))
     context = {
-        "name": shortened(os.path.basename(shard.prefix), _MOST_CHARACTERS),
-        "command": f"megatron-sft-idx inspect {shlex.quote(shortened(shard.prefix, _MOST_CHARACTERS))} --pack",
+        "name": shortened(os.path.basename(shard.prefix), _MAX_CHARACTERS),
+        "command": f"megatron-sft-idx inspect {shlex.quote(shortened(shard.prefix, _MAX_CHARACTERS))} --pack",
         "header": header,
         "survey": survey,
         "style": style,
@@ -142,14 +151,15 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     if not header.num_packs:
         return context
     drawn = _spread(header.num_packs, _DRAWN)
-    odd = [place for one in survey.odd for place in one.places]
+    remarks = [remark for oddity in survey.odd for remark in oddity.remarks]
     # The first packs, the odd ones, and those drawn.
-    numbers = sorted({*range(min(header.num_packs, 3)), *(place.pack for place in odd), *drawn})
-    left = text_nbytes
+    numbers = sorted({*range(min(header.num_packs, 3)), *(remark.pack for remark in remarks), *drawn})
+    free_nbytes = text_nbytes
     packs: list[ShownPack] = []
-    for done, number in enumerate(numbers):
-        packs.append(_shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
-        left -= packs[-1].nbytes
+    for number in numbers:
+        share = free_nbytes // (len(numbers) - len(packs))
+        packs.append(_shown_pack(shard, number, decode or ids_as_text, share))
+        free_nbytes -= packs[-1].nbytes
     shown = {(pack.drawn.number, sequence.number) for pack in packs for sequence in pack.sequences}
     files = [] if survey.sources is None else sorted(survey.sources.table(), key=lambda file: -file.tokens)
     return context | {
@@ -160,29 +170,33 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "packs": packs,
         # Pack and number of the sequences that are shown.
         "anchors": shown,
-        "files": files[:_MOST_FILES],
-        "files_left": len(files) - len(files[:_MOST_FILES]),
-        "places": _places(shard, survey),
+        "files": files[:_MAX_FILES],
+        "files_left": len(files) - len(files[:_MAX_FILES]),
+        "places": _origins_json(shard, survey),
         "decoded": decode is not None,
     }
 
 
-def _places(shard: Shard, survey: Survey) -> Markup:
-    """What finds a sequence by the line it came from: names of files, and file, row and sequences of a pack."""
+def _origins_json(shard: Shard, survey: Survey) -> Markup:
+    """JSON by which page.js finds the sequences of a line: names of files; file and row of each sequence; pack sizes.
+
+    What is too large for the page is null: ``files``, and of very many files ``names``.
+    """
     if survey.names is None:
         return Markup("null")
-    found: dict[str, Any] = {"names": survey.names, "files": None}
-    if survey.header.num_sequences <= _MOST_FOUND and len(survey.names) <= _MOST_FILES:
-        places = shard.columns[SOURCE].values[:]
-        found |= {"files": places[:, 0].tolist(), "rows": places[:, 1].tolist()}
-        found["counts"] = np.diff(shard.sequence_offsets).tolist()
-    # No part of it ends the element that it stands in.
-    return Markup(json.dumps(found, separators=(",", ":")).replace("<", "\\u003c"))
+    names = survey.names if len(json.dumps(survey.names)) <= _MAX_NAMES_NBYTES else None
+    origins: dict[str, Any] = {"names": names, "files": None}
+    if survey.header.num_sequences <= _MAX_LOCATED and len(survey.names) <= _MAX_FILES:
+        values = shard.columns[SOURCE].values[:]
+        origins |= {"files": values[:, 0].tolist(), "rows": values[:, 1].tolist()}
+        origins["counts"] = np.diff(shard.sequence_offsets).tolist()
+    # No name may end the script element that holds it.
+    return Markup(json.dumps(origins, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """Up to ``most`` of the numbers below ``count``, first and last among them, evenly spread."""
-    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+def _spread(count: int, max_numbers: int) -> list[int]:
+    """Up to ``max_numbers`` of the numbers below ``count``, evenly spread, the first and the last among them."""
+    return sorted(set(np.linspace(0, count - 1, min(count, max_numbers)).round().astype(int).tolist()))
 
 
 def _drawn_pack(shard: Shard, number: int) -> DrawnPack:
@@ -193,7 +207,7 @@ def _drawn_pack(shard: Shard, number: int) -> DrawnPack:
 
 
 def _percent(part: int, whole: int) -> str:
-    """As people write it; what is neither nothing nor all is never said to be."""
+    """A share in per cent; 0% and 100% are said of nothing and of all only."""
     share = 100 * part / whole
     return f"{min(max(share, 0.1), 99.9):.1f}%" if 0 < part < whole else f"{share:.0f}%"
 
@@ -236,7 +250,7 @@ def _bytes(count: int) -> str:
 
 
 def _three_digits(count: int, sizes: Iterable[tuple[int, str]]) -> str | None:
-    """In the first of the sizes that it reaches, with three digits at least: 1.23, 12.3, 123, 1,023."""
+    """In the largest unit that it reaches, with three digits at least: 1.23, 12.3, 123, 1,023; None below all units."""
     for size, name in sizes:
         if count >= size:
             value = count / size
@@ -273,7 +287,7 @@ def _cost_chart(cost: Tally) -> Chart:
 
 
 def _share_chart(title: str, tally: Tally, low: int, whole: int, of: str, remark: str = "") -> Chart:
-    """Values as shares of ``whole``, in per cent, from ``low`` on."""
+    """A histogram of values from ``low`` on, as per cent of ``whole``."""
     percent = 100 / whole
     least, half, few = (percent * value for value in (tally.least, tally.quantile(0.5), tally.quantile(0.05)))
     caption = f"median {half:.1f}%, 5th percentile {few:.1f}%, least {least:.1f}%{remark}"
@@ -283,15 +297,15 @@ def _share_chart(title: str, tally: Tally, low: int, whole: int, of: str, remark
 
 def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
     header = survey.header
-    yield from ((name, shortened(value, _MOST_CHARACTERS)) for name, value in fingerprints(header).items())
+    yield from ((name, shortened(value, _MAX_CHARACTERS)) for name, value in fingerprints(header).items())
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; what only it knew is lost"
     yield "sequence multiple", header.sequence_multiple
     yield "pad id", "unknown" if header.pad_id is None else header.pad_id
     yield from losses(header).items()
     for block in ("options", "packing"):
-        if isinstance(found := header.metadata.get(block), dict) and found:
-            yield block, shortened(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
+        if isinstance(values := header.metadata.get(block), dict) and values:
+            yield block, shortened(json.dumps(values, ensure_ascii=False), 4 * _MAX_CHARACTERS)
     yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in survey.nbytes.items())
     yield from column_lines(survey)
 
@@ -315,7 +329,7 @@ def _resource(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """What a content security policy calls a text that may stand in the page."""
+    """The name by which a content security policy allows a script or style of this text."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -323,53 +337,55 @@ def _csp_hash(text: str) -> str:
 
 
 def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownPack:
-    """One pack, whose text fills about ``nbytes`` of the page at most."""
-    left = nbytes
+    """A pack whose sequences take about ``nbytes`` of the page at most."""
+    free_nbytes = nbytes
     pack, sources = shard[number], sources_of(shard, number)
     ids, mask = pack["input_ids"], pack["loss_mask"]
     shown: list[ShownSequence] = []
     for index, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
-        left -= _SEQUENCE_NBYTES
-        if left <= 0:
+        free_nbytes -= _SEQUENCE_NBYTES
+        if free_nbytes <= 0:
             break
         weights = trained_tokens(mask[start:stop])
-        # A token is a byte of the page at least: more of them are never shown.
-        runs, tokens, used, spelled = _cut(ids[start:stop][:left], weights[:left], decode, left)
-        left -= used
+        # A token takes a byte at least: of those behind ``free_nbytes`` none is shown.
+        spans, tokens, used, spelled = _cut(ids[start:stop][:free_nbytes], weights[:free_nbytes], decode, free_nbytes)
+        free_nbytes -= used
         trained = int(np.count_nonzero(weights))
         source = sources[index] if sources else ""
-        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens, source, spelled))
-    return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(left, 0))
+        shown.append(ShownSequence(index, start, stop, trained, spans, stop - start - tokens, source, spelled))
+    return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(free_nbytes, 0))
 
 
 def _cut(
     ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, nbytes: int
 ) -> tuple[list[tuple[str, float]], int, int, str]:
-    """The runs that fit so many bytes of the page, the tokens in them, the bytes they take, and their ids.
+    """The spans that fit into ``nbytes`` of the page, the number of their tokens, the bytes they take, and their ids.
 
-    Of a run that does not fit, the beginning is kept, and none of its tokens counted.
+    Of the first span that does not fit, the beginning is shown, and none of its tokens counted.
     """
-    kept: list[tuple[str, float]] = []
+    spans: list[tuple[str, float]] = []
     spelled: list[str] = []
     tokens = used = 0
-    for text, weight, length in marked_runs(ids, weights, decode):
-        size = len(str(escape(text)).encode("utf-8", "replace")) + _RUN_NBYTES
-        run = "" if decode is ids_as_text or used + size > nbytes else _spelled(ids[tokens : tokens + length], decode)
-        if used + size + len(run) > nbytes:
-            # The longest a character becomes is 5 bytes.
-            kept.append((text[: max(0, nbytes - used) // 5], weight))
-            return kept, tokens, nbytes, " ".join(spelled)
-        kept.append((text, weight))
-        spelled.append(run)
-        tokens, used = tokens + length, used + size + len(run)
-    return kept, tokens, used, " ".join(spelled)
+    for text, weight, length in marked_spans(ids, weights, decode):
+        size = len(str(escape(text)).encode("utf-8", "replace")) + _SPAN_NBYTES
+        span_ids = (
+            "" if decode is ids_as_text or used + size > nbytes else _spelled(ids[tokens : tokens + length], decode)
+        )
+        if used + size + len(span_ids) > nbytes:
+            # A character becomes 5 bytes at most.
+            spans.append((text[: max(0, nbytes - used) // 5], weight))
+            return spans, tokens, nbytes, " ".join(spelled)
+        spans.append((text, weight))
+        spelled.append(span_ids)
+        tokens, used = tokens + length, used + size + len(span_ids)
+    return spans, tokens, used, " ".join(spelled)
 
 
 def _spelled(ids: NDArray[np.integer], decode: Decode) -> str:
     """Length and ids of each text that is whole tokens, for page.js: ``4.9ix 1.2f+3g``, ids in base 36."""
     return " ".join(
-        f"{len(text)}.{'+'.join(np.base_repr(token, 36).lower() for token in some)}"
-        for text, some in token_texts(ids, decode)
+        f"{len(text)}.{'+'.join(np.base_repr(token, 36).lower() for token in tokens)}"
+        for text, tokens in token_texts(ids, decode)
     )
 
 
@@ -377,15 +393,15 @@ def _spelled(ids: NDArray[np.integer], decode: Decode) -> str:
 
 
 def bar_paths(pack: Pack, capacity: int) -> Markup:
-    """A pack as paths in a box of 1000 x 16: a hue a sequence, tall and dark where trained on.
+    """A pack as paths in a box of 1000 x 16: sequences in different hues, tall and dark where trained on.
 
-    What is finer than a 200th of the pack, where there is much of it, is drawn by samples.
+    A pack of more than 200 spans is drawn by 200 samples.
     """
     scale = _BAR_WIDTH / max(capacity, 1)
     paths: dict[tuple[int, bool], list[str]] = {}
-    for start, stop, sequence, trained, last in _runs(pack):
+    for start, stop, sequence, trained, last in _drawn_spans(pack):
         x, width = start * scale, (stop - start) * scale
-        # A gap between sequences, so that hue is not all that tells them apart.
+        # A gap behind each sequence, for those who do not see its hue.
         width = max(width - 1.5, 0.75 * width) if last else width
         top, height = _BAR if trained else _PALE
         paths.setdefault((sequence % _HUES, trained), []).append(
@@ -397,8 +413,8 @@ def bar_paths(pack: Pack, capacity: int) -> Markup:
     )
 
 
-def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """Start, stop, sequence, whether trained, and whether the sequence ends there, of runs that are alike."""
+def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """Start, stop, sequence, whether trained, and whether it ends the sequence, of each span of one colour."""
     bounds = pack["seq_boundaries"].astype(np.int64)
     trained = trained_tokens(pack["loss_mask"]) > 0
     trained[bounds[:-1]] = False
@@ -407,8 +423,8 @@ def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
     changes[bounds] = True
     changes[1:length] |= trained[1:] != trained[:-1]
     edges = np.flatnonzero(changes)
-    if len(edges) > _MOST_RUNS:
-        edges = np.unique(np.linspace(0, length, _MOST_RUNS + 1).astype(np.int64))
+    if len(edges) > _MAX_SPANS:
+        edges = np.unique(np.linspace(0, length, _MAX_SPANS + 1).astype(np.int64))
     middles = (edges[:-1] + edges[1:]) // 2
     sequences = np.searchsorted(bounds, middles, "right") - 1
     kinds = trained[middles]
@@ -426,13 +442,13 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BASE = 480, 190, 46, 462, 168  # half of the la
 def histogram(
     edges: NDArray[np.int64], counts: NDArray[np.int64], label: str, *, unit: str, of: str, scale: float = 1.0
 ) -> Markup:
-    """Shares of all, in per cent, by class.
+    """A histogram: the share of each class in per cent.
 
     Args:
-        edges: of the classes, whole numbers, [classes + 1].
-        counts: by class.
-        label: what is shown, for those who do not see it.
-        unit: of the edges, after ``scale``.
+        edges: edges of the classes, whole numbers, [classes + 1].
+        counts: how many values each class has, [classes].
+        label: the picture in words, for screen readers.
+        unit: unit of the edges, after ``scale``.
         of: what is counted, in the plural.
         scale: what an edge is multiplied with to be shown.
     """
@@ -476,8 +492,8 @@ def element(name: str, content: str = "", **attributes: str | float) -> Markup:
     """``<name ...>content</name>``.
 
     Args:
-        name: of the element.
-        content: text, escaped unless it is markup.
+        name: the element's.
+        content: its text, escaped unless it is markup.
         **attributes: ``_`` at the end of a name is dropped, any other becomes ``-``; numbers get one digit behind
             the point, which is a tenth of a pixel.
     """
@@ -489,7 +505,7 @@ def element(name: str, content: str = "", **attributes: str | float) -> Markup:
 
 
 def number(value: float) -> str:
-    """With one digit behind the point where that is not 0."""
+    """A number with one decimal, which is left out where it is 0."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -498,12 +514,12 @@ def joined(parts: Iterable[Markup]) -> Markup:
     return Markup("").join(parts)
 
 
-def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[tuple[float, str]]:
-    """At most ``most`` + 1 round values from ``low`` to ``high``, whole numbers if wanted, and how they are written."""
+def nice_ticks(low: float, high: float, max_steps: int, *, whole: bool = False) -> list[tuple[float, str]]:
+    """At most ``max_steps`` + 1 round values from ``low`` to ``high``, whole on request, and as they are written."""
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [(low, _written(low, 1.0, abs(low)))]
-    raw = max(span / most, 1.0 if whole else 0.0)
+    raw = max(span / max_steps, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -511,7 +527,7 @@ def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> li
 
 
 def _written(value: float, step: float, largest: float) -> str:
-    """A value beside others up to ``largest``, all in the same unit."""
+    """A tick's value, in the unit of the ``largest`` of its axis."""
     for least, size, letter in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
         if largest >= least:
             return f"{value / size:.{_digits(step / size)}f}{letter}" if value else "0"
@@ -519,5 +535,5 @@ def _written(value: float, step: float, largest: float) -> str:
 
 
 def _digits(step: float) -> int:
-    """Digits behind the point that tell two neighbours apart."""
+    """The decimals by which ticks that are a ``step`` apart differ."""
     return next((digits for digits in range(4) if abs(step * 10**digits - round(step * 10**digits)) < 1e-6), 4)

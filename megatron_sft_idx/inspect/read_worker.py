@@ -1,6 +1,6 @@
-"""The processes that are measured: each opens a shard in one way and reads epochs of it, job by job.
+"""The processes whose reading is measured: each reads shards by one setting, two epochs a request.
 
-They are processes of their own so that their faults and their memory are the reading's alone.
+Each setting has a process of its own, so that the page faults and the memory that are counted come from reading alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-# Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
+# Packs that ``schedule`` is given at a time, those of a few batches: the next ``AHEAD`` while these are read.
 AHEAD = 32
 
 Order = Literal["shuffled", "sequential"]
@@ -56,19 +56,19 @@ class Setting:
 
     @property
     def options(self) -> list[str]:
-        """Those that are not as they are by default, as a program writes them."""
-        given = {"backend": self.backend, "advice": self.advice, "huge_pages": self.huge_pages}
-        return [f"{name}={value!r}" for name, value in given.items() if value != getattr(Setting, name)]
+        """The options that differ from the defaults, as a program writes them."""
+        values = {"backend": self.backend, "advice": self.advice, "huge_pages": self.huge_pages}
+        return [f"{name}={value!r}" for name, value in values.items() if value != getattr(Setting, name)]
 
     @property
     def call(self) -> str:
-        """How a program asks for it."""
+        """How a program asks for this setting."""
         opened = f"Shard({', '.join(['prefix', *self.options])})"
         return f"{opened}, with schedule() ahead of use" if self.schedule else opened
 
     @property
     def training(self) -> str:
-        """How training asks for it, whose loaders say what comes next by themselves."""
+        """How training asks for this setting; its loaders call ``schedule`` themselves."""
         return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self.options)}))"
 
 
@@ -91,8 +91,8 @@ class Sample:
     """Which packs are read: every ``step``-th from ``start`` on, below ``stop``.
 
     Attributes:
-        order: of both epochs.
-        seed: of the shuffles.
+        order: the order of both epochs.
+        seed: the seed of their shuffles.
     """
 
     start: int
@@ -104,33 +104,36 @@ class Sample:
     def __len__(self) -> int:
         return len(range(self.start, self.stop, self.step))
 
-    def first(self) -> NDArray[np.int64]:
-        """Packs of the first epoch, int64."""
-        return self.again(np.arange(self.start, self.stop, self.step, dtype=np.int64), epoch=1)
+    def first_epoch(self) -> NDArray[np.int64]:
+        """All packs of the sample in the order of the first epoch, int64 [packs]."""
+        return self._in_order(np.arange(self.start, self.stop, self.step, dtype=np.int64), epoch=1)
 
-    def again(self, packs: NDArray[np.int64], epoch: int = 2) -> NDArray[np.int64]:
-        """Packs that were read, as int64 in the order of another epoch."""
+    def second_epoch(self, packs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Packs that the first epoch has read in the order of the second, int64 [packs]."""
+        return self._in_order(packs, epoch=2)
+
+    def _in_order(self, packs: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         packs = np.sort(packs)
         shuffled = self.order == "shuffled"
         return np.random.default_rng([self.seed, epoch]).permutation(packs) if shuffled else packs
 
 
 @dataclass(frozen=True)
-class ReadJob:
-    """Two epochs of one shard.
+class ReadRequest:
+    """Two epochs of one shard, to be read and timed by a process.
 
     Attributes:
-        prefix: of the shard.
+        prefix: the shard's.
         sample: the packs.
-        setting: how they are read.
-        most_seconds: of one epoch.
-        group: folder of the control group the process is to be in; None to stay where it is.
+        setting: how the packs are read.
+        max_seconds: when an epoch ends, all packs read or not.
+        group: folder of the control group that the process enters first; None to stay in its own.
     """
 
     prefix: str
     sample: Sample
     setting: Setting
-    most_seconds: float
+    max_seconds: float
     group: str | None = None
 
 
@@ -140,8 +143,8 @@ class Epoch:
 
     Attributes:
         packs: how many were read; fewer than the sample has where time ran out.
-        seconds: in all.
-        nbytes: of the packs.
+        seconds: what reading them took.
+        nbytes: bytes of these packs.
         median_us: microseconds to read a pack, the median.
         p99_us: 99 of 100 packs took at most this long.
         soft_faults: pages that were mapped from memory.
@@ -171,13 +174,13 @@ class Epoch:
 
 @dataclass(frozen=True)
 class ReadTimes:
-    """What a job found.
+    """The answer to a ``ReadRequest``.
 
     Attributes:
         first: the epoch after the page cache was dropped.
-        second: the one after it, when all packs of the sample had been read, or time was over.
-        seen_nbytes: of the packs that were read before the second epoch.
-        private_nbytes: what reading, in this job and those before it, added to the memory that is the process's own.
+        second: the next epoch; of the packs that had been read before it, where there was no time to read all.
+        seen_nbytes: bytes of the packs that had been read before the second epoch.
+        private_nbytes: bytes by which this and all earlier requests made the process's own memory grow, maps left out.
         huge_nbytes: bytes of the shard that were mapped by huge pages in the end.
     """
 
@@ -189,10 +192,13 @@ class ReadTimes:
 
 
 class TimedReader:
-    """An open data set whose packs are copied out, as into a batch; files, maps and caches go with it."""
+    """An open data set from which a measured process copies packs, as into a batch.
+
+    Nothing else may hold its files, maps and caches: they must be closed when the reader is dropped.
+    """
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """These packs are read next, in this order; who cannot use that leaves it."""
+        """Announce the packs that are read next, in this order; a reader that has no use for it does nothing."""
 
     def read(self, pack: int) -> int:
         """Copy a pack out; returns its bytes."""
@@ -204,16 +210,19 @@ class TimedReader:
 
 
 class ShardReader(TimedReader):
-    """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
+    """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are made once.
 
-    def __init__(self, job: ReadJob) -> None:
-        setting = job.setting
+    Raises FormatError where the shard has fewer packs than the request asks for.
+    """
+
+    def __init__(self, request: ReadRequest) -> None:
+        setting = request.setting
         options = ReadOptions(setting.backend, setting.advice, setting.huge_pages)
-        self._shard = Shard(job.prefix, backend=options)
-        if len(self._shard) < job.sample.stop:
+        self._shard = Shard(request.prefix, backend=options)
+        if len(self._shard) < request.sample.stop:
             raise FormatError(
-                f"{job.prefix}: {len(self._shard)} packs, the shard that was to be measured had more: another one was"
-                " published over it; measure again"
+                f"{request.prefix}: {len(self._shard)} packs, the shard that was to be measured had more: another one"
+                " was published over it; measure again"
             )
         header = self._shard.header
         longest = min(header.longest_pack, header.num_tokens)
@@ -221,12 +230,12 @@ class ShardReader(TimedReader):
         self._coming, self._read = np.empty(0, np.int64), 0
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """The kernel is told of a few packs at a time."""
+        """Announce all packs of an epoch, of which the shard is told ``AHEAD`` at a time."""
         self._coming, self._read = packs, 0
         self._shard.schedule(packs[:AHEAD])
 
     def read(self, pack: int) -> int:
-        """Tokens, mask and boundaries; FormatError where the pack is longer than the header says."""
+        """Bytes of tokens, mask and boundaries. FormatError: the pack is longer than the header says."""
         if self._read % AHEAD == 0 and (coming := self._coming[self._read + AHEAD :][:AHEAD]).size:
             self._shard.schedule(coming)
         self._read += 1
@@ -241,24 +250,24 @@ class ShardReader(TimedReader):
         return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
 
     def huge_nbytes(self) -> int:
-        """By what the kernel counts."""
+        """As the kernel counts them in ``/proc/self/smaps``."""
         return self._shard.huge_pages()
 
 
 # ---- in the measured process ----
 
 
-def read_epoch(reader: TimedReader, packs: NDArray[np.int64], *, scheduled: bool, most_seconds: float) -> Epoch:
-    """Read packs in the order given until they, or the time, are at their end; at least one.
+def read_epoch(reader: TimedReader, packs: NDArray[np.int64], *, scheduled: bool, max_seconds: float) -> Epoch:
+    """Read packs in the order given, until all are read or the time is over; one pack is always read.
 
     Args:
-        reader: what they are read by.
-        packs: int64 [packs], at least one.
-        scheduled: tell the reader what comes next.
-        most_seconds: when no further pack is begun.
+        reader: reads them.
+        packs: int64 [packs], not empty.
+        scheduled: whether ``reader.schedule`` is called first.
+        max_seconds: seconds after which no further pack is begun.
     """
     times = np.empty(len(packs))
-    nbytes = done = 0
+    nbytes = count = 0
     clock = time.perf_counter
     disk, usage = _proc_value("io", "read_bytes:"), resource.getrusage(resource.RUSAGE_SELF)
     begin = last = clock()
@@ -267,19 +276,19 @@ def read_epoch(reader: TimedReader, packs: NDArray[np.int64], *, scheduled: bool
     for pack in packs.tolist():
         nbytes += reader.read(pack)
         now = clock()
-        times[done] = now - last
-        done, last = done + 1, now
-        if now - begin > most_seconds:
+        times[count] = now - last
+        count, last = count + 1, now
+        if now - begin > max_seconds:
             break
     after, read = resource.getrusage(resource.RUSAGE_SELF), _proc_value("io", "read_bytes:")
     soft, hard = after.ru_minflt - usage.ru_minflt, after.ru_majflt - usage.ru_majflt
-    median, p99 = np.percentile(times[:done] * 1e6, [50, 99]).tolist()
-    counted = None if disk is None or read is None else read - disk
-    return Epoch(done, last - begin, nbytes, median, p99, soft, hard, counted)
+    median, p99 = np.percentile(times[:count] * 1e6, [50, 99]).tolist()
+    disk_nbytes = None if disk is None or read is None else read - disk
+    return Epoch(count, last - begin, nbytes, median, p99, soft, hard, disk_nbytes)
 
 
 def _proc_value(file: str, key: str) -> int | None:
-    """A number that the kernel keeps of this process; None where it does not account for it."""
+    """A number that the kernel keeps of this process; None where it does not keep it."""
     with suppress(OSError, StopIteration), open(f"/proc/self/{file}") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
     return None
@@ -289,95 +298,97 @@ def _private_nbytes() -> int:
     return 1024 * (_proc_value("status", "RssAnon:") or 0)  # mapped files left out
 
 
-def _run_job(job: ReadJob, open_reader: Callable[[ReadJob], TimedReader], begun_with: int) -> ReadTimes:
-    """Both epochs. What the first had no time for is read between them, in the plainest way, in order.
+def _read_twice(request: ReadRequest, open_reader: Callable[[ReadRequest], TimedReader], own_nbytes: int) -> ReadTimes:
+    """Read both epochs; ``own_nbytes`` is the process's own memory before its first request.
 
-    Otherwise the second epoch of a slow setting would be one of fewer packs, which a small cache holds.
+    Packs that the first epoch had no time for are read between the two by ``pread``, in ascending order: otherwise the
+    second epoch of a slow setting would have fewer packs, which a small cache can hold.
     """
-    if job.group is not None:
-        Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
-    reader = open_reader(job)
-    packs, scheduled = job.sample.first(), job.setting.schedule
-    first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
-    end, shard = time.monotonic() + job.most_seconds, Shard(job.prefix, backend="pread")
-    done, late = 0, np.sort(packs[first.packs :])
-    while done < len(late) and time.monotonic() < end:
-        shard[late[done]]
-        done += 1
-    seen = np.concatenate([packs[: first.packs], late[:done]])
-    second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
-    private = _private_nbytes() - begun_with
-    # With the reader go its maps, without which the page cache can be dropped.
+    if request.group is not None:
+        Path(request.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
+    reader = open_reader(request)
+    packs, scheduled = request.sample.first_epoch(), request.setting.schedule
+    first = read_epoch(reader, packs, scheduled=scheduled, max_seconds=request.max_seconds)
+    end, shard = time.monotonic() + request.max_seconds, Shard(request.prefix, backend="pread")
+    late, num_late = np.sort(packs[first.packs :]), 0
+    while num_late < len(late) and time.monotonic() < end:
+        shard[late[num_late]]
+        num_late += 1
+    seen = np.concatenate([packs[: first.packs], late[:num_late]])
+    second = read_epoch(reader, request.sample.second_epoch(seen), scheduled=scheduled, max_seconds=request.max_seconds)
+    private = _private_nbytes() - own_nbytes
+    # On return the reader is dropped with its maps; while a file is mapped, its pages cannot be dropped.
     return ReadTimes(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
 
 
 # ---- processes ----
 
 
-def _serve(open_reader: Callable[[ReadJob], TimedReader], jobs: Connection) -> None:
-    """Do the jobs that come in; the run of each, or its error, goes back."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever gives the jobs, and ends this process
-    logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
-    begun_with = _private_nbytes()  # not job by job: what is freed after one may stay the process's, for the next
+def _serve(open_reader: Callable[[ReadRequest], TimedReader], connection: Connection) -> None:
+    """Answer each request that comes in by its ``ReadTimes`` or its error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
+    logging.disable(logging.WARNING)  # a warning that huge pages were refused: ``huge_nbytes`` says so
+    # Not taken anew for each request: memory that one frees may stay the process's, and serve the next.
+    own_nbytes = _private_nbytes()
     with suppress(EOFError):
         while True:
-            job = jobs.recv()
+            request = connection.recv()
             answer: ReadTimes | FormatError | OSError
             try:
-                answer = _run_job(job, open_reader, begun_with)
+                answer = _read_twice(request, open_reader, own_nbytes)
             except SFTIndexError as error:
                 answer = FormatError(str(error))
             except Exception as error:
                 answer = OSError(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
-            jobs.send(answer)
+            connection.send(answer)
 
 
 def _start_server() -> None:
-    """Start multiprocessing's fork server where it does not run, and the tracker that comes with it.
+    """Start multiprocessing's fork server, and the resource tracker that comes with it, unless they run already.
 
     Python starts them with the current folder first on their path, where a file may have the name of any module. So
-    the current folder is another one meanwhile, in which only an administrator can leave a file.
+    this process changes to the root folder meanwhile, in which only an administrator can leave a file.
     """
-    here = os.open(os.curdir, os.O_PATH | os.O_CLOEXEC)  # it may be one that cannot be listed
+    before = os.open(os.curdir, os.O_PATH | os.O_CLOEXEC)  # O_PATH: the folder need not be readable
     try:
         os.chdir(os.sep)
         forkserver.ensure_running()
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(before)
+        os.close(before)
 
 
 class Workers(ExitStack):
-    """Measured processes, one for each setting, which take one job after the other; they end with the ``with`` block.
+    """The measured processes, one for each setting; they end with the ``with`` block.
 
-    They are forked from a server that has imported all and opened nothing, so each starts at once.
+    They are forked from a server that has imported this module and opened no shard, so each starts at once.
 
     Args:
-        open_reader: opens the data set of a job; a name in a module, as processes are told of it.
+        open_reader: opens the data set of a request; it is pickled, so it must be a name in a module.
     """
 
-    def __init__(self, open_reader: Callable[[ReadJob], TimedReader] = ShardReader) -> None:
+    def __init__(self, open_reader: Callable[[ReadRequest], TimedReader] = ShardReader) -> None:
         super().__init__()
         self._open_reader = open_reader
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._children: dict[Setting, tuple[BaseProcess, Connection]] = {}
 
-    def run(self, job: ReadJob) -> ReadTimes:
-        """Do a job.
+    def run(self, request: ReadRequest) -> ReadTimes:
+        """Have the process of the request's setting answer it; start that process where there is none.
 
         Raises:
             FormatError: the shard is bad.
-            OSError: the system does not let it be read in this way, or ends the process.
+            OSError: the system does not let the shard be read in this way, or ended the process.
         """
-        if job.setting not in self._children:
-            self._children[job.setting] = self._start()
-        process, connection = self._children[job.setting]
+        if request.setting not in self._children:
+            self._children[request.setting] = self._start()
+        process, connection = self._children[request.setting]
         try:
-            connection.send(job)
+            connection.send(request)
             answer: ReadTimes | FormatError | OSError = connection.recv()
         except (EOFError, OSError):
-            del self._children[job.setting]
+            del self._children[request.setting]
             process.join()
             code = process.exitcode or 0
             ending = f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
@@ -387,12 +398,12 @@ class Workers(ExitStack):
         return answer
 
     def _start(self) -> tuple[BaseProcess, Connection]:
-        """A process that waits for jobs. It holds nothing that could be lost, so it is killed in the end."""
+        """Start a process that waits for requests. It has nothing to lose, so it is killed in the end."""
         _start_server()
-        ours, its = self._context.Pipe()
-        child = self._context.Process(target=_serve, args=(self._open_reader, its), daemon=True)
+        parent_end, child_end = self._context.Pipe()
+        child = self._context.Process(target=_serve, args=(self._open_reader, child_end), daemon=True)
         child.start()
-        its.close()
-        for end in (ours.close, child.join, child.kill):  # the last one first
+        child_end.close()
+        for end in (parent_end.close, child.join, child.kill):  # the last one is called first
             self.callback(end)
-        return child, ours
+        return child, parent_end

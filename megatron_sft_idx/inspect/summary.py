@@ -1,7 +1,7 @@
-"""What a shard holds, counted in one pass, and told to people, as lines, and to programs, as plain values.
+"""What a shard holds, counted in one pass, as lines for people and plain values for programs.
 
-Distributions, odd packs, repeated sequences: everything that the indexes tell is counted in full. Ids
-and masks are read in full up to a limit, and of larger shards in evenly spread windows.
+What the indexes say is counted in full. Ids and masks are read in full up to ``CONTENT_TOKENS``; of larger shards,
+they are read in evenly spread windows, and counts of them say that they are a sample's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, place_name, source_names
-from megatron_sft_idx.inspect.tally import HashSample, Tally, Top
+from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, origin_name, source_names
+from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import listed_columns
@@ -26,10 +26,10 @@ from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update
 
-# Tokens whose ids and masks are read: a few seconds' worth.
+# The most tokens whose ids and masks are read, which takes a few seconds.
 CONTENT_TOKENS = 1 << 29
 PERMILLE = 1000
-_PLACES = 4
+_MAX_REMARKS = 4
 _LOSSES = {
     "overlong_sequences": "overlong sequences",
     "dropped_tokens": "dropped tokens",
@@ -38,7 +38,7 @@ _LOSSES = {
 
 
 class Remark(NamedTuple):
-    """A pack, or a sequence in it, counted from 0, and what is said of it."""
+    """A note on a pack, or on a sequence of it; both are counted from 0."""
 
     pack: int
     sequence: int | None
@@ -51,45 +51,45 @@ class Remark(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Odd:
-    """One kind of packs that somebody should look at: the largest of something, or what is rarely meant.
+class Oddity:
+    """One kind of packs or sequences that somebody should look at: the largest, or what is rarely intended.
 
     Attributes:
-        kind: in a few words.
-        count: of all there are; None for the largest of something.
+        kind: its name, in a few words.
+        count: how many there are of the kind; None where the largest are listed, which are not counted.
         unit: what is counted, in the singular.
-        places: the first few, or the largest.
-        exact: whether all of the shard was looked at for it.
+        remarks: the first few of the kind, or the largest.
+        exact: whether ``count`` is of the whole shard, not of a sample.
     """
 
     kind: str
     count: int | None
     unit: str
-    places: Sequence[Remark]
+    remarks: Sequence[Remark]
     exact: bool = True
 
     @property
     def counted(self) -> str:
-        """``3 packs``, ``none``, or nothing where nothing is counted."""
+        """``3 packs``, ``none``, or an empty text where ``count`` is None."""
         if not self.count:
             return "" if self.count is None else "none"
         return counted(self.count, self.unit)
 
 
 class Survey:
-    """The counts of a shard, which grow by a window at a time.
+    """The counts of a shard, to which each window is added.
 
     Attributes:
-        header: the shard's own.
-        nbytes: of its files, by suffix.
-        columns: what is known of each, by its name.
+        header: the shard's header.
+        nbytes: size of each file, by suffix.
+        columns: kind and size of each column, by name, and whether the shard was written with it (``listed``).
         sequence_lengths: tokens of every sequence.
         pack_lengths: tokens of every pack.
-        sequences: of every pack.
-        cost: attention pairs of every pack.
-        trained, sequence_trained: of every pack, and sequence, that was read, the trained share of its tokens, in
+        sequences: number of sequences of every pack.
+        cost: pairs of tokens that attend to each other in every pack.
+        trained, sequence_trained: the trained share of the tokens of every pack, and sequence, whose mask was read, in
             thousandths, rounded.
-        read_packs: packs whose ids and masks were read.
+        read_packs: number of packs whose ids and masks were read.
         sources: counts by input file; None where the shard does not say where its sequences came from.
     """
 
@@ -98,7 +98,6 @@ class Survey:
         digests = zip(DATA_SUFFIXES, self.header.digests, strict=True)
         self.nbytes = {suffix: digest.nbytes for suffix, digest in digests} | {".seq.idx": self.header.seq_idx_nbytes}
         self.nbytes |= {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
-        # Kind, size of the file, and whether the shard was written with it.
         self.columns: dict[str, dict[str, Any]] = {}
         listed = listed_columns(self.header.metadata)
         for name, column in shard.columns.items():
@@ -111,8 +110,10 @@ class Survey:
         self.trained, self.sequence_trained = Tally(PERMILLE), Tally(PERMILLE)
         self.read_packs = self._single_sequences = self._whole_packs = self._cut_sequences = 0
         self._cut_length = cut_length(self.header)
-        self._masked, self._whole, self._cut, self._single, self._longest = (Top(_PLACES) for _ in range(5))
-        self._costliest, self._most_sequences, self._emptiest = (Top(_PLACES) for _ in range(3))
+        self._masked, self._whole, self._cut, self._single, self._longest = (
+            LargestValues(_MAX_REMARKS) for _ in range(5)
+        )
+        self._costliest, self._most_sequences, self._emptiest = (LargestValues(_MAX_REMARKS) for _ in range(3))
         self._repeats = HashSample()
         self.names = source_names(shard)
         self.sources = None if self.names is None else SourceCounts(self.names, shard.header)
@@ -124,23 +125,23 @@ class Survey:
 
     @property
     def fill(self) -> float:
-        """Tokens a position of all packs."""
+        """Tokens of all packs divided by their positions."""
         positions = self.header.num_packs * self.header.capacity
         return self.header.num_tokens / positions if positions else 0.0
 
     @property
     def cost_spread(self) -> float:
-        """Attention pairs of the costliest pack, in means of all packs."""
+        """Attention pairs of the costliest pack divided by their mean over all packs."""
         return self.cost.largest / self.cost.mean if self.cost.total else 0.0
 
     def add_index(self, window: Window) -> None:
-        """What the indexes tell of a window. FormatError: packs are larger than the header says (rule H9)."""
+        """Add what the indexes say of a window. FormatError: packs are larger than the header says (rule H9)."""
         first, begins = window.first_pack, window.sequence_offsets[:-1]
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
         counts = np.diff(window.sequence_offsets)
-        # Distributions have room for no others.
-        self._require_most("longest_pack", pack_lengths, self.header.longest_pack)
-        self._require_most("most_sequences", counts, self.header.most_sequences)
+        # A tally has no room for larger values.
+        self._require_at_most("longest_pack", pack_lengths, self.header.longest_pack)
+        self._require_at_most("most_sequences", counts, self.header.most_sequences)
         cost, single = np.add.reduceat(lengths * (lengths + 1) // 2, begins), lengths == 1
         self.sequence_lengths.add(lengths)
         self.pack_lengths.add(pack_lengths)
@@ -155,27 +156,27 @@ class Survey:
         if self.sources is not None:
             self.sources.add_index(window)
 
-    def _require_most(self, name: str, found: NDArray[np.int64], said: int) -> None:
-        if (most := int(found.max())) > said:
+    def _require_at_most(self, name: str, values: NDArray[np.int64], stated: int) -> None:
+        if (largest := int(values.max())) > stated:
             raise FormatError(
-                f"{self._shard.prefix}: {name} {said} in the header, {most} by the data (rule H9);"
+                f"{self._shard.prefix}: {name} {stated} in the header, {largest} by the data (rule H9);"
                 " megatron-sft-idx rebuild derives the header anew"
             )
 
     def add_content(self, window: Window) -> None:
-        """What the ids and masks of a window tell."""
+        """Add what the ids and masks of a window say."""
         ids, loss = window.content()
         trained, lengths = _native.count_positive(loss, window.bounds), np.diff(window.bounds)
         self.sequence_trained.add(_permille(trained, lengths))
         if self._cut_length:
-            # The last mask of a sequence is that of a token behind it.
+            # Entry j of a mask is of token j + 1: the last token has the entry before the last one.
             cut = (lengths == self._cut_length) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
             self._cut_sequences += int(np.count_nonzero(cut))
             self._cut.add(window.first_sequence, cut)
         begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
         of_packs, pack_lengths = np.add.reduceat(trained, begins), np.diff(window.pack_bounds)
         self.trained.add(_permille(of_packs, pack_lengths))
-        # Nothing predicts the first token of a sequence.
+        # The first token of a sequence is never trained on, as nothing predicts it.
         whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
         self._whole_packs += int(np.count_nonzero(whole))
         self._masked.add(window.first_pack, of_packs == 0)
@@ -187,63 +188,68 @@ class Survey:
         self.read_packs += len(window)
 
     @cached_property
-    def odd(self) -> list[Odd]:
-        """Kinds of odd packs, once all windows are counted; of the largest of a kind none, where all are alike."""
+    def odd(self) -> list[Oddity]:
+        """All kinds, some of them empty. Every window must have been added.
+
+        Kinds that list the largest are empty where all packs, or sequences, are equally large.
+        """
         masked = _flagged(self._masked, "no token is trained on")
         whole = _flagged(self._whole, "every token is trained on")
         single = _flagged(self._single, "has a sequence of one token")
-        cut = [self._sequence(number, "ends in a trained token") for is_so, number in self._cut.found if is_so]
+        cut = [self._sequence(number, "ends in a trained token") for is_so, number in self._cut.pairs if is_so]
         cuts = None if self._cut_length is None else self._cut_sequences
-        copies, groups = self._repeats.repeated(_PLACES)
+        copies, groups = self._repeats.repeated(_MAX_REMARKS)
         repeated = [
             self._sequence(number, f"{{tokens}}, {times:,} times")
             for times, numbers in groups
             for number in numbers[:2]
         ]
-        longest = [self._sequence(number, "{tokens}") for _, number in self._longest.found]
-        # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
-        emptiest = [(-length, pack) for length, pack in self._emptiest.found if -length < self.header.longest_pack]
-        most, costliest = self._most_sequences.found, self._costliest.found
+        longest = [self._sequence(number, "{tokens}") for _, number in self._longest.pairs]
+        # A pack as long as the longest is not odd, even where it is among the four shortest.
+        emptiest = [(-length, pack) for length, pack in self._emptiest.pairs if -length < self.header.longest_pack]
+        most, costliest = self._most_sequences.pairs, self._costliest.pairs
         return [
-            Odd("All masked", self.header.num_masked_packs, "pack", masked),
-            Odd("All trained", self._whole_packs, "pack", whole, self.complete),
-            Odd("Cut mid-turn", cuts, "sequence", cut, self.complete),
-            Odd("One-token sequences", self._single_sequences, "sequence", single),
-            Odd("Repeated sequences", copies, "copy", repeated, self.complete and not self._repeats.bits),
-            Odd("Longest sequences", None, "", [] if self.sequence_lengths.alike else longest),
-            Odd("Most sequences", None, "", [] if self.sequences.alike else _packs(most, "sequence")),
-            Odd("Costliest attention", None, "", [] if self.cost_spread == 1 else _packs(costliest, "pair of tokens")),
-            Odd("Least filled", None, "", _packs(emptiest, "token")),
+            Oddity("All masked", self.header.num_masked_packs, "pack", masked),
+            Oddity("All trained", self._whole_packs, "pack", whole, self.complete),
+            Oddity("Cut mid-turn", cuts, "sequence", cut, self.complete),
+            Oddity("One-token sequences", self._single_sequences, "sequence", single),
+            Oddity("Repeated sequences", copies, "copy", repeated, self.complete and not self._repeats.bits),
+            Oddity("Longest sequences", None, "", [] if self.sequence_lengths.is_constant else longest),
+            Oddity("Most sequences", None, "", [] if self.sequences.is_constant else _packs(most, "sequence")),
+            Oddity(
+                "Costliest attention", None, "", [] if self.cost_spread == 1 else _packs(costliest, "pair of tokens")
+            ),
+            Oddity("Least filled", None, "", _packs(emptiest, "token")),
         ]
 
     def _sequence(self, number: int, note: str) -> Remark:
-        """Sequence ``number`` among all of the shard; the note is given its tokens, and where it came from."""
+        """A remark on sequence ``number`` of the shard; its length replaces ``{tokens}``, its origin is added."""
         pack, sequence, length = locate_sequence(self._shard, number)
         note = note.format(tokens=counted(length, "token"))
         if self.names is not None:
-            place = self._shard.columns[SOURCE].values[number : number + 1][0].tolist()
-            note = f"{note}, {place_name(self.names, place)}"
+            origin = self._shard.columns[SOURCE].values[number : number + 1][0].tolist()
+            note = f"{note}, {origin_name(self.names, origin)}"
         return Remark(pack, sequence, note)
 
 
-def _flagged(found: Top, note: str) -> list[Remark]:
-    """The packs for which something is so."""
-    return [Remark(pack, None, note) for is_so, pack in found.found if is_so]
+def _flagged(flags: LargestValues, note: str) -> list[Remark]:
+    """A remark on each pack whose flag is true."""
+    return [Remark(pack, None, note) for is_so, pack in flags.pairs if is_so]
 
 
 def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Shares in thousandths, rounded."""
+    """``part / whole`` in thousandths, rounded, int64."""
     shares: NDArray[np.int64] = (2 * part * PERMILLE + whole) // (2 * whole)
     return shares
 
 
-def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Remark]:
+def _packs(pairs: Sequence[tuple[int, int]], unit: str) -> list[Remark]:
     plural = "pairs of tokens" if unit == "pair of tokens" else None
-    return [Remark(pack, None, counted(value, unit, plural)) for value, pack in found]
+    return [Remark(pack, None, counted(value, unit, plural)) for value, pack in pairs]
 
 
 def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
-    """Of sequence ``number`` among all of a shard: its pack, its number in that, its tokens."""
+    """Where sequence ``number`` of a shard is: its pack, its number in the pack, and its length in tokens."""
     offsets = shard.files.sequence_offsets
     low, high = 0, len(shard)
     while high - low > 1:
@@ -254,13 +260,13 @@ def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
     return low, sequence, stop - start
 
 
-def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Update | None = None) -> Survey:
-    """Counts a shard in bounded memory, best opened with the backend ``pread``: maps would count as memory.
+def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, on_progress: Update | None = None) -> Survey:
+    """Counts a shard in bounded memory. Open it with the backend ``pread``: maps would count as memory.
 
     Args:
         shard: the shard.
-        content_tokens: most tokens whose ids and masks are read, or a window where that is less.
-        tell: is given, now and again, how many tokens and packs more are done.
+        content_tokens: about the most tokens whose ids and masks are read; one window is always read.
+        on_progress: called after each window with its tokens and packs.
 
     Raises:
         FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
@@ -272,8 +278,8 @@ def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Up
         survey.add_index(window)
         if number % stride == 0:
             survey.add_content(window)
-        if tell:
-            tell(window.num_tokens, len(window))
+        if on_progress:
+            on_progress(window.num_tokens, len(window))
     return survey
 
 
@@ -281,7 +287,7 @@ def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Up
 
 
 def fingerprints(header: Header) -> dict[str, str]:
-    """What a shard was made from, by name; what it does not say is left out."""
+    """Fingerprints of what a shard was made from, by name; those that its header does not hold are left out."""
     found = {
         "shard": header.shard_id.hex(),
         "tokenizer": header.tokenizer,
@@ -292,22 +298,22 @@ def fingerprints(header: Header) -> dict[str, str]:
 
 
 def losses(header: Header) -> dict[str, int]:
-    """Counts in the metadata of what did not come through: rows skipped, sequences too long, tokens dropped."""
-    found: dict[str, Any] = {}
+    """Counts in the metadata of what the shard does not hold: rows skipped, sequences too long, tokens dropped."""
+    counts: dict[str, Any] = {}
     sources, packing = header.metadata.get("sources"), header.metadata.get("packing")
     if isinstance(sources, dict):
-        found["rows skipped"] = sources.get("skipped")
+        counts["rows skipped"] = sources.get("skipped")
     if isinstance(packing, dict):
-        found |= {name: packing.get(key) for key, name in _LOSSES.items()}
+        counts |= {name: packing.get(key) for key, name in _LOSSES.items()}
     # Anybody may write anything into the metadata.
-    return {name: value for name, value in found.items() if type(value) is int and 0 <= value < 2**63}
+    return {name: value for name, value in counts.items() if type(value) is int and 0 <= value < 2**63}
 
 
-# ---- told ----
+# ---- the summary, for people and for programs ----
 
 
 def column_lines(survey: Survey) -> Iterator[tuple[str, str]]:
-    """Each column, and what it is in a few words."""
+    """A heading for each column, and what it is in a few words."""
     for name, column in survey.columns.items():
         labels = ", aligned with labels" if column["alignment"] == "label" else ""
         origin = "written with the shard" if column["listed"] else "attached"
@@ -316,7 +322,7 @@ def column_lines(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def summary_lines(prefix: str, survey: Survey) -> list[str]:
-    """As a person reads it."""
+    """The lines of the summary, for people."""
     header = survey.header
     if not header.num_packs:
         return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(_provenance(header))]
@@ -375,38 +381,38 @@ def _row(name: str, tally: Tally, scale: float = 1) -> str:
     return f"{name:22}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
 
 
-_SHOWN_FILES = 20
+_MAX_FILES_SHOWN = 20
 
 
 def _source_lines(survey: Survey) -> Iterator[str]:
-    """A table of the largest files."""
+    """A table of the input files with the most tokens."""
     if survey.sources is None:
         return
     files = sorted(survey.sources.table(), key=lambda file: -file.tokens)
     about = "" if survey.complete and survey.sources.exact else "; rows, trained %, copies and elsewhere by a sample"
     yield f"{counted(len(files), 'input file')}{about}"
     yield f"{'rows':>10}{'sequences':>11}{'tokens':>14}{'trained %':>11}{'cut':>8}{'copies':>8}{'elsewhere':>11}"
-    for file in files[:_SHOWN_FILES]:
+    for file in files[:_MAX_FILES_SHOWN]:
         share = "" if file.trained is None else f"{100 * file.trained:.1f}"
         counts = f"{file.rows:>10,}{file.sequences:>11,}{file.tokens:>14,}{share:>11}{file.cut:>8,}{file.copies:>8,}"
         yield f"{counts}{file.elsewhere:>11,}  {shortened(file.name, 60)}"
-    if len(files) > _SHOWN_FILES:
-        yield f"and {len(files) - _SHOWN_FILES:,} more, see --json"
+    if len(files) > _MAX_FILES_SHOWN:
+        yield f"and {len(files) - _MAX_FILES_SHOWN:,} more, see --json"
     yield ""
 
 
 def _odd_lines(survey: Survey) -> Iterator[str]:
     for odd in survey.odd:
         sampled = "" if odd.exact else " among those sampled"
-        places = [f"{place.name} ({place.note})" for place in odd.places]
-        if shown := [*([odd.counted + sampled] if odd.count else []), *places]:
+        remarks = [f"{remark.name} ({remark.note})" for remark in odd.remarks]
+        if shown := [*([odd.counted + sampled] if odd.count else []), *remarks]:
             yield f"{odd.kind.lower():22}{shown[0]}"
             yield from (f"{'':22}{line}" for line in shown[1:])
     yield ""
 
 
 def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
-    """As plain values."""
+    """The summary as plain values, for programs."""
     header = survey.header
     return {
         "prefix": prefix,
@@ -429,7 +435,7 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "losses": losses(header),
         "sources": None if survey.sources is None else [file._asdict() for file in survey.sources.table()],
         "odd": [
-            {"kind": odd.kind, "count": odd.count, "exact": odd.exact, "places": [one._asdict() for one in odd.places]}
+            {"kind": odd.kind, "count": odd.count, "exact": odd.exact, "places": [one._asdict() for one in odd.remarks]}
             for odd in survey.odd
         ],
         "fingerprints": fingerprints(header),

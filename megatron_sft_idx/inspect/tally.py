@@ -1,6 +1,6 @@
-"""Counts in bounded memory, whatever there is to count: distributions, the largest, what occurs again.
+"""Statistics in bounded memory: distributions, the largest values, and what occurs more than once.
 
-Each is fed with the values of consecutive places, window by window.
+Each takes the values of consecutive packs or sequences, window by window.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_COUNTS, _MOST_HASHES = 1 << 17, 3 << 19
+_MAX_COUNTS, _MAX_HASHES = 1 << 17, 3 << 19
 
 
 class Tally:
-    """How often each value came.
+    """How often each value occurred.
 
     Args:
-        most: the largest value there can be. Where it is large, a few neighbours share a count.
+        max_value: the largest value there can be. Where it is large, a few neighbouring values share a count.
 
     Attributes:
-        step: how many neighbours share one.
+        step: how many neighbouring values share a count.
         counts: int64; entry k counts the values from ``k * step`` on.
         total, sum, least, largest: of all values.
     """
 
-    def __init__(self, most: int) -> None:
-        self.step = 1 << max(0, (most // _MOST_COUNTS).bit_length())
-        self.counts = np.zeros(most // self.step + 1, np.int64)
+    def __init__(self, max_value: int) -> None:
+        self.step = 1 << max(0, (max_value // _MAX_COUNTS).bit_length())
+        self.counts = np.zeros(max_value // self.step + 1, np.int64)
         self.total = self.sum = self.largest = 0
-        self.least = most
+        self.least = max_value
 
     def add(self, values: NDArray[np.int64]) -> None:
-        """Count values from 0 to ``most``."""
+        """Count values from 0 to ``max_value``, int64 [values]."""
         if not len(values):
             return
-        found = np.bincount(values // self.step if self.step > 1 else values)
-        self.counts[: len(found)] += found
+        counts = np.bincount(values // self.step if self.step > 1 else values)
+        self.counts[: len(counts)] += counts
         self.total += len(values)
         self.sum += int(values.sum())
         self.least, self.largest = min(self.least, int(values.min())), max(self.largest, int(values.max()))
 
     @property
-    def alike(self) -> bool:
-        """Whether all values are the same."""
+    def is_constant(self) -> bool:
+        """Whether all values are the same; True of no values."""
         return self.least >= self.largest
 
     @property
     def mean(self) -> float:
-        """Of all values; 0 of none."""
+        """The mean of all values; 0 of none."""
         return self.sum / self.total if self.total else 0.0
 
     def quantile(self, share: float) -> int:
-        """The least value that so large a share of all do not exceed; to within ``step``."""
+        """The least value that ``share`` of all values, or more, do not exceed; to within ``step``."""
         if not self.total:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), max(1, share * self.total)))
@@ -81,115 +81,122 @@ class Tally:
         return {"count": self.total, "min": self.least, **quantiles, "max": self.largest, "mean": round(self.mean, 3)}
 
 
-class Top:
-    """The places of the largest values, ties in the order of places; of truth values, the first that are true.
+class LargestValues:
+    """The largest values and the numbers of their packs or sequences; of truth values, the first that are true.
+
+    Args:
+        max_pairs: how many are kept.
 
     Attributes:
-        found: pairs of value and place, largest value first.
+        pairs: value and number, largest value first, equal values in the order of numbers.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.found: list[tuple[int, int]] = []
+    def __init__(self, max_pairs: int) -> None:
+        self._max_pairs = max_pairs
+        self.pairs: list[tuple[int, int]] = []
 
     def add(self, first: int, values: NDArray[Any]) -> None:
-        """The values of the places from ``first`` on."""
-        full = len(self.found) == self._most
-        least = self.found[-1][0] if full else None
+        """Take the values of the numbers from ``first`` on, [values]."""
+        full = len(self.pairs) == self._max_pairs
+        least = self.pairs[-1][0] if full else None
         at = np.arange(len(values)) if least is None else np.flatnonzero(values > least)
-        if len(at) > self._most:
-            at = at[np.argsort(-values[at].astype(np.int64), kind="stable")[: self._most]]
-        self.found += [(int(values[i]), first + i) for i in at.tolist()]
-        self.found.sort(key=lambda pair: (-pair[0], pair[1]))
-        del self.found[self._most :]
+        if len(at) > self._max_pairs:
+            at = at[np.argsort(-values[at].astype(np.int64), kind="stable")[: self._max_pairs]]
+        self.pairs += [(int(values[i]), first + i) for i in at.tolist()]
+        self.pairs.sort(key=lambda pair: (-pair[0], pair[1]))
+        del self.pairs[self._max_pairs :]
 
 
 class Repeat(NamedTuple):
-    """Sequences of equal ids: how many times they occur, and the numbers of some among all of the shard."""
+    """Sequences of equal ids: how many there are, and the numbers of the first few among all of the shard."""
 
     times: int
     sequences: tuple[int, ...]
 
 
-class Counted(NamedTuple):
-    """Different hashes in ascending order: uint64; the first sequence of each, int64; how often each came, int64."""
+class HashCounts(NamedTuple):
+    """Hashes, ascending, uint64; the first sequence of each, int64; how often each occurred, int64."""
 
     hashes: NDArray[np.uint64]
     numbers: NDArray[np.int64]
     times: NDArray[np.int64]
 
-    def some(self, which: Any) -> Counted:
-        """Those that ``which`` selects from an array of all: a slice gives views."""
-        return Counted(self.hashes[which], self.numbers[which], self.times[which])
+    def select(self, which: Any) -> HashCounts:
+        """The entries that ``which``, an index of arrays, selects; a slice gives views."""
+        return HashCounts(self.hashes[which], self.numbers[which], self.times[which])
 
 
 class HashSample:
-    """Hashes of sequences and whose they are; copies are put together, and all thinned out, where room is short.
+    """Hashes of sequences with the sequences' numbers. Where room is short, equal hashes are merged, then some dropped.
 
-    What is kept depends on the hashes alone: those below a limit, which is halved again and again. So all copies of
-    a sequence are kept, or none of them, here and in the sample of another shard with the same limit.
+    A hash is kept where it is below a limit, which is halved whenever merging does not make room enough. So all copies
+    of a sequence are kept, or none, and likewise in the sample of another shard with the same limit.
 
     Args:
-        most: how many are kept at most, 2 or more; 24 bytes each.
+        max_hashes: how many are kept at most, 2 or more; 24 bytes each.
 
     Attributes:
         bits: a hash is kept where its highest ``bits`` bits are 0.
     """
 
-    def __init__(self, most: int = _MOST_HASHES) -> None:
-        self._columns = Counted(np.empty(most, np.uint64), np.empty(most, np.int64), np.empty(most, np.int64))
+    def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
+        hashes, (numbers, times) = np.empty(max_hashes, np.uint64), np.empty((2, max_hashes), np.int64)
+        self._entries = HashCounts(hashes, numbers, times)
         self._used = self.bits = 0
 
     @property
-    def _held(self) -> Counted:
-        """What is kept, a number and its times for each time that a hash was added since copies were put together."""
-        return self._columns.some(slice(self._used))
+    def _held(self) -> HashCounts:
+        """The entries in use: those merged last, then one for each hash that was added since."""
+        return self._entries.select(slice(self._used))
 
     def add(self, hashes: NDArray[np.uint64], first: int) -> None:
-        """The hashes of the sequences from number ``first`` on."""
-        at = np.flatnonzero(self._kept(hashes))
+        """Take the hashes of the sequences from number ``first`` on, uint64 [sequences]."""
+        at = np.flatnonzero(self._below_limit(hashes))
         while len(at):
-            room = len(self._columns.hashes) - self._used
+            room = len(self._entries.hashes) - self._used
             some, at = at[:room], at[room:]
             self._used += len(some)
-            new = self._held.some(slice(self._used - len(some), None))
+            new = self._held.select(slice(self._used - len(some), None))
             new.hashes[:], new.numbers[:], new.times[:] = hashes[some], some + first, 1
             if len(at):
-                self._keep(self.counted())
-                while self._used > len(self._columns.hashes) * 3 // 4:
+                self._replace(self.merged())
+                while self._used > len(self._entries.hashes) * 3 // 4:
                     self.thin(self.bits + 1)
-                at = at[self._kept(hashes[at])]
+                at = at[self._below_limit(hashes[at])]
 
     def thin(self, bits: int) -> None:
         """Keep only the hashes whose highest ``bits`` bits are 0."""
         if bits > self.bits:
             self.bits = bits
-            self._keep(self._held.some(self._kept(self._held.hashes)))
+            self._replace(self._held.select(self._below_limit(self._held.hashes)))
 
-    def _keep(self, counted: Counted) -> None:
+    def _replace(self, counted: HashCounts) -> None:
         self._used = len(counted.hashes)
         held = self._held
         held.hashes[:], held.numbers[:], held.times[:] = counted
 
-    def _kept(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        kept: NDArray[np.bool_] = hashes <= np.uint64((1 << 64 - self.bits) - 1)
-        return kept
+    def _below_limit(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        is_below: NDArray[np.bool_] = hashes <= np.uint64((1 << 64 - self.bits) - 1)
+        return is_below
 
-    def counted(self) -> Counted:
-        """The different hashes that are kept."""
-        hashes, numbers, times = held = self._held.some(np.argsort(self._held.hashes, kind="stable"))
+    def merged(self) -> HashCounts:
+        """The hashes that are kept, each once."""
+        hashes, numbers, times = held = self._held.select(np.argsort(self._held.hashes, kind="stable"))
         if not len(hashes):
             return held
         begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
         # The order is stable and numbers ascend among equal hashes: the first is the least.
-        return Counted(hashes[begins], numbers[begins], np.add.reduceat(times, begins))
+        return HashCounts(hashes[begins], numbers[begins], np.add.reduceat(times, begins))
 
-    def repeated(self, most: int, places: int = 4) -> tuple[int, list[Repeat]]:
-        """How many kept sequences repeat another, and the ``most`` that occur most often."""
-        counted, held = self.counted(), self._held
+    def repeated(self, max_groups: int, max_numbers: int = 4) -> tuple[int, list[Repeat]]:
+        """How many of the sequences kept repeat an earlier one, and the ``max_groups`` that occur most often.
+
+        Each names the numbers of its first ``max_numbers`` sequences.
+        """
+        counted, held = self.merged(), self._held
         again = np.flatnonzero(counted.times > 1)
         groups = []
-        for i in again[np.argsort(-counted.times[again], kind="stable")[:most]].tolist():
+        for i in again[np.argsort(-counted.times[again], kind="stable")[:max_groups]].tolist():
             numbers = np.sort(held.numbers[held.hashes == counted.hashes[i]])
-            groups.append(Repeat(int(counted.times[i]), tuple(numbers[:places].tolist())))
+            groups.append(Repeat(int(counted.times[i]), tuple(numbers[:max_numbers].tolist())))
         return int(counted.times.sum()) - len(counted.hashes), groups

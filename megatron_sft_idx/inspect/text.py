@@ -24,11 +24,11 @@ PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
 _LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
-# Of a match: characters shown before and after it; tokens that are decoded together when its place is looked for, and
-# of the longest character.
-_CONTEXT, _PIECE, _LONGEST_CHARACTER = 40, 512, 8
+# Characters shown before and after a match; tokens that are decoded together to find the one in which a match begins;
+# the most tokens that one character consists of.
+_CONTEXT, _CHUNK_TOKENS, _MAX_CHARACTER_TOKENS = 40, 512, 8
 
-# In a notebook, on light and dark ground alike.
+# Styles of a notebook's cell, legible on light and dark backgrounds.
 _MARK = "color: inherit; background: rgba(30, 136, 209, .32); border-bottom: 1px solid #1e88d1"
 _TEXT = "margin: .2em 0 1.4em; line-height: 1.5; white-space: pre-wrap; overflow-wrap: anywhere"
 
@@ -43,7 +43,7 @@ def counted(count: int, unit: str, plural: str | None = None) -> str:
 
 
 def shown_nbytes(nbytes: int) -> str:
-    """As people write sizes: ``1023 B``, ``1.5 KiB``."""
+    """A size as people write it: ``1023 B``, ``1.5 KiB``."""
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -51,18 +51,18 @@ def shown_nbytes(nbytes: int) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """A text with every control character, ends of lines too, as its picture."""
+    """A text with every control character, line ends included, as its picture."""
     return text.translate(_LINE_PICTURES)
 
 
-def shortened(text: str, most: int) -> str:
-    """A text from a shard's metadata on one line: whoever wrote the shard decides what it holds and how long it is."""
-    text = on_one_line(text[: most + 1])
-    return text if len(text) <= most else text[: most - 1] + "…"
+def shortened(text: str, max_characters: int) -> str:
+    """A text of unknown content and length, such as a shard's metadata, on one line and cut."""
+    text = on_one_line(text[: max_characters + 1])
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
-    """Stands in for a tokenizer's decoding where there is none."""
+    """The ids themselves, as a ``Decode`` where there is no tokenizer."""
     return "".join(f"{number} " for number in np.asarray(ids).tolist())
 
 
@@ -77,7 +77,7 @@ def trained_tokens(loss_mask: NDArray[np.generic]) -> NDArray[np.float32]:
 
     Returns:
         float32 [length]: entry j is the weight that token j is trained with. The first token, which nothing
-        predicts, has none.
+        predicts, has weight 0.
     """
     weights = np.zeros(len(loss_mask), np.float32)
     weights[1:] = loss_mask[:-1]
@@ -102,7 +102,7 @@ def mark_pack(
         loss_mask: label-aligned mask, [length].
         boundaries: ``[0, start_1, ..., length]``.
         decode: makes text of ids and keeps special tokens.
-        sources: where each sequence came from, where that is known.
+        sources: name of each sequence's origin; empty where that is not known.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
@@ -114,7 +114,7 @@ def mark_pack(
         weights = trained_tokens(loss_mask[start:stop])
         rule = _rule(number, start, stop, weights, sources[number] if sources else "")
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)
-        marked = (_marked(text, weight, color) for text, weight, _ in marked_runs(ids[start:stop], weights, decode))
+        marked = (_marked(text, weight, color) for text, weight, _ in marked_spans(ids[start:stop], weights, decode))
         lines.append("".join(marked).removesuffix("\n"))
     return "\n".join(lines)
 
@@ -133,10 +133,10 @@ class MarkedPack:
         pack, parts = self._pack, []
         for number, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
             weights = trained_tokens(pack["loss_mask"][start:stop])
-            runs = marked_runs(pack["input_ids"][start:stop], weights, self._decode)
+            spans = marked_spans(pack["input_ids"][start:stop], weights, self._decode)
             text = "".join(
                 f'<mark style="{_MARK}" title="weight {weight:g}">{escape(text)}</mark>' if weight else escape(text)
-                for text, weight, _ in runs
+                for text, weight, _ in spans
             )
             parts.append(f'<small style="opacity: .75">{_rule(number, start, stop, weights)}</small>')
             parts.append(f'<pre style="{_TEXT}">{text}</pre>')
@@ -144,7 +144,7 @@ class MarkedPack:
 
 
 def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
-    """A pack to be looked at, printed or at the end of a notebook's cell; what is trained on is marked.
+    """A pack for people, printed or at the end of a notebook's cell; what is trained on is marked.
 
     Args:
         pack: ``ds[i]`` of any dataset of this package.
@@ -164,20 +164,20 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
 
 def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], source: str = "") -> str:
-    """What is said above a sequence."""
+    """The line above a sequence."""
     trained, source = np.count_nonzero(weights), f" ({source})" if source else ""
     return (
         f"── sequence {number}{source}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
     )
 
 
-def marked_runs(
+def marked_spans(
     ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode
 ) -> Iterator[tuple[str, float, int]]:
-    """One sequence as text, weight and tokens of each run of equal weights, control characters shown as pictures."""
+    """Text, weight and number of tokens of each span of equal weights of a sequence, control characters as pictures."""
     position = 0
-    for weight, run in groupby(weights.tolist()):
-        length = sum(1 for _ in run)
+    for weight, span in groupby(weights.tolist()):
+        length = sum(1 for _ in span)
         yield decode(ids[position : position + length].tolist()).translate(PICTURES), weight, length
         position += length
 
@@ -185,20 +185,20 @@ def marked_runs(
 def token_texts(ids: NDArray[np.integer], decode: Decode) -> list[tuple[str, list[int]]]:
     """The text of each token, control characters shown as pictures; tokens that share a character stand together.
 
-    Each is decoded behind the one before, as some tokenizers drop the space that begins a text. Where the texts do
-    not make up that of all ids, they are one.
+    Each token is decoded together with the one before it, as some tokenizers drop the space that begins a text. Where
+    the texts do not add up to that of all ids, the result is one text of all tokens.
     """
-    found: list[tuple[str, list[int]]] = []
+    texts: list[tuple[str, list[int]]] = []
     before: list[int] = []
-    some: list[int] = []
+    tokens: list[int] = []
     for token in ids.tolist():
-        some.append(token)
-        text = decode(before + some)[len(decode(before)) if before else 0 :]
-        if len(some) == _LONGEST_CHARACTER or not text.endswith("\ufffd"):
-            found.append((text.translate(PICTURES), some))
-            before, some = some, []
+        tokens.append(token)
+        text = decode(before + tokens)[len(decode(before)) if before else 0 :]
+        if len(tokens) == _MAX_CHARACTER_TOKENS or not text.endswith("\ufffd"):
+            texts.append((text.translate(PICTURES), tokens))
+            before, tokens = tokens, []
     whole = decode(ids.tolist()).translate(PICTURES)
-    return found if "".join(text for text, _ in found) == whole else [(whole, ids.tolist())]
+    return texts if "".join(text for text, _ in texts) == whole else [(whole, ids.tolist())]
 
 
 def _marked(text: str, weight: float, color: bool) -> str:
@@ -209,13 +209,13 @@ def _marked(text: str, weight: float, color: bool) -> str:
     return marked if weight == 1 else f"{marked}x{weight:g}"
 
 
-# ---- a text in all packs ----
+# ---- a text, looked for in all packs ----
 
 
 class Match(NamedTuple):
-    """Where a text begins: pack, sequence in it, token in that; and the text before, itself, and after.
+    """A place where a text occurs: pack, sequence in the pack, and token in the sequence, in which the text begins.
 
-    ``trained`` is whether the token that the text begins in is trained on.
+    ``trained`` is whether that token is trained on; ``before`` and ``after`` are the text around the match.
     """
 
     pack: int
@@ -227,14 +227,14 @@ class Match(NamedTuple):
     after: str
 
 
-def find_text(shard: Shard, text: str, decode: Decode, *, tell: Update | None = None) -> Iterator[Match]:
-    """Every place of a text in the decoded sequences, in order, as they are found; no match crosses a sequence.
+def find_text(shard: Shard, text: str, decode: Decode, *, on_progress: Update | None = None) -> Iterator[Match]:
+    """Yields every match of a text in the decoded sequences, in order. No match crosses the end of a sequence.
 
     Args:
         shard: the shard.
-        text: what is looked for, as it is; not empty.
+        text: looked for literally; not empty.
         decode: ids to text.
-        tell: as in ``survey_shard``.
+        on_progress: called after each window with its tokens and packs.
     """
     for window in windows(shard):
         ids, loss = window.content()
@@ -248,32 +248,32 @@ def find_text(shard: Shard, text: str, decode: Decode, *, tell: Update | None = 
                 before, after = decoded[max(0, at - _CONTEXT) : at], decoded[end : end + _CONTEXT]
                 yield Match(*window.locate(number), token, trained, before, text, after)
                 at = decoded.find(text, end)
-        if tell:
-            tell(window.num_tokens, len(window))
+        if on_progress:
+            on_progress(window.num_tokens, len(window))
 
 
 def _token_finder(ids: NDArray[Any], decoded: str, decode: Decode) -> Callable[[int], int]:
-    """Which token a character of a sequence's text belongs to: the first whose text reaches past it.
+    """A function that says in which token a character of the sequence's text is: the first whose text reaches past it.
 
-    A long sequence is decoded once more in pieces, so that a search decodes a piece again and again, not all before
-    it. Where the texts of the pieces do not make up the whole, the sequence is one piece.
+    A long sequence is cut into chunks, so that a search decodes a chunk again and again, and not all before the
+    character. Where the texts of the chunks do not add up to ``decoded``, the sequence is one chunk.
     """
     bounds, texts = [0], []
     while (begin := bounds[-1]) < len(ids):
-        # A piece ends a little later where its last character is not whole.
-        for stop in range(begin + _PIECE, begin + _PIECE + _LONGEST_CHARACTER):
-            piece = decode(ids[begin:stop].tolist())
-            if stop >= len(ids) or not piece.endswith("\ufffd"):
+        # A chunk ends a little later where its last character is not whole.
+        for stop in range(begin + _CHUNK_TOKENS, begin + _CHUNK_TOKENS + _MAX_CHARACTER_TOKENS):
+            chunk = decode(ids[begin:stop].tolist())
+            if stop >= len(ids) or not chunk.endswith("\ufffd"):
                 break
         bounds.append(min(stop, len(ids)))
-        texts.append(piece)
+        texts.append(chunk)
     if "".join(texts) != decoded:
         bounds, texts = [0, len(ids)], [decoded]
     ends = list(accumulate(map(len, texts), initial=0))
 
     def token_at(at: int) -> int:
-        piece = bisect_right(ends, at) - 1
-        begin, last, at = bounds[piece], bounds[piece + 1] - 1, at - ends[piece]
+        chunk = bisect_right(ends, at) - 1
+        begin, last, at = bounds[chunk], bounds[chunk + 1] - 1, at - ends[chunk]
         return (
             bisect_right(range(begin, last), at, key=lambda token: len(decode(ids[begin : token + 1].tolist()))) + begin
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sft_idx.inspect.bench_read import Plan, bench_read
-from megatron_sft_idx.inspect.place import memory_limit
+from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read
+from megatron_sft_idx.inspect.medium import memory_limit
 from megatron_sft_idx.inspect.read_worker import Setting
 from megatron_sft_idx.shard import ShardWriter
 
@@ -28,12 +28,12 @@ def test_over_a_limit_second_epochs_read_the_disk_again(tmp_path: Path) -> None:
         except OSError as refused:
             pytest.skip(str(refused))
         settings = (Setting("pread", "random"), Setting(advice="random", schedule=True))
-        report = bench_read(str(tmp_path / "x"), Plan(packs=PACKS, settings=settings, limit=limit))
+        report = bench_read(str(tmp_path / "x"), BenchOptions(packs=PACKS, settings=settings, limit=limit))
     if not report.cold:
         pytest.skip("the test folder's file system keeps its cache")
-    for one in report.measured:
+    for one in report.settings:
         assert one.refused is None
-        (run,) = one.runs
+        (run,) = one.rounds
         assert run.second.nbytes > 3 * LIMIT
         assert (run.second.disk_nbytes or 0) > 0.5 * run.second.nbytes
     assert not report.subject.fits

@@ -26,9 +26,9 @@ from measure import write_equal_packs
 from plot import Dot, dots
 from report import MIB, Bench, run_bench
 
-from megatron_sft_idx.inspect.bench_read import Measured, Which, measure_once
-from megatron_sft_idx.inspect.place import find_place, memory_limit
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, ReadJob, Sample, Setting, ShardReader, Workers
+from megatron_sft_idx.inspect.bench_read import EpochName, SettingTimes, measure_once
+from megatron_sft_idx.inspect.medium import medium_of, memory_limit
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, ReadRequest, Sample, Setting, ShardReader, Workers
 from megatron_sft_idx.layout import ShardPaths
 
 LENGTH, SEQUENCES = 4096, 8
@@ -52,7 +52,7 @@ class Case:
     sample: Sample  # what an epoch reads
     seconds: float  # of an epoch, at most
     group: str | None = None  # folder of the control group
-    found: dict[str, Measured] = field(default_factory=dict)  # by name of the way
+    found: dict[str, SettingTimes] = field(default_factory=dict)  # by name of the way
     kept: int = 0  # most of the shard that was in memory when a first epoch began
 
 
@@ -66,10 +66,10 @@ def measure(cases: Sequence[Case], rounds: int) -> None:
         workers = {name: stack.enter_context(Workers(opener)) for name, opener in openers.items()}
         for case in cases:
             ways = [name for name in WAYS if case.sample.order == "shuffled" or name in IN_ORDER]
-            case.found = {name: Measured(WAYS[name]) for name in ways}
+            case.found = {name: SettingTimes(WAYS[name]) for name in ways}
             for number in range(rounds):
                 for name in ways if number % 2 else reversed(ways):
-                    job = ReadJob(case.prefix, case.sample, WAYS[name], case.seconds, case.group)
+                    job = ReadRequest(case.prefix, case.sample, WAYS[name], case.seconds, case.group)
                     kept = measure_once(workers[name if name in PEERS else ""], case.found[name], job)
                     case.kept = max(case.kept, kept or 0)
             print(f"{case.title}: measured", file=sys.stderr, flush=True)
@@ -95,12 +95,12 @@ def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
 
 def rows(case: Case, limit: int | None) -> Iterator[tuple[str, ...]]:
     for name, one in case.found.items():
-        if not one.runs:
+        if not one.rounds:
             yield SHOWN[name], f"refused: {one.refused}", *[""] * (len(COLUMNS) - 2)
             continue
-        first, second = [run.first for run in one.runs], [run.second for run in one.runs]
+        first, second = [run.first for run in one.rounds], [run.second for run in one.rounds]
         # Where less was read than the limit, nothing had to go, and the second epoch is warm as without one.
-        felt = limit is None or min(run.seen_nbytes for run in one.runs) > limit
+        felt = limit is None or min(run.seen_nbytes for run in one.rounds) > limit
         again = list(cells(second)) if felt else [""] * len(EPOCH)
         own = f"{one.median(lambda run: run.private_nbytes) / MIB:.0f}"
         yield SHOWN[name], *cells(first), *again, own
@@ -111,18 +111,18 @@ def show(bench: Bench, case: Case, limit: int | None) -> None:
     files = ShardPaths(case.prefix).all
     size = sum(Path(path).stat().st_size for path in files)
     kept = f"{case.kept / size:.0%} of the shard was in the page cache when a first epoch began"
-    if (ahead := find_place(files[0]).read_ahead_nbytes) is not None:
+    if (ahead := medium_of(files[0]).read_ahead_nbytes) is not None:
         kept += f"; the kernel reads up to {ahead >> 10:,} KiB ahead there"
     bench.say(f"{len(case.sample):,} packs an epoch, {case.sample.order}, at most {case.seconds:g} s; {kept}.")
     bench.table(COLUMNS, rows(case, limit))
 
 
-def rates(case: Case, name: str, epoch: Which) -> list[float]:
+def rates(case: Case, name: str, epoch: EpochName) -> list[float]:
     return [one.rate for one in case.found[name].epochs(epoch)]
 
 
 def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
-    def beside(key: str, what: str, case: Case, ours: str, which: Which, short: bool) -> None:
+    def beside(key: str, what: str, case: Case, ours: str, which: EpochName, short: bool) -> None:
         for peer, name in (("memmap", "`np.memmap`"), ("stock", "stock `IndexedDataset`, tokens only")):
             mine, theirs = rates(case, ours, which), rates(case, PEER_NAMES[peer], which)
             if mine and len(mine) == len(theirs):
@@ -140,7 +140,9 @@ def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
 
 def plot(bench: Bench, case: Case) -> None:
     shown = [
-        Dot(SHOWN[name], rates(case, name, "first"), name not in PEERS) for name, one in case.found.items() if one.runs
+        Dot(SHOWN[name], rates(case, name, "first"), name not in PEERS)
+        for name, one in case.found.items()
+        if one.rounds
     ]
     bench.plot("backends", dots(f"{case.title}: first epoch", "packs/s", shown, more=True))
 
@@ -149,13 +151,13 @@ def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Ca
     packs = options.mib * MIB // (5 * LENGTH)
     for place in (folder, memory):
         write_equal_packs(place / "x", packs, LENGTH, SEQUENCES, capacity=LENGTH)
-    disk, some = find_place(str(folder)).filesystem, packs // 4
+    disk, some = medium_of(str(folder)).filesystem, packs // 4
     start = (packs - some) // 2
     shuffled, ordered = (Sample(start, start + some, 1, order) for order in ("shuffled", "sequential"))
     return [
         Case(f"On {disk}, cold and warm", str(folder / "x"), shuffled, 0.3),
         Case(f"On {disk}, in order", str(folder / "x"), ordered, 0.2),
-        Case(f"On {find_place(str(memory)).filesystem}", str(memory / "x"), shuffled, 0.1),
+        Case(f"On {medium_of(str(memory)).filesystem}", str(memory / "x"), shuffled, 0.1),
     ]
 
 

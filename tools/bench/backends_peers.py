@@ -11,15 +11,15 @@ import numpy as np
 from measure import indexed_dataset
 from report import MIB, Bench
 
-from megatron_sft_idx.inspect.bench_read import Measured, Which
-from megatron_sft_idx.inspect.read_worker import ReadJob, TimedReader
+from megatron_sft_idx.inspect.bench_read import EpochName, SettingTimes
+from megatron_sft_idx.inspect.read_worker import ReadRequest, TimedReader
 from megatron_sft_idx.shard import Shard
 
 
 class MemmapReader(TimedReader):
     """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
 
-    def __init__(self, job: ReadJob) -> None:
+    def __init__(self, job: ReadRequest) -> None:
         shard = Shard(job.prefix, backend="pread")
         self._ends = shard.token_offsets.tolist()
         header = shard.header
@@ -38,7 +38,7 @@ class MemmapReader(TimedReader):
 class StockReader(TimedReader):
     """Tokens by Megatron's own reader, which knows no masks."""
 
-    def __init__(self, job: ReadJob, mmap: bool) -> None:
+    def __init__(self, job: ReadRequest, mmap: bool) -> None:
         self._dataset: Any = indexed_dataset().IndexedDataset(job.prefix, mmap=mmap)
         self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
 
@@ -50,7 +50,7 @@ class StockReader(TimedReader):
 
 
 # What the tables call them, and what opens them.
-PEERS: dict[str, tuple[str, Callable[[ReadJob], TimedReader]]] = {
+PEERS: dict[str, tuple[str, Callable[[ReadRequest], TimedReader]]] = {
     "np.memmap": ("`np.memmap` of both files", MemmapReader),
     "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),
     "stock-file": ("the same, `mmap=False`", partial(StockReader, mmap=False)),
@@ -59,7 +59,7 @@ PEERS: dict[str, tuple[str, Callable[[ReadJob], TimedReader]]] = {
 
 # ---- defaults ----
 
-Found = Mapping[str, Measured]
+Found = Mapping[str, SettingTimes]
 # Option, default, and two ways between which it decides.
 _DECIDES = (
     ("`backend`", '`"mmap"`', "mmap", "pread"),
@@ -80,19 +80,21 @@ def defaults(bench: Bench, cold: Found, memory: Found, limited: Found | None) ->
         limited: shuffled, over a memory limit; None where none could be set.
     """
 
-    def gain(found: Found | None, one: str, other: str, which: Which) -> str:
+    def gain(found: Found | None, one: str, other: str, which: EpochName) -> str:
         pairs = zip(found[one].epochs(which), found[other].epochs(which), strict=False) if found else ()
         ratios = [mine.rate / others.rate for mine, others in pairs]
         return f"{statistics.median(ratios):.2f}" if ratios else "not measured"
 
     bench.section("Defaults, and what they gain")
-    cases: list[tuple[Found | None, Which]] = [(cold, "first"), (cold, "second"), (limited, "first")]
+    cases: list[tuple[Found | None, EpochName]] = [(cold, "first"), (cold, "second"), (limited, "first")]
     rows = [
         (option, default, f"`{one}` / `{other}`", *(gain(found, one, other, which) for found, which in cases))
         for option, default, one, other in _DECIDES
     ]
     bench.table(("option", "default", "rates compared, median of rounds", "cold", "warm", "over the limit"), rows)
-    huge = [max((run.huge_nbytes for run in found["mmap, huge pages"].runs), default=0) for found in (cold, memory)]
+    huge = [
+        max((times.huge_nbytes for times in found["mmap, huge pages"].rounds), default=0) for found in (cold, memory)
+    ]
     bench.say(
         f"Mapped by huge pages that were asked for: {huge[0] / MIB:,.0f} MiB on the disk, {huge[1] / MIB:,.0f} MiB in"
         " memory."

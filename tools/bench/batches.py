@@ -25,7 +25,7 @@ from plot import Dot, dots
 from report import Bench, cells, run_bench
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_sft_idx.inspect.place import drop_cache
+from megatron_sft_idx.inspect.medium import drop_cache
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, ReadOptions

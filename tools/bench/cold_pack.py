@@ -21,7 +21,7 @@ from formats_peers import Items, RawMemmap, mds_items
 from measure import write_equal_packs
 from report import Bench, cells, run_bench
 
-from megatron_sft_idx.inspect.place import drop_cache, find_place
+from megatron_sft_idx.inspect.medium import drop_cache, medium_of
 from megatron_sft_idx.shard import Shard
 
 LENGTH, SEQUENCES = 4096, 8
@@ -52,7 +52,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
             begin = time.perf_counter()
             read(pack)
             found[way] += [(time.perf_counter() - begin) * 1e6] * (turn >= 0)
-    ahead = find_place(str(folder / "x.bin")).read_ahead_nbytes
+    ahead = medium_of(str(folder / "x.bin")).read_ahead_nbytes
     bench.say(
         f"{options.packs:,} packs of {LENGTH} tokens; each way reads {options.rounds} of them at random, alone."
         + ("" if ahead is None else f" The kernel reads up to {ahead >> 10:,} KiB around a fault there.")

@@ -26,7 +26,7 @@ from plot import Dot, dots
 from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.inspect.place import drop_cache
+from megatron_sft_idx.inspect.medium import drop_cache
 
 MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.25
 WARM_PACKS = 20

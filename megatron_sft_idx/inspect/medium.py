@@ -1,4 +1,4 @@
-"""Where a shard lies, what of it is cached there, and the memory there is to keep it in, which a group may limit."""
+"""The medium a file lies on, what of it the page cache holds, and the memory for that, which a control group limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
 
-DiskKind = Literal["disk", "network", "memory"]
+MediumKind = Literal["disk", "network", "memory"]
 # Of the two versions of control groups, the file that limits memory.
 _LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
@@ -28,39 +28,39 @@ _NETWORK = {
 
 
 @dataclass(frozen=True)
-class ShardPlace:
-    """Where a shard lies.
+class Medium:
+    """What a file is stored on, and the memory that may cache it.
 
     Attributes:
-        filesystem: its type.
-        source: device or server.
-        kind: what that comes to; file systems in user space count as network, most of them are.
-        read_ahead_nbytes: most that the kernel reads at once where one page is needed; None where unknown.
-        memory_nbytes: what the page cache may take here, limits of the control group heeded; None where unknown.
+        filesystem: type of the file system, such as ``ext4``.
+        source: its device or server.
+        kind: where it keeps its bytes; most file systems in user space are network ones, so all count as such.
+        read_ahead_nbytes: the most that the kernel reads at once when one page is needed; None where unknown.
+        memory_nbytes: what the page cache may take, limits of the control groups heeded; None where unknown.
     """
 
     filesystem: str
     source: str
-    kind: DiskKind
+    kind: MediumKind
     read_ahead_nbytes: int | None
     memory_nbytes: int | None
 
 
-def kind_of(filesystem: str) -> DiskKind:
+def medium_kind(filesystem: str) -> MediumKind:
     """Where a file system of this type keeps its bytes."""
     if filesystem in _MEMORY:
         return "memory"
     return "network" if filesystem in _NETWORK or filesystem.startswith("fuse") else "disk"
 
 
-def find_place(path: str) -> ShardPlace:
-    """Where a file lies."""
+def medium_of(path: str) -> Medium:
+    """The medium that a file lies on."""
     mount, device, ahead = mount_of(path), os.stat(path).st_dev, None
-    # Not there in a container without sysfs, nor of a file system without a disk.
+    # There is no such setting in a container without sysfs, nor for a file system without a disk.
     with contextlib.suppress(OSError):
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         ahead = int(setting.read_text()) * 1024
-    return ShardPlace(mount.filesystem, mount.source, kind_of(mount.filesystem), ahead, _memory_nbytes())
+    return Medium(mount.filesystem, mount.source, medium_kind(mount.filesystem), ahead, _memory_nbytes())
 
 
 # ---- the mount table ----
@@ -108,16 +108,16 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
 
 
 def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Ask the system to forget what it holds of files. Pages that some process maps stay; so does all of tmpfs."""
+    """Ask the kernel to drop files from the page cache. Pages that some process maps stay, and so do all of tmpfs."""
     for path in paths:
-        # What is not on the disk yet is not forgotten; not every file system syncs.
+        # Pages that are not on the disk yet are not dropped; some file systems cannot sync.
         with open(path, "rb", buffering=0) as file, contextlib.suppress(OSError):
             os.fsync(file.fileno())
         drop_cached(path)
 
 
 def cached_nbytes(paths: Iterable[str]) -> int | None:
-    """Bytes of files that lie in the page cache; None where the system does not tell this user."""
+    """How many bytes of files are in the page cache; None where the system does not tell this user."""
     total = 0
     for path in paths:
         if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK):
@@ -136,7 +136,7 @@ def cached_nbytes(paths: Iterable[str]) -> int | None:
 
 
 def _memory_nbytes() -> int | None:
-    """What the page cache may take, limits of the control groups this process is in heeded; None where unknown."""
+    """Available memory, or the least limit of this process's control groups where that is less; None where unknown."""
     with open("/proc/meminfo") as file:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     if (group := _control_group("memory")) is not None:
@@ -162,9 +162,9 @@ def _control_group(controller: str) -> tuple[Path, str] | None:
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     for name, filesystem, limit in ((controller, "cgroup", _LIMIT_1), ("", "cgroup2", _LIMIT_2)):
         for mount in mounts():
-            fits = mount.filesystem == filesystem and (not name or name in mount.options)
-            # In a container the mount may show a part of the hierarchy, and the path be of the whole of it.
-            for below in (os.path.relpath(paths[name], mount.root), ".") if name in paths and fits else ():
+            is_hierarchy = mount.filesystem == filesystem and (not name or name in mount.options)
+            # In a container the mount may show only a part of the hierarchy while the path begins at its root.
+            for below in (os.path.relpath(paths[name], mount.root), ".") if name in paths and is_hierarchy else ():
                 if not below.startswith("..") and (folder := Path(mount.folder, below)).is_dir():
                     return folder, limit
     return None
@@ -182,18 +182,18 @@ class MemoryLimit(NamedTuple):
 
 @contextlib.contextmanager
 def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
-    """A control group with little memory, to read a shard as if it were larger than memory.
+    """A control group with little memory, in which a shard is read as if it were larger than memory.
 
-    ``ulimit`` cannot do that: its limits are of a process's own memory, and the page cache belongs to nobody.
+    ``ulimit`` cannot do that: it limits a process's own memory, and the page cache belongs to no process.
 
     Raises:
-        OSError: none may be made here; it says why, and what to do.
+        OSError: no control group may be made; the message says why, and what to do.
     """
     folder = _make_group(nbytes)
     try:
         yield MemoryLimit(nbytes, folder)
     finally:
-        # A process that is still ending keeps it a moment longer; a group left does no harm.
+        # A group can be removed only when its last process has ended. One that stays does no harm.
         for _ in range(100):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -214,7 +214,7 @@ def _make_group(nbytes: int) -> Path:
                 reason = f"{folder}: {error.strerror}"
                 continue
             try:
-                # Not to be made: the kernel makes it with the folder where the controller is there.
+                # Mode r+, as this file must not be made: it is there if the kernel's memory controller is.
                 with open(folder / name, "r+") as file:
                     file.write(str(nbytes))
                 return folder
