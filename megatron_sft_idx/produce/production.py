@@ -61,7 +61,7 @@ from megatron_sft_idx.tokenize import (
     write_part,
 )
 
-# About how many bytes of text become one token; with it a shard has some eight pieces.
+# About how many bytes of text become one token, and how many pieces of the input a shard is to be made of.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
 _MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
@@ -279,9 +279,9 @@ def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Enco
 
 
 class _Production:
-    """The job of making shards of what is left of the input.
+    """The job that makes shards of the rest of the input.
 
-    ``sizes`` are the bytes of all files, and of those that this job reads, for the time left; 0 where nobody knows.
+    ``sizes`` are two numbers of bytes: of all files, and of those that this job reads. Both are 0 for other input.
     """
 
     def __init__(
@@ -297,7 +297,8 @@ class _Production:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
         self._keeper, self._room, self._sizes = keeper, room, sizes
         self._work = _work_of(catalog)
-        self._begin, self._tokens, self._nbytes, self._read = time.monotonic(), 0, 0, 0
+        # Bytes that were read count those of pieces that are in shards already, which are read again to compare them.
+        self._begin, self._num_tokens, self._new_nbytes, self._read_nbytes = time.monotonic(), 0, 0, 0
 
     def run(self, source: Files, cursor: Cursor) -> Cursor:
         """Make shards until the input ends; returns the cursor behind the last of them."""
@@ -344,8 +345,9 @@ class _Production:
                 mask_dtype = "float32"
             num_tokens += self._tokens_kept(origin, encoded)
             cursor = Cursor(origin.behind, report.rows, report.skipped)
-            self._tokens, self._nbytes = self._tokens + len(encoded.input_ids), self._nbytes + encoded.num_bytes
-            self._read = origin.nbytes
+            self._num_tokens += len(encoded.input_ids)
+            self._new_nbytes += encoded.num_bytes
+            self._read_nbytes = origin.nbytes
         if not num_tokens:
             return None
         metadata = self._encoder.describe() | {
@@ -376,16 +378,16 @@ class _Production:
             SequenceError: a sequence is too long, and the options say that this is an error.
         """
         lengths, packing = encoded.lengths, self._options.packing
-        long = lengths > packing.longest_sequence
-        if packing.overlong == "error" and long.any():
+        is_too_long = lengths > packing.longest_sequence
+        if packing.overlong == "error" and is_too_long.any():
             raise SequenceError(
                 origin.path,
                 origin.first,
-                f"among the {encoded.rows} rows from this one on, {long.sum()} are longer than"
+                f"among the {encoded.rows} rows from this one on, {is_too_long.sum()} are longer than"
                 f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
                 " or split, or a larger --seq-length",
             )
-        return int(lengths[~long].sum() if packing.overlong == "drop" else lengths.sum())
+        return int(lengths[~is_too_long].sum() if packing.overlong == "drop" else lengths.sum())
 
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
         """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
@@ -415,13 +417,13 @@ class _Production:
         )
 
     def _pace(self) -> str:
-        """The rate, and the time left where sizes are known; pieces that were only read again do not count."""
-        seconds, (total, left) = max(time.monotonic() - self._begin, 1e-9), self._sizes
-        rate = f"{self._tokens / seconds:,.0f} tokens/s"
-        if not total or not self._nbytes:
+        """The rate for a message; of files also how much of the input is read, and the seconds that remain."""
+        seconds, (total, to_read) = max(time.monotonic() - self._begin, 1e-9), self._sizes
+        rate = f"{self._num_tokens / seconds:,.0f} tokens/s"
+        if not total or not self._new_nbytes:
             return rate
-        left = max(left - self._read, 0)
-        return f"{rate}, {100 * (1 - left / total):.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"
+        rest = max(to_read - self._read_nbytes, 0)
+        return f"{rate}, {100 * (1 - rest / total):.1f}% of the input, {rest * seconds / self._new_nbytes:,.0f} s left"
 
 
 # ---- where a producer begins ----
