@@ -156,8 +156,8 @@ class ReadingReport:
 
 
 def _amplification(one: SettingTimes, which: EpochName) -> float | None:
-    found = [epoch.amplification for epoch in one.epochs(which)]
-    return median(value for value in found if value is not None) if found and None not in found else None
+    ratios = [epoch.amplification for epoch in one.epochs(which)]
+    return median(ratio for ratio in ratios if ratio is not None) if ratios and None not in ratios else None
 
 
 def sample_of(subject: Subject, options: BenchOptions, count: int) -> Sample:
@@ -348,12 +348,12 @@ def _reasons(report: ReadingReport, chosen: SettingTimes, usable: list[SettingTi
 
 def _setting_dict(report: ReadingReport, one: SettingTimes) -> dict[str, Any]:
     """Medians over the rounds of one setting; faults, packs and bytes are of a whole epoch."""
-    found: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
+    values: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
     for which in get_args(EpochName) if one.rounds else ():
         epochs = one.epochs(which)
         rates = [epoch.rate for epoch in epochs]
         whole = {"packs": "packs", "bytes": "nbytes", "hard_faults": "hard_faults", "soft_faults": "soft_faults"}
-        found[f"{which}_epoch"] = {
+        values[f"{which}_epoch"] = {
             **{key: int(median(getattr(epoch, name) for epoch in epochs)) for key, name in whole.items()},
             "packs_per_second": median(rates),
             "slowest_packs_per_second": min(rates),
@@ -363,9 +363,9 @@ def _setting_dict(report: ReadingReport, one: SettingTimes) -> dict[str, Any]:
             "read_amplification": report.amplification(one, which),
         }
     if one.rounds:
-        found["private_bytes"] = int(one.median(lambda times: times.private_nbytes))
-        found["huge_page_bytes"] = int(one.median(lambda times: times.huge_nbytes))
-    return found
+        values["private_bytes"] = int(one.median(lambda times: times.private_nbytes))
+        values["huge_page_bytes"] = int(one.median(lambda times: times.huge_nbytes))
+    return values
 
 
 def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any]:

@@ -79,11 +79,9 @@ class ShownSequence(NamedTuple):
     """A sequence as text, or its beginning.
 
     Attributes:
-        number: its number in the pack.
-        start, stop: its positions in the pack.
-        trained: how many of its tokens are trained on.
+        number, start, stop: its number and its positions in the pack.
+        trained, hidden: how many of its tokens are trained on, and how many at its end are not shown.
         spans: texts of equal weight, with the weight.
-        hidden: how many tokens at its end are not shown.
         source: name of its origin; empty where that is not known.
         ids: the ids of its tokens, as ``_spelled`` writes them.
     """
@@ -197,13 +195,6 @@ def _origins_json(shard: Shard, survey: Survey) -> Markup:
 def _spread(count: int, max_numbers: int) -> list[int]:
     """Up to ``max_numbers`` of the numbers below ``count``, evenly spread, the first and the last among them."""
     return sorted(set(np.linspace(0, count - 1, min(count, max_numbers)).round().astype(int).tolist()))
-
-
-def _drawn_pack(shard: Shard, number: int) -> DrawnPack:
-    pack = shard[number]
-    ids, trained = pack["input_ids"], int(np.count_nonzero(pack["loss_mask"]))
-    bar = bar_paths(pack, shard.header.capacity)
-    return DrawnPack(number, bar, len(ids), trained, len(pack["seq_boundaries"]) - 1)
 
 
 def _percent(part: int, whole: int) -> str:
@@ -353,7 +344,9 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> Shown
         trained = int(np.count_nonzero(weights))
         source = sources[index] if sources else ""
         shown.append(ShownSequence(index, start, stop, trained, spans, stop - start - tokens, source, spelled))
-    return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(free_nbytes, 0))
+    bar, trained = bar_paths(pack, shard.header.capacity), int(np.count_nonzero(mask))
+    drawn = DrawnPack(number, bar, len(ids), trained, len(pack["seq_boundaries"]) - 1)
+    return ShownPack(drawn, shown, nbytes - max(free_nbytes, 0))
 
 
 def _cut(

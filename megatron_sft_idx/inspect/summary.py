@@ -288,13 +288,13 @@ def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, on_progr
 
 def fingerprints(header: Header) -> dict[str, str]:
     """Fingerprints of what a shard was made from, by name; those that its header does not hold are left out."""
-    found = {
+    texts = {
         "shard": header.shard_id.hex(),
         "tokenizer": header.tokenizer,
         "chat template": header.template,
         "source": header.source,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in texts.items() if value is not None}
 
 
 def losses(header: Header) -> dict[str, int]:
