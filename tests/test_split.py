@@ -239,6 +239,14 @@ def test_parts_of_another_split_are_not_mixed_with_these(tmp_path: Path) -> None
         cut(tmp_path / "x", tmp_path / "p", shards=2, overwrite=True)
 
 
+def test_the_folder_is_looked_through_once_for_each_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "whole", demo_samples(8))
+    looks, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(str(path)) or scandir(path))
+    split(tmp_path / "whole", tmp_path / "to/p", SplitSize(packs=1), durable=False)
+    assert len([path for path in looks if path == str(tmp_path / "to")]) <= 8 + 2
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(30), capacity=64)
     seen: list[tuple[int, int]] = []

@@ -472,7 +472,8 @@ class Publication:
     ) -> None:
         self._set_fields(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        check_free(paths, only=only, strangers=False, **options)
+        # Columns at the prefix are looked for under the lock: a look takes as long as the folder has files.
+        check_free(paths, only=paths.all if only is None else only, strangers=False, **options)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
