@@ -236,6 +236,17 @@ class LegacyPickleWriter(PackedWriter):
     format = "npy"
     reader, kind = Reader, Kind("a pickled .npy of packs", _holds_packs)
 
+    # Public, so that type checkers refuse arguments that it does not have.
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec | None = None,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+    ) -> None:
+        super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+
     def _begin(self) -> None:
         # At least an opcode and a byte for each id and each mask value.
         self._file = self._make_output(4 * self._spec.num_tokens if self._spec else 0).open()
