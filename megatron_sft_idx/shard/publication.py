@@ -472,8 +472,9 @@ class Publication:
     ) -> None:
         self._set_fields(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        # Columns at the prefix are looked for under the lock: a look takes as long as the folder has files.
-        check_free(paths, only=paths.all if only is None else only, strangers=False, **options)
+        # Where no shard is, columns are looked for under the lock only: a look takes as long as the folder has files.
+        look_later = only is None and not os.path.lexists(paths.seq_idx)
+        check_free(paths, only=paths.all if look_later else only, strangers=False, **options)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
