@@ -102,14 +102,14 @@ def _installed() -> ModuleSpec:
     Raises:
         ImportError: there is none.
     """
-    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    elsewhere = [entry for entry in sys.path if os.path.realpath(entry) != here]
+    clone = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    other_folders = [entry for entry in sys.path if os.path.realpath(entry) != clone]
     for finder in sys.meta_path:
-        spec = finder.find_spec(__name__, elsewhere)
+        spec = finder.find_spec(__name__, other_folders)
         if spec and PathFinder.find_spec(f"{__name__}._native", spec.submodule_search_locations):
             return spec
     version = "Python {}.{}".format(*sys.version_info)
-    raise ImportError(f"{here}: sources whose C++ is not compiled for {version}: pip install --editable {here}")
+    raise ImportError(f"{clone}: sources whose C++ is not compiled for {version}: pip install --editable {clone}")
 
 
 # In the folder of a clone, Python finds these sources before the package that was installed from them.

@@ -68,9 +68,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
             index files are kept; None for the usual folder. Tokens and masks are read by exact ranges, so
             ``bin_chunk_nbytes`` has no effect, and ``mmap`` is of the cached index files only.
         s3_config: the parent's older name for it.
-        fast_cache_load: accepted and without effect: opening parses nothing but the header anyway.
-        sequences_per_dataset: accepted and without effect, as ``fast_cache_load``.
-        dtype_code: accepted and without effect, as ``fast_cache_load``.
+        fast_cache_load, sequences_per_dataset, dtype_code: accepted and without effect: only the header is parsed.
         copy: hand out writable copies instead of read-only views.
         backend: of ``Shard``, such as ``"pread"``; None goes by ``mmap``.
         advice: of ``Shard``. Its ``schedule``, ``willneed`` and ``dontneed`` are there as ``ds.shard``.

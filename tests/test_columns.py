@@ -148,7 +148,15 @@ def test_names_that_would_not_do(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"per": "row"}, {"dtype": "c8"}, {"dtype": "U3"}, {"width": 0}, {"width": 1 << 17}, {"alignment": "left"}],
+    [
+        {"per": "row"},
+        {"dtype": "c8"},
+        {"dtype": "U3"},
+        {"dtype": "foo"},
+        {"width": 0},
+        {"width": 1 << 17},
+        {"alignment": "left"},
+    ],
 )
 def test_kinds_that_would_not_do(options: Any) -> None:
     with pytest.raises(FormatError, match=r"^column: "):

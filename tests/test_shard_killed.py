@@ -280,6 +280,7 @@ def test_a_constructor_that_fails_says_nothing_more_when_collected(tmp_path: Pat
     for make in (
         lambda: ShardWriter(sys.argv[1], capacity=0), lambda: ShardWriter(sys.argv[1], token_dtype="i8"),
         lambda: ShardWriter(sys.argv[2] + "/x"), lambda: Shard(sys.argv[1]), lambda: Shard(sys.argv[1], backend="s3"),
+        lambda: ShardWriter(sys.argv[1], token_dtype="foo"),
     ):
         try:
             make()

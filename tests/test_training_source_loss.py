@@ -121,6 +121,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
 
 def test_files_of_one_name_are_told_apart() -> None:
     assert file_names([{"name": "a"}, {"name": "b"}, {"name": "a"}]) == ["a (0)", "b", "a (2)"]
+    assert file_names([{"name": "a"}, {"name": "a"}, {"name": "a (0)"}]) == ["a (0)", "a (1)", "a (0) (2)"]
     assert mean_by_file(torch.tensor([[2.0, 4.0], [0.0, 0.0]]), ["a", "b"]) == {"a": 0.5}
 
 

@@ -41,7 +41,7 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     SEQ_IDX,
-    Broken,
+    BrokenRule,
     broken_rules,
     column_of,
     data_nbytes,
@@ -202,7 +202,7 @@ class HeaderClaims:
 def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     """Hold the header of ``.seq.idx`` to rules H1 to H8, and return its claims; None if it cannot be read at all."""
 
-    def add(broken: Broken, remedy: str | None = None) -> None:
+    def add(broken: BrokenRule, remedy: str | None = None) -> None:
         findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
 
     raw = file.read(0, HEADER_FIXED_NBYTES)

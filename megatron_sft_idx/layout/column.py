@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import MAX_COUNT, Broken, Checks, Header, HeaderForm
+from megatron_sft_idx.layout.files import MAX_COUNT, BrokenRule, Checks, Header, HeaderForm, require_dtype
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
@@ -83,7 +83,7 @@ class ColumnSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        dtype = np.dtype(self.dtype).newbyteorder("<")
+        dtype = require_dtype("column: dtype", self.dtype).newbyteorder("<")
         for what, value, choices in (
             ("per", self.per, get_args(Per)),
             ("alignment", self.alignment, get_args(Alignment)),
@@ -106,12 +106,12 @@ class ColumnSpec:
         alignment: Alignment = "token",
         metadata: Mapping[str, Any] | None = None,
     ) -> ColumnSpec:
-        """What an array of values [rows] or [rows, width] is."""
+        """The spec of a column that has the values of an array, [rows] or [rows, width]."""
         return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, alignment, metadata or {})
 
     @property
     def header_nbytes(self) -> int:
-        """Where the values begin in the file."""
+        """How many bytes of the file are before the values."""
         return COLUMN.nbytes(self.metadata)
 
     @property
@@ -121,11 +121,11 @@ class ColumnSpec:
 
     @property
     def kind(self) -> tuple[Per, str, int, Alignment]:
-        """Without the metadata: what must be alike where columns of one name come together."""
+        """The spec without its metadata; columns of one name must be alike in it where they are joined."""
         return self.per, self.dtype.str, self.width, self.alignment
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Of so many rows."""
+        """The shape of the array that holds so many rows of the column."""
         return (rows,) if self.width == 1 else (rows, self.width)
 
     def array(self, name: str, values: ArrayLike, rows: int) -> NDArray[Any]:
@@ -146,14 +146,14 @@ class ColumnSpec:
         return stored
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The spec as a JSON object."""
         code = next(code for code, dtype in COLUMN_DTYPES.items() if dtype == self.dtype)
-        said = {"per": self.per, "dtype": code, "width": self.width, "alignment": self.alignment}
-        return said | {"metadata": dict(self.metadata)}
+        spec = {"per": self.per, "dtype": code, "width": self.width, "alignment": self.alignment}
+        return spec | {"metadata": dict(self.metadata)}
 
     @classmethod
     def decode(cls, value: Any) -> ColumnSpec:
-        """From JSON values. ValueError where they are none that ``encode`` gives."""
+        """The spec in a JSON object. ValueError where that is none that ``encode`` gives."""
         try:
             dtype = COLUMN_DTYPES[value["dtype"]]
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
@@ -171,12 +171,12 @@ def is_source(spec: ColumnSpec) -> bool:
 
 
 def column_count(per: Per, tokens: int, sequences: int, packs: int) -> int:
-    """Rows of a column of a shard that has so many of each."""
+    """How many rows a column has in a shard of so many tokens, sequences and packs."""
     return {"token": tokens, "sequence": sequences, "pack": packs}[per]
 
 
 def column_rows(header: Header, per: Per) -> int:
-    """Rows of a column of a shard."""
+    """How many rows a column has in the shard of this header."""
     return column_count(per, header.num_tokens, header.num_sequences, header.num_packs)
 
 
@@ -206,7 +206,7 @@ class ColumnHeader:
     Attributes:
         spec: dtype, width, what has a row, metadata.
         shard_id: 16 bytes, of the shard that the rows belong to.
-        rows: how many there are.
+        rows: how many rows the column has.
         checksum: xxh3_128 of all values, 16 bytes.
     """
 
@@ -230,7 +230,7 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """From the first bytes of a file, of which there are as many as ``COLUMN.peek`` says.
+        """The header in the first bytes of a file; ``raw`` must hold as many as ``COLUMN.peek`` says.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).
@@ -245,8 +245,8 @@ class ColumnHeader:
         return cls(spec, values["shard_id"], values["rows"], values["checksum"])
 
 
-def broken_column(raw: bytes) -> Iterator[Broken]:
-    """What is wrong with the header of a column: rules C1 to C4; of C1 and C2 the first breach alone."""
+def broken_column(raw: bytes) -> Iterator[BrokenRule]:
+    """The rules C1 to C4 that the header of a column breaks; of C1 and C2 the first breach alone."""
     if broken := COLUMN.outline(raw):
         yield broken
         return

@@ -211,11 +211,20 @@ def mask_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
 
 
 def _lookup(dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str) -> tuple[int, np.dtype[Any]]:
-    wanted = np.dtype(dtype)
+    given = require_dtype(what, dtype)
     for code, candidate in table.items():
-        if candidate == wanted:
+        if candidate == given:
             return code, candidate
-    raise FormatError(f"{what} {wanted}: the format stores {allowed}; pass one of these")
+    raise FormatError(f"{what} {given}: the format stores {allowed}; pass one of these")
+
+
+def require_dtype(what: str, dtype: Any) -> np.dtype[Any]:
+    """The dtype that numpy makes of a value. FormatError, which begins with ``what``, where it makes none."""
+    try:
+        converted: np.dtype[Any] = np.dtype(dtype)
+    except (TypeError, ValueError):
+        raise FormatError(f"{what} {dtype}: numpy has no such dtype; give one such as 'uint16'") from None
+    return converted
 
 
 # ---- arrays in the dtypes that the kernels take ----
@@ -282,8 +291,8 @@ class FileDigest(NamedTuple):
     checksum: bytes
 
 
-class Broken(NamedTuple):
-    """A rule that a header breaks: at which offset in bytes, what was found, and what was expected."""
+class BrokenRule(NamedTuple):
+    """A rule that a header breaks: its number, at which offset in bytes, what was found, and what was expected."""
 
     offset: int
     rule: str
@@ -293,7 +302,6 @@ class Broken(NamedTuple):
 
 # For each field that a rule is about: its name, the rule, whether the header keeps it, and what is expected.
 Checks = Iterable[tuple[str, str, bool, str]]
-
 
 # In headers of every form these follow the eight bytes of the magic.
 _VERSION_AND_SIZE = struct.Struct("<II")
@@ -344,8 +352,7 @@ class HeaderForm:
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
         zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
-        filled = zeros | dict(values) | own
-        raw = self._struct.pack(*filled.values()) + block
+        raw = self._struct.pack(*(zeros | dict(values) | own).values()) + block
         raw = raw.ljust(size - CHECKSUM_NBYTES, b"\0")
         return raw + xxhash.xxh3_128_digest(raw)
 
@@ -358,52 +365,53 @@ class HeaderForm:
         (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
         return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
-    def outline(self, raw: bytes) -> Broken | None:
+    def outline(self, raw: bytes) -> BrokenRule | None:
         """The rule of magic, version or size that the first ``fixed_nbytes`` bytes of a file break; else None."""
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
-            return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
+            return BrokenRule(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
         if len(raw) < self.fixed_nbytes:
-            return Broken(len(raw), rule, f"a file that ends after {len(raw)} bytes", f"at least {self.fixed_nbytes}")
-        (found, size), least = _VERSION_AND_SIZE.unpack_from(raw, 8), self.fixed_nbytes + CHECKSUM_NBYTES
-        if found != self.version:
-            return Broken(self.offsets["version"], version, f"format version {found}", str(self.version))
+            found = f"a file that ends after {len(raw)} bytes"
+            return BrokenRule(len(raw), rule, found, f"at least {self.fixed_nbytes}")
+        (format_version, size), least = _VERSION_AND_SIZE.unpack_from(raw, 8), self.fixed_nbytes + CHECKSUM_NBYTES
+        if format_version != self.version:
+            return BrokenRule(self.offsets["version"], version, f"format version {format_version}", str(self.version))
         if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
             expected = f"a multiple of {ARRAY_ALIGNMENT} from {align(least)} to {MAX_HEADER_NBYTES}"
-            return Broken(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
+            return BrokenRule(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
         return None
 
     def peek(self, raw: bytes) -> int:
         """The size of the header by its fixed fields; that of the fields alone where ``outline`` finds fault."""
         return self.fixed_nbytes if self.outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
-    def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
+    def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
         """All rules that a header breaks. The caller must know that ``outline`` finds no fault with it."""
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
-            yield Broken(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
+            yield BrokenRule(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
             return
         raw = raw[:size]
         stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
         if stored != computed:
             found = f"header checksum {stored.hex()}"
-            yield Broken(len(raw) - CHECKSUM_NBYTES, checksum, found, f"{computed.hex()} by its bytes")
+            yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum, found, f"{computed.hex()} by its bytes")
         for name, rule, ok, expected in checks:
             if not ok:
                 shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
-                yield Broken(self.offsets[name], rule, f"{name} {shown}", expected)
+                yield BrokenRule(self.offsets[name], rule, f"{name} {shown}", expected)
         end = self.fixed_nbytes + values["json_nbytes"]
         if align(end + CHECKSUM_NBYTES) != len(raw):
             found = f"json_nbytes {values['json_nbytes']}"
-            yield Broken(self.offsets["json_nbytes"], json_block, found, f"a block that fills {len(raw)} bytes")
+            yield BrokenRule(self.offsets["json_nbytes"], json_block, found, f"a block that fills {len(raw)} bytes")
             return
         if any(raw[end:-CHECKSUM_NBYTES]):
-            yield Broken(end, between, "bytes between JSON block and checksum", "zeros")
+            yield BrokenRule(end, between, "bytes between JSON block and checksum", "zeros")
         if self.metadata(raw) is None:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
-            yield Broken(self.fixed_nbytes, json_block, "another JSON block", expected)
+            yield BrokenRule(self.fixed_nbytes, json_block, "another JSON block", expected)
 
-    def refuse(self, raw: bytes, path: str, broken: Broken | None, remedy: str) -> None:
+    def refuse(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
         """Raise the error about a broken rule: UnsupportedVersionError or CorruptShardError; nothing for None."""
         if broken is None:
             return
@@ -615,7 +623,7 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def broken_rules(raw: bytes, values: dict[str, Any]) -> Iterator[Broken]:
+def broken_rules(raw: bytes, values: dict[str, Any]) -> Iterator[BrokenRule]:
     """The rules that a header breaks, whose ``outline`` is right: H4 to H8, and F2 for the sizes that it says."""
     return SEQ_IDX.broken(raw, values, _checks(values))
 

@@ -106,7 +106,7 @@ class BuildOptions:
             check_name(name)
 
     def files(self, paths: ShardPaths) -> list[RowFile]:
-        """What is written as packs come: tokens, masks, starts, then the columns."""
+        """The files that are written as packs come: tokens, masks, starts, then the columns."""
         columns = ((paths.column(name), spec) for name, spec in self.columns.items())
         return [
             RowFile(paths.tokens, "token", self.token_dtype.itemsize),
@@ -116,7 +116,7 @@ class BuildOptions:
         ]
 
     def encode(self) -> dict[str, Any]:
-        """As JSON values; dtypes by their codes."""
+        """The options as a JSON object; dtypes by their codes."""
         return {
             "token_dtype": token_dtype_of(self.token_dtype)[0],
             "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
@@ -129,7 +129,7 @@ class BuildOptions:
 
     @classmethod
     def decode(cls, head: Mapping[str, Any], path: str) -> BuildOptions:
-        """From a journal's head. CorruptShardError where a value is none that a builder writes."""
+        """The options in a journal's head. CorruptShardError where a value is none that a builder writes."""
         try:
             dtypes = TOKEN_DTYPES[head["token_dtype"]], MASK_DTYPES[head["mask_dtype"]]
             numbers = head["capacity"], head["sequence_multiple"], head["pad_id"]
@@ -167,7 +167,7 @@ def encode_inodes(kind: bytes, inodes: Mapping[str, int]) -> bytes:
 
 
 def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
-    """What the head says; leaves the stream at the first block.
+    """The JSON object of the head; the stream then stands at the first block.
 
     Raises:
         CorruptShardError: the head is torn or changed.
@@ -214,10 +214,10 @@ def _json_object(raw: bytes) -> dict[str, Any] | None:
 
 
 class Head(NamedTuple):
-    """What a journal is of, whatever the work.
+    """The head of a journal, and what blocks behind it changed of it.
 
     Attributes:
-        content: all of the head, with what only the work itself knows: ``BuildOptions`` of a build.
+        content: the JSON object of the head; of a build it has ``BuildOptions`` too.
         work: ``build``, ``copy``, ``rebuild`` or ``removal``.
         files: inodes of the temporary files, or of the files to be removed, by path.
         replaced_inodes: what the DONE block says: inodes of the files that are replaced or go, by path; None before it.
@@ -230,12 +230,12 @@ class Head(NamedTuple):
 
     @property
     def inodes(self) -> set[int]:
-        """Of all files that it names."""
+        """The inodes of all files that the journal names."""
         return {*self.files.values(), *(self.replaced_inodes or {}).values()}
 
     @classmethod
     def read(cls, paths: ShardPaths) -> Head | None:
-        """Of the journal of a shard; None for an empty one. Errors as ``read_head``."""
+        """The head of a shard's journal; None where that is empty. Errors as ``read_head``."""
 
         def inodes(value: Any) -> dict[str, int]:
             if isinstance(value, dict) and all(type(inode) is int for inode in value.values()):
@@ -247,18 +247,18 @@ class Head(NamedTuple):
                 return None
             stream.seek(0)
             content = read_head(stream, paths.journal)
-            files, done = inodes(content.get("files")), None
+            files, replaced = inodes(content.get("files")), None
             for block in read_blocks(stream):
                 if block.kind == FILE:
                     files = inodes(_json_object(block.records.tobytes()))
                 else:
-                    done = inodes(_json_object(block.records.tobytes())) if block.kind == DONE else None
+                    replaced = inodes(_json_object(block.records.tobytes())) if block.kind == DONE else None
         if (work := content.get("work")) not in ("build", "copy", "rebuild", "removal"):
             raise torn(paths.journal, f"work {work!r}")
-        return cls(content, work, files, done)
+        return cls(content, work, files, replaced)
 
 
-def torn(path: str, found: str) -> CorruptShardError:
+def torn(path: str, reason: str) -> CorruptShardError:
     """The error about a journal that a kill of the machine, or somebody, has left without sense."""
     remedy = "the build left nothing to recover: remove this file and the .tmp files beside it, and build again"
-    return CorruptShardError(path, 0, "J1", f"{found}; {remedy}")
+    return CorruptShardError(path, 0, "J1", f"{reason}; {remedy}")

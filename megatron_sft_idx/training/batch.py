@@ -259,10 +259,10 @@ class BatchAssembler(Dataset[Tensors]):
         self.padding_mask = padding_mask
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
-        # The positions of columns in the source's arrays; those of tokens are read together with the tokens.
+        # The positions of columns among the arrays of a shard; those of tokens are read together with the tokens.
         order = list(source.columns)
-        self._places = {column: 2 + order.index(column.name) for column in self.columns}
-        self._with_tokens = [0, 1, *(place for column, place in self._places.items() if column.per == "token")]
+        self._positions = {column: 2 + order.index(column.name) for column in self.columns}
+        self._per_token = [0, 1, *(position for column, position in self._positions.items() if column.per == "token")]
         self._fetcher = Fetcher(fetch_nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,11 +321,11 @@ class BatchAssembler(Dataset[Tensors]):
         if out.layout != (layout := self.layout(out.layout.rows, seq_length)):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {layout}")
         arrays = out.arrays
-        found, slots = self._shards(segments)
-        near, lying = self._near_tokens(found), segments
-        if _any_remote(near):
-            lying, near = self._fetcher.gather(segments, slots, near)
-        placed = place(near, slots, lying)
+        shards, slots = self._shards(segments)
+        token_arrays, in_memory = self._token_arrays(shards), segments
+        if _any_remote(token_arrays):
+            in_memory, token_arrays = self._fetcher.gather(segments, slots, token_arrays)
+        placed = place(token_arrays, slots, in_memory)
         _native.assemble(
             placed.arrays,
             segments.offsets,
@@ -341,7 +341,7 @@ class BatchAssembler(Dataset[Tensors]):
             arrays["cu_seqlens"],
             arrays.get("cu_seqlens_padded"),
             arrays["max_seqlen"],
-            tuple(self._columns(segments, found, slots, placed, arrays)) if self.columns else (),
+            tuple(self._columns(segments, shards, slots, placed, arrays)) if self.columns else (),
         )
         if "source" in arrays and self._files is not None:
             self._files.renumber(arrays["source"], segments)
@@ -394,8 +394,8 @@ class BatchAssembler(Dataset[Tensors]):
         The kernel is asked to read those of local shards from disk. Those of remote shards are fetched, and ``fill``
         uses them when it is given the same object.
         """
-        found, slots = self._shards(segments)
-        arrays = self._near_tokens(found)
+        shards, slots = self._shards(segments)
+        arrays = self._token_arrays(shards)
         if _any_remote(arrays):
             self._fetcher.announce(segments, slots, arrays)
         else:
@@ -405,33 +405,33 @@ class BatchAssembler(Dataset[Tensors]):
         """Drop what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
-    def _near_tokens(self, found: Sequence[Arrays]) -> Sequence[Arrays]:
-        """Of each shard's arrays: tokens, masks and columns of tokens."""
+    def _token_arrays(self, shards: Sequence[Arrays]) -> Sequence[Arrays]:
+        """Of each shard's arrays those with an item a token: tokens, masks and columns of tokens."""
         if not self.columns:
-            return found
-        return [tuple(arrays[place] for place in self._with_tokens) for arrays in found]
+            return shards
+        return [tuple(arrays[index] for index in self._per_token) for arrays in shards]
 
     def _columns(
         self,
         segments: Segments,
-        found: Sequence[Arrays],
+        shards: Sequence[Arrays],
         slots: NDArray[np.int32],
         placed: Placed,
         out: dict[str, NDArray[Any]],
     ) -> Iterator[tuple[Any, ...]]:
-        """The columns as the kernel takes them: what has a row, its bytes, the arrays, and where in them rows lie."""
-        for column, index in self._places.items():
+        """Each column as the kernel takes it: ``PER``, bytes of a row, arrays, where rows lie in them, output."""
+        for column, index in self._positions.items():
             row_nbytes = np.dtype(column.dtype).itemsize * column.width
             if column.per == "token":
-                near = self._with_tokens.index(index)
-                rows, own, starts = [arrays[near] for arrays in placed.arrays], placed.slots, placed.starts
+                position = self._per_token.index(index)
+                rows, own, starts = [arrays[position] for arrays in placed.arrays], placed.slots, placed.starts
             else:
                 by_pack = column.per == "pack"
                 numbers = segments.packs if by_pack else segments.sequences
                 if numbers is None:
                     raise ValueError(f"column {column.name}: nothing says which {column.per}s of their shards they are")
                 own = slots[segments.offsets[:-1]] if by_pack else slots
-                rows, starts = [arrays[index][:] for arrays in found], numbers
+                rows, starts = [arrays[index][:] for arrays in shards], numbers
             yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
 
     def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
@@ -482,12 +482,12 @@ class _SourceFiles(NamedTuple):
         if self.numbers is None:
             return
         counts = np.diff(segments.offsets)
-        places = np.arange(len(segments.shards)) - np.repeat(segments.offsets[:-1], counts)
-        cells = np.repeat(np.arange(len(counts)), counts), places, 0
+        in_pack = np.arange(len(segments.shards)) - np.repeat(segments.offsets[:-1], counts)
+        cells = np.repeat(np.arange(len(counts)), counts), in_pack, 0
         first, last = self.firsts[segments.shards], self.firsts[segments.shards + 1]
-        if ((found := first + values[cells]) >= last).any():
+        if ((positions := first + values[cells]) >= last).any():
             raise ValueError("column source names files that the table of its shard does not have")
-        values[cells] = self.numbers[found]
+        values[cells] = self.numbers[positions]
 
 
 def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:

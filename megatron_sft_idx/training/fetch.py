@@ -159,7 +159,7 @@ class _Ahead:
 
     Attributes:
         segments: the sequences as they were planned.
-        found: the sequences as they will lie in memory, and for each shard the arrays that they will lie in.
+        in_memory: the sequences as they will lie in memory, and for each shard the arrays that they will lie in.
         nbytes: how many bytes are fetched.
         requests: those that were made; None before ``start``.
     """
@@ -182,7 +182,7 @@ class _Ahead:
             reads = [(array, ranges, np.empty(ranges.tokens, array.dtype)) for array in remote]
             arrays[shard] = tuple(out for *_, out in reads)
             self._reads += reads
-        self.found = replace(segments, starts=starts), arrays
+        self.in_memory = replace(segments, starts=starts), arrays
         self.nbytes = sum(out.nbytes for *_, out in self._reads)
 
     def start(self) -> None:
@@ -246,22 +246,22 @@ class Fetcher:
             ValueError: a sequence reaches outside its shard.
         """
         with self._locked():
-            if any(batch.segments is segments for batch in self.batches):
-                while (found := self.batches.popleft()).segments is not segments:
-                    found.drop()
+            if any(announced.segments is segments for announced in self.batches):
+                while (batch := self.batches.popleft()).segments is not segments:
+                    batch.drop()
             else:
-                found = _Ahead(segments, slots, shards)
-            found.start()
+                batch = _Ahead(segments, slots, shards)
+            batch.start()
             self._start()
         try:
-            for request in found.requests or ():
+            for request in batch.requests or ():
                 request.result()
         except BaseException:
-            found.drop()
+            batch.drop()
             # Requests to a store that does not answer would keep the process from ending.
             self.forget()
             raise
-        return found.found
+        return batch.in_memory
 
     def forget(self) -> None:
         """Drop all batches that were announced."""

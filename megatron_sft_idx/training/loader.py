@@ -204,7 +204,7 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
 
 
 def _looking_ahead(loader: BatchLoader) -> Iterator[tuple[Wanted, Segments]]:
-    """What is wanted and where it lies; the assembler is told of it ``ahead`` micro-batches before it comes."""
+    """Each micro-batch and where its sequences lie; its data are asked for ``ahead`` micro-batches before it comes."""
     waiting: deque[tuple[Wanted, Segments]] = deque()
     for batch in loader.batches:
         wanted = batch if isinstance(batch, Wanted) else Wanted(batch)

@@ -59,10 +59,11 @@ def mean_by_file(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each file: its own, and where two have one, its number besides."""
+    """A name for each file, all different: its own; where two files share a name, with the number of the file."""
     names = [str(file.get("name")) for file in files]
-    often = Counter(names)
-    return [name if often[name] == 1 else f"{name} ({number})" for number, name in enumerate(names)]
+    counts, numbered = Counter(names), [f"{name} ({number})" for number, name in enumerate(names)]
+    chosen = [name if counts[name] == 1 else with_number for name, with_number in zip(names, numbered, strict=True)]
+    return chosen if len({*chosen}) == len(chosen) else numbered
 
 
 # ---- of pairs ----

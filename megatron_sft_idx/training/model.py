@@ -76,12 +76,12 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError("packed_seq_params: None, but this attention knows its segments only from there")
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).unique_consecutive().tolist()
-        parts = []
+        outputs = []
         for start, stop in pairwise(bounds):
             q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
-            part = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-            parts.append(part[0].transpose(0, 1))
-        return torch.cat(parts).flatten(1)
+            output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
 
 
 def layer_spec(attention: str) -> ModuleSpec:

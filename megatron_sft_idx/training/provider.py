@@ -205,7 +205,7 @@ def _is_scheduled(args: Namespace) -> bool:
 
 
 def _tokenizer_fingerprint(args: Namespace) -> str | None:
-    """Of the tokenizer that Megatron is given; None where it comes from no files here that this package reads."""
+    """The fingerprint of Megatron's tokenizer; None unless its files are local and this package reads them."""
     path = getattr(args, "tokenizer_model", None)
     if path is None or not Path(path).exists():
         return None
@@ -231,9 +231,9 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
         paths = Path(file).read_text(encoding="utf-8").split()
     if paths:
         return get_blend_from_list(paths), None
-    parts = [getattr(args, f"{split}_data_path", None) for split in _SPLITS]
+    blends = [getattr(args, f"{split}_data_path", None) for split in _SPLITS]
     if file := getattr(args, "per_split_data_args_path", None):
         named = json.loads(Path(file).read_text(encoding="utf-8"))
-        parts = [named.get(split) for split in _SPLITS]
-        parts = [part.split() if isinstance(part, str) else part for part in parts]
-    return None, [get_blend_from_list(part) for part in parts] if any(parts) else None
+        blends = [named.get(split) for split in _SPLITS]
+        blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
+    return None, [get_blend_from_list(blend) for blend in blends] if any(blends) else None

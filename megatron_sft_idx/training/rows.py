@@ -56,8 +56,8 @@ class EpochOrder:
 
     def epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """The packs of one epoch in their order."""
-        if (kept := self._permutations.get(number)) is not None:
-            return kept
+        if (permutation := self._permutations.get(number)) is not None:
+            return permutation
         key = json.dumps([self.seed, self.split, self.fingerprint, number]).encode()
         order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
         permutation = order.astype(np.int32) if self.packs <= 2**31 else order
@@ -305,7 +305,7 @@ def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
 def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
     """Swap entries in place while that lowers the largest column sum: within rows if possible, else between rows."""
     mean = sums.mean()
-    within = np.eye(len(rows), dtype=bool)[:, :, None]
+    same_row = np.eye(len(rows), dtype=bool)[:, :, None]
     for _ in range(1000):  # each swap lowers the largest sum; the bound is for hostile costs
         high = int(sums.argmax())
         if sums[high] <= mean * 1.002:
@@ -313,13 +313,13 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
         # The larger of the two sums after a swap: [row in the highest column, row in another column, that column].
         table = costs[rows]
         moved = table[:, high, None, None] - table
-        left = np.maximum(sums[high] - moved, sums + moved)
-        left[:, :, high] = sums[high]
-        inside = np.where(within, left, sums[high])
-        best = int((inside if inside.min() < sums[high] else left).argmin())
-        if left.flat[best] >= sums[high]:
+        higher = np.maximum(sums[high] - moved, sums + moved)
+        higher[:, :, high] = sums[high]
+        within_rows = np.where(same_row, higher, sums[high])
+        best = int((within_rows if within_rows.min() < sums[high] else higher).argmin())
+        if higher.flat[best] >= sums[high]:
             return
-        row, other_row, other = np.unravel_index(best, left.shape)
+        row, other_row, other = np.unravel_index(best, higher.shape)
         sums[high] -= moved[row, other_row, other]
         sums[other] += moved[row, other_row, other]
         rows[row, high], rows[other_row, other] = rows[other_row, other], rows[row, high]
@@ -411,8 +411,8 @@ class PackedBatchSampler:
 
     @property
     def _windows(self) -> int:
-        left = self.total_samples - self.consumed_samples
-        return left // self._window if self.drop_last else -(-left // self._window)
+        remaining = self.total_samples - self.consumed_samples
+        return remaining // self._window if self.drop_last else -(-remaining // self._window)
 
     def __iter__(self) -> Iterator[list[int]]:
         for block in self.blocks():

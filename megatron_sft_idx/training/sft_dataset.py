@@ -131,7 +131,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             self.random_seed,
         )
         self._choose_caches()
-        for path, split, ends in self._parts():
+        for path, split, ends in self._split_ranges():
             if path not in self._opened:
                 self._check_shards(path, self.open_shards(path))
             self._check_split(path, split, ends)
@@ -176,7 +176,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             )
             self.path_to_cache = None
 
-    def _parts(self) -> Iterator[tuple[str, Split, tuple[float, float]]]:
+    def _split_ranges(self) -> Iterator[tuple[str, Split, tuple[float, float]]]:
         """Each path with each split that draws from it and the share of the path that is the split's."""
         for split, (paths, _) in self._blends():
             for path in paths:
@@ -201,21 +201,21 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_shards(self, path: str, shards: ShardSet) -> None:
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            size, found = header.vocab_size or 0, header.tokenizer
+            size, tokenizer = header.vocab_size or 0, header.tokenizer
             if self.vocab_size is not None and size > self.vocab_size:
                 raise FormatError(
                     f"{prefix}: its tokenizer has {size} tokens, the model's vocabulary {self.vocab_size}; raise"
                     " --vocab-size, or take the tokenizer the shard was made with"
                 )
-            if None not in (found, self.tokenizer_fingerprint) and found != self.tokenizer_fingerprint:
+            if None not in (tokenizer, self.tokenizer_fingerprint) and tokenizer != self.tokenizer_fingerprint:
                 raise FormatError(
-                    f"{prefix}: tokenized with {found}, the tokenizer of this job is {self.tokenizer_fingerprint};"
+                    f"{prefix}: tokenized with {tokenizer}, the tokenizer of this job is {self.tokenizer_fingerprint};"
                     " take the tokenizer the shard was made with, or tokenize again"
                 )
             listed, options = listed_columns(header.metadata), header.metadata.get("options")
             of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
-            told = listed.keys() & ({"pair", "label"} if of_kto else {"pair"})
-            if missing := told.difference(self.columns):
+            judging = listed.keys() & ({"pair", "label"} if of_kto else {"pair"})
+            if missing := judging.difference(self.columns):
                 raise FormatError(
                     f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
                     " a loss that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
@@ -235,15 +235,15 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 )
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
-            said = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
-            log_single_rank(logger, logging.WARNING, "%s: %s", path, said)
+            message = f"{masked} of {len(shards)} {what} train no token at all; megatron-sft-idx inspect names them"
+            log_single_rank(logger, logging.WARNING, "%s: %s", path, message)
         if self.index_only_packing:
             require_fit(shards, self.plan_options)
             return
         fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
         if fill < 0.5:  # hardly packed for this job
-            said = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
-            log_single_rank(logger, logging.WARNING, said, path, self.sequence_length, 100 * fill)
+            message = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
+            log_single_rank(logger, logging.WARNING, message, path, self.sequence_length, 100 * fill)
         self.most_sequences = max(self.most_sequences, *(header.most_sequences for header in shards.headers))
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:
@@ -332,8 +332,8 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         trained = f"{round(shards.total('num_trained_tokens') * tokens / everything)} of them trained on"
         about = "" if tokens == everything else "about "
         steps = f", {packs / batch:.1f} steps of {batch} packs" if (batch := config.global_batch_size) else ""
-        said = f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
-        log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, said)
+        message = f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
+        log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, message)
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -355,7 +355,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         """The samples without Megatron around them; what loaders read and what is pickled."""
         width = self.config.cu_seqlens_width
         if self._rows is None or self._rows.shape["width"] != width:  # data sets built since then may need wider rows
-            known = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
+            pad_ids = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
             kind = SingleRows if self.config.single_sequences else PackedRows
             self._rows = kind(
                 self.source,
@@ -365,7 +365,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
                 self.config.sequence_length,
                 sequence_multiple=self.config.sequence_multiple,
                 width=width,
-                pad_id=next((pad for pad in known if pad is not None and pad >= 0), None),
+                pad_id=next((pad for pad in pad_ids if pad is not None and pad >= 0), None),
                 padding_mask=self.config.padding_mask,
             )
         return self._rows
