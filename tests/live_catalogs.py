@@ -13,9 +13,8 @@ from packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
-from megatron_sft_idx.live.live_order import RankState
+from megatron_sft_idx.live.live_order import RankState, Walk
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
-from megatron_sft_idx.live.walk import Walk
 
 CAPACITY = 12
 # Names of packs begin here, so that no token of their inside looks like one.

@@ -19,8 +19,7 @@ from megatron_sft_idx.live import Waiter
 from megatron_sft_idx.live.acks import uncompleted
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_loader import LiveDataset
-from megatron_sft_idx.live.live_order import RankState, least_ahead, resume
-from megatron_sft_idx.live.walk import Walk
+from megatron_sft_idx.live.live_order import RankState, Walk, least_ahead, resume
 
 
 class DeadlockError(Exception):

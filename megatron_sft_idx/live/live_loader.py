@@ -38,9 +38,8 @@ from megatron_sft_idx.live.acks import (
 )
 from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.live.live_order import RankState, least_ahead, resume
+from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
-from megatron_sft_idx.live.walk import AtEnd, Walk
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
 logger = logging.getLogger("megatron_sft_idx.live")
