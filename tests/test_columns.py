@@ -202,6 +202,9 @@ def test_a_column_is_attached_in_pieces_and_again_with_leave(tmp_path: Path) -> 
         (np.zeros((100, 2, 2)), "from row 0 on: column x has shape"),
         (np.zeros(100, "c8"), "dtype complex64"),
         ([], "0 rows, expected 100"),
+        ([[[1], [1, 2]]], "from row 0 on: column x: the values make no array"),
+        ([np.zeros(99), [[1], [1, 2]]], "from row 99 on: column x: the values make no array"),
+        (list(range(100)), r"from row 0 on: column x has shape \(\); expected an array of some rows"),
     ],
 )
 def test_what_cannot_be_attached_leaves_nothing(tmp_path: Path, values: Any, match: str) -> None:

@@ -164,6 +164,9 @@ def test_find_stops_at_its_limit(tmp_path: Path) -> None:
     write_texts(tmp_path / "x", [["ha ha ha ha"]])
     outcome = command("inspect", tmp_path / "x", "--find", "ha", "--limit", 2, "--tokenizer", TOKENIZER)
     assert [line.split(":")[0] for line in outcome.out.splitlines()][2:] == ["stopped after 2"]
+    exact = command("inspect", tmp_path / "x", "--find", "ha", "--limit", 4, "--tokenizer", TOKENIZER)
+    assert len(exact.out.splitlines()) == 4
+    assert "stopped" not in exact.out
 
 
 def test_another_tokenizer_is_refused(chats: Path, tmp_path: Path) -> None:

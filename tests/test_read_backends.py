@@ -21,7 +21,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.storage import advise_order, drop_pages, open_array
+from megatron_sft_idx.storage import advise_order, drop_pages, local, open_array
 from megatron_sft_idx.storage.advice import MAX_SINGLE_READS, FirstReadHints, mapped_nbytes
 from megatron_sft_idx.storage.local import PreadArray
 
@@ -186,6 +186,23 @@ def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path) -> None:
     finally:
         os.close(folder)
     assert caught.value.filename == str(tmp_path / "x")
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"12345678")
+    (tmp_path / "new").write_bytes(b"abc")
+    open_descriptor = local.open_descriptor
+
+    def replaced(path: str) -> tuple[int, os.stat_result]:
+        opened = open_descriptor(path)
+        os.replace(tmp_path / "new", path)
+        return opened
+
+    monkeypatch.setattr(local, "open_descriptor", replaced)
+    array = local.open_array(str(tmp_path / "x"), np.dtype("u1"), 8, nbytes=8, backend="pread")
+    assert array[:].tobytes() == b"12345678"
 
 
 # ---- what the machine holds ----

@@ -110,6 +110,18 @@ def test_files_kept_from_several_rebuilds_do_not_replace_each_other(tmp_path: Pa
     assert kept == [b"0", b"1", b"2"]
 
 
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_a_damaged_file_is_kept_under_the_longest_name_that_a_shard_can_have(tmp_path: Path, letter: str) -> None:
+    name = letter * (242 // len(letter.encode()))
+    write_samples(tmp_path / name, demo_samples())
+    for number in ("", ".1"):
+        (tmp_path / f"{name}.seq.idx").write_bytes(number.encode())
+        (kept,) = rebuild(tmp_path / name).kept
+        assert Path(kept).read_bytes() == number.encode()
+        assert kept.endswith(f"{letter}.seq.idx.damaged{number}")
+    assert_holds(Shard(tmp_path / name), demo_samples())
+
+
 @pytest.mark.parametrize("target", ["nowhere", "x.idx", "x.idx.damaged"])
 def test_a_link_at_the_other_name_is_left_alone_and_keeps_nothing(tmp_path: Path, target: str) -> None:
     write_samples(tmp_path / "x", demo_samples())

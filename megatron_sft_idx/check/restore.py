@@ -46,12 +46,14 @@ from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, write_idx, w
 from megatron_sft_idx.storage import OutputFile, open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
-from megatron_sft_idx.storage.publish import identity, move_into_place
+from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, identity, move_into_place
 
 _EXACT = "byte for byte"
 # Added to the name of a file that a new one replaces.
 _DAMAGED = ".damaged"
 _COPY_NBYTES = 1 << 20
+# Room in such a name for the number of a process and .tmp, which a copy has until it is whole.
+_COPY_ENDING_NBYTES = 24
 _CHUNK_TOKENS = 1 << 16
 
 
@@ -171,18 +173,27 @@ class Repair:
         return list(second_names.values())
 
 
+def _second_name(path: str, number: int) -> str:
+    """The name that a damaged file is kept under; of a file with a long name its prefix is cut, so that it fits."""
+    prefix = ShardPaths.of(path).prefix
+    ending = f"{path.removeprefix(prefix)}{_DAMAGED}" + (f".{number}" if number else "")
+    folder, base = os.path.split(prefix)
+    room = MAX_NAME_NBYTES - len(ending) - _COPY_ENDING_NBYTES
+    return os.path.join(folder, os.fsencode(base)[:room].decode(errors="ignore") + ending)
+
+
 def _give_second_name(path: str, given_here: list[str]) -> str:
     """Let a file have a second name, or a copy where the file system has no hard links; return that name.
 
     The name is appended to ``given_here``, unless the file has it already, from a rebuild that was killed. What is
     under other names is left alone, links included.
     """
-    number, name = 0, path + _DAMAGED
+    number, name = 0, _second_name(path, 0)
     while (there := identity(name)) is not None:
         if there == identity(path):
             return name
         number += 1
-        name = f"{path}{_DAMAGED}.{number}"
+        name = _second_name(path, number)
     try:
         os.link(path, name)
     except OSError:

@@ -128,7 +128,7 @@ def add_parser(verbs: Verbs) -> None:
         """
         --json  print one JSON document instead of text
         --overwrite  replace the page that --html names
-        --limit N  matches and differences to name; --find stops there (default: %(default)s)
+        --limit N  matches and differences to name; --find stops at the next match (default: %(default)s)
         """,
         limit=20,
     )
@@ -283,7 +283,7 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
                 at = "".join(f" ({name})" for name in from_row)
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
-    stopped = len(named) == arguments.limit
+        stopped = next(matches, None) is not None
     end = [f"stopped after {len(named)}: --limit says how many"] if stopped else []
     nothing = [f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences"]
     value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": named}

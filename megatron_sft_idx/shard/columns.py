@@ -85,7 +85,20 @@ def write_column(
     header = read_header(paths)
     is_array = hasattr(values, "dtype") or not isinstance(values, Iterable)
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
-    first = np.asarray(next(arrays, ()))
+    rows = 0
+
+    def array_of(values: Any) -> NDArray[Any]:
+        try:
+            array = np.asarray(values)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors that numpy cannot take
+            reason = f": the values make no array ({error})"
+        else:
+            if array.ndim:
+                return array
+            reason = " has shape (); expected an array of some rows"
+        raise FormatError(f"{path}: from row {rows} on: column {name}{reason}")
+
+    first = array_of(next(arrays, ()))
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
     with locked_prefix(paths):
         if read_header(paths) != header:
@@ -96,14 +109,14 @@ def write_column(
         with new_file(path, _KIND, overwrite=overwrite) as new:
             file = new.open()
             file.write(bytes(spec.header_nbytes))
-            hashed, rows = HashedFile(file), 0
-            for some in chain([first], map(np.asarray, arrays)):
+            hashed = HashedFile(file)
+            for values_of_rows in chain([first], map(array_of, arrays)):
                 try:
-                    array = spec.array(name, some, len(some))
-                except (TypeError, ValueError) as error:
+                    stored = spec.array(name, values_of_rows, len(values_of_rows))
+                except ValueError as error:
                     raise FormatError(f"{path}: from row {rows} on: {error}") from None
-                rows += len(array)
-                hashed.write(array.reshape(-1))
+                rows += len(stored)
+                hashed.write(stored.reshape(-1))
             if rows != expected:
                 raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
             column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())

@@ -261,7 +261,7 @@ class ShardWriter:
                 raise ValueError(f"columns {', '.join(sorted(given)) or 'none'}; this writer was opened for {expected}")
             rows = {"token": ids.size, "sequence": starts.size, "pack": lengths.size}
             beside = {name: spec.array(name, given[name], rows[spec.per]) for name, spec in specs.items()}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):

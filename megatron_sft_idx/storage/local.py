@@ -147,13 +147,14 @@ class CopiedArray:
 class PreadArray(CopiedArray):
     """An array read by ``pread``, whose first item begins at byte ``offset`` of the file.
 
-    Threads and forked processes may share it, since ``pread`` uses no file position.
+    Threads and forked processes may share it, since ``pread`` uses no file position. ``fd`` is a descriptor of the
+    file, which the array then owns; None to open the file at ``path``.
     """
 
-    def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
+    def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int, fd: int | None = None) -> None:
         super().__init__(dtype, count)
         self._path, self._offset = path, offset
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_descriptor(path)[0] if fd is None else fd
 
     def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
         """Call ``posix_fadvise`` for the array's bytes from ``offset`` on; ``nbytes`` 0 means to the file's end."""
@@ -275,7 +276,7 @@ def open_array(
     try:
         check_size(path, status.st_size, nbytes)
         if backend == "pread":
-            return PreadArray(path, dtype, count, offset)
+            return PreadArray(path, dtype, count, offset, os.dup(fd))
         if not count:
             return np.frombuffer(b"", dtype)
         return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype, count, offset)
