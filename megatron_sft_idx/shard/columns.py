@@ -85,20 +85,7 @@ def write_column(
     header = read_header(paths)
     is_array = hasattr(values, "dtype") or not isinstance(values, Iterable)
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
-    rows = 0
-
-    def array_of(values: Any) -> NDArray[Any]:
-        try:
-            array = np.asarray(values)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors that numpy cannot take
-            reason = f": the values make no array ({error})"
-        else:
-            if array.ndim:
-                return array
-            reason = " has shape (); expected an array of some rows"
-        raise FormatError(f"{path}: from row {rows} on: column {name}{reason}")
-
-    first = array_of(next(arrays, ()))
+    first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0 on")
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
     with locked_prefix(paths):
         if read_header(paths) != header:
@@ -109,12 +96,14 @@ def write_column(
         with new_file(path, _KIND, overwrite=overwrite) as new:
             file = new.open()
             file.write(bytes(spec.header_nbytes))
-            hashed = HashedFile(file)
-            for values_of_rows in chain([first], map(array_of, arrays)):
+            hashed, rows = HashedFile(file), 0
+            for values_of_rows in chain([first], arrays):
+                where = f"{path}: from row {rows} on"
+                array = _array_of_rows(values_of_rows, name, where)
                 try:
-                    stored = spec.array(name, values_of_rows, len(values_of_rows))
+                    stored = spec.array(name, array, len(array))
                 except ValueError as error:
-                    raise FormatError(f"{path}: from row {rows} on: {error}") from None
+                    raise FormatError(f"{where}: {error}") from None
                 rows += len(stored)
                 hashed.write(stored.reshape(-1))
             if rows != expected:
@@ -123,6 +112,17 @@ def write_column(
             file.write_at(column.encode(), 0)
             new.publish()
     return column
+
+
+def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
+    """Values of some rows as an array. FormatError, which begins with ``where``, if numpy makes none of them."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot take
+        raise FormatError(f"{where}: column {name}: the values make no array ({error})") from None
+    if not array.ndim:
+        raise FormatError(f"{where}: column {name} has shape (); expected an array of some rows")
+    return array
 
 
 # ---- read ----
