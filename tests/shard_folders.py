@@ -22,7 +22,7 @@ def write(folder: Path, sizes: list[int] = SIZES, **options: object) -> list[Sam
 
 
 def is_held(shards: ShardSet) -> str:
-    return "reopened" if shards.held is None else "held"
+    return "reopened" if shards.in_memory is None else "held"
 
 
 def maps_of(folder: Path) -> int:

@@ -33,11 +33,11 @@ from megatron_sft_idx.errors import (
     UnsupportedVersionError,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_name
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_column_name
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import writer as writer_module
+from megatron_sft_idx.shard.journal import BuildOptions
 
 SPECIFICATION = (Path(__file__).parent.parent / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 PACKS = demo_samples(40)
@@ -554,4 +554,4 @@ def test_names_are_checked_where_they_are_asked_for(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
     with pytest.raises(FormatError, match="a name is of small letters"):
         Shard(tmp_path / "x", columns=["../x"])
-    assert check_name("a_1") == "a_1"
+    assert check_column_name("a_1") == "a_1"

@@ -16,7 +16,7 @@ from packs import Sample, assert_is, demo_samples, five_files, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES
-from megatron_sft_idx.layout.column import COLUMN_DTYPES, column_rows
+from megatron_sft_idx.layout.column import COLUMN_DTYPES, num_rows_in
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT, MAX_HEADER_NBYTES, SUFFIXES, encode_metadata
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 
@@ -92,7 +92,7 @@ def test_the_plain_reader_reads_columns(tmp_path: Path, per: Any, code: int, wid
     write_samples(tmp_path / "x", demo_samples(5))
     header = Shard(tmp_path / "x").header
     for number, dtype in COLUMN_DTYPES.items():
-        values = np.arange(column_rows(header, per) * width).reshape(-1, width).astype(dtype)
+        values = np.arange(num_rows_in(header, per) * width).reshape(-1, width).astype(dtype)
         write_column(tmp_path / "x", f"c{number}", values[:, 0] if width == 1 else values, per=per)
         found, kind = plain_reader("read_column")(str(tmp_path / "x"), f"c{number}")
         assert kind == code

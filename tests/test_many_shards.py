@@ -64,7 +64,9 @@ def test_how_a_set_is_held_does_not_depend_on_other_sets(tmp_path: Path, monkeyp
     both = ShardSet.joined([first, second])
     both[0]
     assert is_held(both) == "held"
-    nbytes = both.held.tokens.nbytes + both.held.loss.nbytes + sum(header.index_nbytes for header in both.headers)
+    nbytes = (
+        both.in_memory.tokens.nbytes + both.in_memory.loss.nbytes + sum(header.index_nbytes for header in both.headers)
+    )
     for most, how in ((nbytes, "held"), (nbytes - 1, "reopened")):
         monkeypatch.setattr(shard_set, "MEMORY_NBYTES", most)
         assert [is_held(ShardSet.joined([first, second])) for _ in range(2)] == [how, how]

@@ -17,8 +17,8 @@ from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, sums
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import read_blocks, read_head
 from megatron_sft_idx.shard import Shard, read_header
+from megatron_sft_idx.shard.journal import read_blocks, read_head
 
 ROOT = Path(__file__).parent.parent
 

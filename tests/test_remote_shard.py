@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.shard import Shard, ShardWriter, opening
+from megatron_sft_idx.shard import Shard, ShardWriter, index_cache
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.storage.local import has_digest
@@ -152,7 +152,7 @@ def test_a_good_copy_is_hashed_once_as_long_as_it_stays_as_it_was(
 ) -> None:
     write_samples(folder / "x", demo_samples())
     cache, hashed = tmp_path / "named", list[str]()
-    monkeypatch.setattr(opening, "has_digest", lambda path, digest: hashed.append(path) or has_digest(path, digest))
+    monkeypatch.setattr(index_cache, "has_digest", lambda path, digest: hashed.append(path) or has_digest(path, digest))
     for _ in range(3):
         assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
     copies = sorted(map(str, cache.iterdir()))
@@ -252,12 +252,12 @@ def test_shards_of_a_set_are_opened_at_once(folder: Path, url: str) -> None:
         write_samples(folder / f"s-{number}", demo_samples(1 + number % 3))
     shards = ShardSet.open(f"{url}/", same_capacity=False)
     wanted = [39, 0, 7, *range(10, 30)]
-    found = shards.opened(wanted)
+    found = shards.open_shards(wanted)
     assert [shard.prefix for shard in found] == [f"{url}/s-{number}" for number in wanted]
-    assert shards.opened(wanted) == found
+    assert shards.open_shards(wanted) == found
     os.unlink(folder / "s-3.bin")
     with pytest.raises(ShardNotFoundError, match=r"s-3\.bin"):
-        shards.opened(range(40))
+        shards.open_shards(range(40))
 
 
 def test_folders_globs_and_lists(folder: Path, url: str) -> None:

@@ -22,9 +22,9 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import DONE, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.shard import writer as writer_module
+from megatron_sft_idx.shard.journal import DONE, read_blocks, read_head
 
 ROOT = Path(__file__).parent.parent
 

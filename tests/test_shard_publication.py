@@ -17,8 +17,8 @@ from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import Head
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
+from megatron_sft_idx.shard.journal import JournalHead
 from megatron_sft_idx.storage import OutputFile
 
 
@@ -144,7 +144,7 @@ def test_files_of_writers_that_come_and_go_between_the_looks_are_no_strangers(
     (inodes := tmp_path / "inodes").mkdir()
     read, others = publication.read_journal, [ShardWriter(tmp_path / "x", durable=False)]
 
-    def read_then_change(paths: ShardPaths) -> Head | None:
+    def read_then_change(paths: ShardPaths) -> JournalHead | None:
         head = read(paths)
         if others:
             others.pop().abandon()

@@ -18,9 +18,9 @@ from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, open
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import encode_head
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard import writer as writer_module
+from megatron_sft_idx.shard.journal import encode_head
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 
 

@@ -124,7 +124,7 @@ def test_every_backend_reads_the_same(tmp_path: Path, backend: Any, count: int) 
     """Forty small shards would be held in memory; with columns they are opened for each read."""
     write_shards(tmp_path, count, packs=3)
     shards = shards_of(tmp_path, backend=backend)
-    assert shards.held is None
+    assert shards.in_memory is None
     assembler = BatchAssembler(StoredPacks(shards), LENGTH, columns=NAMES)
     picked = np.random.default_rng(0).permutation(3 * count)[:16].tolist()
     segments = assembler.plan(picked)

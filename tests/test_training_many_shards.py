@@ -101,7 +101,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 folder = sys.argv[1]
 for backend in ("mmap", "reopen"):
     shards = ShardSet.open(folder, backend=backend)
-    assert (shards.held is None) == (backend == "reopen")
+    assert (shards.in_memory is None) == (backend == "reopen")
     order = np.random.default_rng(0).permutation(len(shards))
     kept = [shards[int(i)] for i in order]
     assembler = BatchAssembler(StoredPacks(shards), 64)

@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.publication import name_held, outputs_held
+from megatron_sft_idx.shard.journal import locked_name, locked_outputs
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -108,7 +108,7 @@ def test_remains_without_a_shard_break_f1(tmp_path: Path) -> None:
 def test_a_lock_is_no_remains_of_a_build(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
     # What a producer holds while it makes a catalog, and whoever writes several shards; a kill leaves both.
-    with name_held(str(tmp_path / "_producer.journal"), "busy"), outputs_held(str(tmp_path / "x")):
+    with locked_name(str(tmp_path / "_producer.journal"), "busy"), locked_outputs(str(tmp_path / "x")):
         assert (tmp_path / "x-parts.journal").exists()
         for source in (tmp_path, tmp_path / "*"):
             done = command("verify", source)

@@ -20,15 +20,9 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexErro
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
+from megatron_sft_idx.shard.journal import lock_journal, read_journal
 from megatron_sft_idx.shard.opening import read_header, where_to_look
-from megatron_sft_idx.shard.publication import (
-    inode_of,
-    lock_journal,
-    locked_prefix,
-    read_journal,
-    with_named_columns,
-    with_present_columns,
-)
+from megatron_sft_idx.shard.publication import inode_of, locked_prefix, with_named_columns, with_present_columns
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched

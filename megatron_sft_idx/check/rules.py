@@ -27,10 +27,10 @@ from megatron_sft_idx.layout.column import (
     FIXED_NBYTES,
     PAIR,
     ColumnHeader,
-    broken_column,
-    column_count,
+    broken_column_rules,
     is_source,
     listed_columns,
+    num_column_rows,
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import (
@@ -42,7 +42,7 @@ from megatron_sft_idx.layout.files import (
     MAX_COUNT,
     SEQ_IDX,
     BrokenRule,
-    broken_rules,
+    broken_header_rules,
     column_of,
     data_nbytes,
     idx_nbytes,
@@ -206,7 +206,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
         findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
 
     raw = file.read(0, HEADER_FIXED_NBYTES)
-    outline, damaged = SEQ_IDX.outline(raw), False
+    outline, damaged = SEQ_IDX.broken_outline(raw), False
     if outline and outline.rule == "H1" and _is_whole_but_magic(file):
         # Only the eight bytes of the magic are damaged, so all other fields can be checked.
         damaged = True
@@ -222,7 +222,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     if len(raw) < size:
         findings.add("H3", file.path, len(raw), "a file that ends inside the header", f"{size} bytes of it")
         return None
-    broken = list(broken_rules(raw, values))
+    broken = list(broken_header_rules(raw, values))
     for rule in broken:
         add(rule)
     metadata = SEQ_IDX.metadata(raw)
@@ -243,7 +243,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
 def _is_whole_but_magic(file: CheckedFile) -> bool:
     """Whether the header matches its checksum once the right magic is put in."""
     raw = MAGIC + file.read(len(MAGIC), HEADER_FIXED_NBYTES - len(MAGIC))
-    if SEQ_IDX.outline(raw):
+    if SEQ_IDX.broken_outline(raw):
         return False
     size = SEQ_IDX.values(raw)["header_nbytes"]
     raw += file.read(HEADER_FIXED_NBYTES, size - HEADER_FIXED_NBYTES)
@@ -450,7 +450,7 @@ def check_column(
         findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
         return
     raw += file.read(len(raw), COLUMN.peek(raw) - len(raw))
-    if broken := list(broken_column(raw)):
+    if broken := list(broken_column_rules(raw)):
         for breach in broken:
             add(breach.rule, breach.offset, breach.found, breach.expected)
         return
@@ -461,7 +461,7 @@ def check_column(
         if column.shard_id != claims.values["shard_id"]:
             found, expected = f"a column of shard {column.shard_id.hex()}", claims.values["shard_id"].hex()
             add("C6", 16, found, expected)
-        rows = column_count(column.spec.per, claims.num_tokens, claims.num_sequences, claims.num_packs)
+        rows = num_column_rows(column.spec.per, claims.num_tokens, claims.num_sequences, claims.num_packs)
         if column.rows != rows:
             add("C5", 40, f"{column.rows} rows", f"{rows}: one a {column.spec.per}")
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)

@@ -37,8 +37,8 @@ from megatron_sft_idx.check.rules import (
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import FIELDS, IDX_HEADER_NBYTES, SUFFIXES, idx_places
+from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import where_to_look
-from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage.progress import Advance
 
 _DEFAULT_MOST = 10

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
+from megatron_sft_idx.layout.column import ColumnSpec, check_column_name, num_column_rows
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
@@ -96,7 +96,7 @@ class PackedSpec:
     def column_nbytes(self) -> int:
         """Bytes that the values of all columns take."""
         counts = self.num_tokens, self.num_sequences, self.num_packs
-        return sum(column_count(spec.per, *counts) * spec.row_nbytes for spec in self.columns.values())
+        return sum(num_column_rows(spec.per, *counts) * spec.row_nbytes for spec in self.columns.values())
 
 
 class PackedReader(ABC):
@@ -665,7 +665,7 @@ def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] 
     """
     encoded = values.get("columns", {})
     try:
-        specs = {check_name(name): ColumnSpec.decode(value) for name, value in encoded.items()}
+        specs = {check_column_name(name): ColumnSpec.decode(value) for name, value in encoded.items()}
     except (AttributeError, FormatError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: what it says of its columns is wrong: {error}; write it again") from None
     if missing := [name for name in chosen or () if name not in specs]:

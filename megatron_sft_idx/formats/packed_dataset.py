@@ -18,7 +18,7 @@ from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.formats.sft_idx import spec_of
-from megatron_sft_idx.layout.files import shown_counts
+from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
@@ -209,7 +209,7 @@ class PackedDataset:
     def __repr__(self) -> str:
         more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
         try:
-            counts = shown_counts(self._files.spec)
+            counts = counts_text(self._files.spec)
         except SFTIndexError:  # the files are of different tokenizers, or are gone
             counts = f"{len(self):,} packs"
         return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {counts}>"

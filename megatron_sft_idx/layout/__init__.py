@@ -1,7 +1,7 @@
 """Bytes of the format, version 1. FORMAT.md is the specification; this package is the same thing in Python.
 
-``files`` names the files and has the bytes of both indexes, ``column`` those of columns, ``journal`` the record of a
-build in progress. From bytes to values and back: nothing here writes a file.
+``files`` has the names of the files and the bytes of both indexes, ``column`` the bytes of columns. The package turns
+bytes into values and values into bytes: nothing here opens or writes a file.
 """
 
 from megatron_sft_idx.layout.files import (

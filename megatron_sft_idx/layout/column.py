@@ -50,7 +50,7 @@ _TAKEN = frozenset(
 )
 
 
-def check_name(name: str) -> str:
+def check_column_name(name: str) -> str:
     """The name of a column, or FormatError."""
     if _NAME.fullmatch(name) and name not in _TAKEN:
         return name
@@ -170,14 +170,14 @@ def is_source(spec: ColumnSpec) -> bool:
     return named and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
-def column_count(per: Per, tokens: int, sequences: int, packs: int) -> int:
+def num_column_rows(per: Per, tokens: int, sequences: int, packs: int) -> int:
     """How many rows a column has in a shard of so many tokens, sequences and packs."""
     return {"token": tokens, "sequence": sequences, "pack": packs}[per]
 
 
-def column_rows(header: Header, per: Per) -> int:
+def num_rows_in(header: Header, per: Per) -> int:
     """How many rows a column has in the shard of this header."""
-    return column_count(per, header.num_tokens, header.num_sequences, header.num_packs)
+    return num_column_rows(per, header.num_tokens, header.num_sequences, header.num_packs)
 
 
 def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -236,7 +236,7 @@ class ColumnHeader:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).
             UnsupportedVersionError: another version.
         """
-        COLUMN.refuse(raw, path, next(broken_column(raw), None), "restore it")
+        COLUMN.raise_broken(raw, path, next(broken_column_rules(raw), None), "restore it")
         values = COLUMN.values(raw)
         per = next(name for name, code in PER.items() if code == values["per"])
         alignment: Alignment = "label" if values["alignment"] == _ALIGNMENTS["label"] else "token"
@@ -245,9 +245,9 @@ class ColumnHeader:
         return cls(spec, values["shard_id"], values["rows"], values["checksum"])
 
 
-def broken_column(raw: bytes) -> Iterator[BrokenRule]:
+def broken_column_rules(raw: bytes) -> Iterator[BrokenRule]:
     """The rules C1 to C4 that the header of a column breaks; of C1 and C2 the first breach alone."""
-    if broken := COLUMN.outline(raw):
+    if broken := COLUMN.broken_outline(raw):
         yield broken
         return
     values = COLUMN.values(raw)
@@ -262,4 +262,4 @@ def broken_column(raw: bytes) -> Iterator[BrokenRule]:
         ("zeros", "C4", not any(values["zeros"]), "zeros"),
         ("reserved", "C4", not any(values["reserved"]), "zeros"),
     )
-    yield from COLUMN.broken(raw, values, checks)
+    yield from COLUMN.broken_rules(raw, values, checks)

@@ -365,7 +365,7 @@ class HeaderForm:
         (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
         return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
-    def outline(self, raw: bytes) -> BrokenRule | None:
+    def broken_outline(self, raw: bytes) -> BrokenRule | None:
         """The rule of magic, version or size that the first ``fixed_nbytes`` bytes of a file break; else None."""
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
@@ -382,11 +382,11 @@ class HeaderForm:
         return None
 
     def peek(self, raw: bytes) -> int:
-        """The size of the header by its fixed fields; that of the fields alone where ``outline`` finds fault."""
-        return self.fixed_nbytes if self.outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
+        """The size of the header by its fixed fields; that of the fields alone where ``broken_outline`` finds fault."""
+        return self.fixed_nbytes if self.broken_outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
-    def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
-        """All rules that a header breaks. The caller must know that ``outline`` finds no fault with it."""
+    def broken_rules(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
+        """All rules that a header breaks. The caller must know that ``broken_outline`` finds no fault with it."""
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
             yield BrokenRule(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
@@ -411,7 +411,7 @@ class HeaderForm:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
             yield BrokenRule(self.fixed_nbytes, json_block, "another JSON block", expected)
 
-    def refuse(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
+    def raise_broken(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
         """Raise the error about a broken rule: UnsupportedVersionError or CorruptShardError; nothing for None."""
         if broken is None:
             return
@@ -589,9 +589,9 @@ class Header:
             UnsupportedVersionError: another format version.
         """
         remedy = ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
-        SEQ_IDX.refuse(raw, path, SEQ_IDX.outline(raw), remedy)
+        SEQ_IDX.raise_broken(raw, path, SEQ_IDX.broken_outline(raw), remedy)
         values = SEQ_IDX.values(raw)
-        SEQ_IDX.refuse(raw, path, next(broken_rules(raw, values), None), remedy)
+        SEQ_IDX.raise_broken(raw, path, next(broken_header_rules(raw, values), None), remedy)
         plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         plain |= {
             "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
@@ -604,7 +604,7 @@ class Header:
         return cls(**plain)
 
 
-def shown_counts(of: Any) -> str:
+def counts_text(of: Any) -> str:
     """The counts of a header, or of data in another format, as text for people; trained tokens may be None."""
     trained = of.num_trained_tokens
     share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
@@ -623,9 +623,9 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def broken_rules(raw: bytes, values: dict[str, Any]) -> Iterator[BrokenRule]:
-    """The rules that a header breaks, whose ``outline`` is right: H4 to H8, and F2 for the sizes that it says."""
-    return SEQ_IDX.broken(raw, values, _checks(values))
+def broken_header_rules(raw: bytes, values: dict[str, Any]) -> Iterator[BrokenRule]:
+    """The rules that a header breaks, in whose outline nothing is broken: H4 to H8, and F2 for the sizes it gives."""
+    return SEQ_IDX.broken_rules(raw, values, _checks(values))
 
 
 def _checks(values: dict[str, Any]) -> Checks:

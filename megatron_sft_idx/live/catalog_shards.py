@@ -156,7 +156,7 @@ class CatalogShards(Catalog, LiveShards):
                         " this shard: make the catalog anew"
                     )
         opened, files = [shard.columns.open(name) for name in columns], shard.files
-        arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
+        arrays = files.tokens[:], files.loss[:], *(column.items_in_memory for column in opened)
         for array in arrays:
             _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
         specs = {column.name: column.spec for column in opened}

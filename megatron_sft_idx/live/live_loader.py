@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.layout.column import check_name
+from megatron_sft_idx.layout.column import check_column_name
 from megatron_sft_idx.live.acks import (
     Ack,
     Base,
@@ -131,7 +131,7 @@ class LiveDataset(IterableDataset[Tensors]):
             raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
         self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
         self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
-        self.columns = tuple(map(check_name, columns))
+        self.columns = tuple(map(check_column_name, columns))
         require_consumer(consumer)
         self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
         base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches

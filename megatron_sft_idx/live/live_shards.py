@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec, is_source
 from megatron_sft_idx.live.catalog import Limits, Waiter
-from megatron_sft_idx.shard.shard_set import alike_columns
+from megatron_sft_idx.shard.shard_set import require_alike_columns
 from megatron_sft_idx.training import Arrays, Index, Segments, located
 
 
@@ -163,7 +163,7 @@ class OpenShards:
         """FormatError where a shard's columns are of another kind, or its ``source`` numbers files otherwise."""
         first, like = self._like
         names = [f"{self._shards.folder}: {self._shards.name(shard)}" for shard in (first, number)]
-        alike_columns(names, {name: [like[name], spec] for name, spec in specs.items()})
+        require_alike_columns(names, {name: [like[name], spec] for name, spec in specs.items()})
         if not any("source" in each and is_source(each["source"]) for each in (like, specs)):
             return
         # Batches hold the numbers of files as shards store them, so in all shards they must mean the same files.

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
+from megatron_sft_idx.layout.column import ColumnSpec, Per, check_column_name
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
-from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import UnmappedRows, open_column
+from megatron_sft_idx.shard.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard.opening import require_same
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.writer import FORMAT_WRITER, RowFiles
+from megatron_sft_idx.shard.writer import FORMAT_WRITER, GrowingFiles
 from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
@@ -228,7 +228,7 @@ class CopyWriter:
         nbytes: int = 0,
         drops: Collection[str] = (),
     ) -> None:
-        self._paths = ShardPaths.of(prefix).with_columns(map(check_name, columns))
+        self._paths = ShardPaths.of(prefix).with_columns(map(check_column_name, columns))
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         SEQ_IDX.nbytes(self._like.metadata)
         # What a ShardWriter of such a shard would have been begun with; an empty shard may have no capacity.
@@ -250,7 +250,7 @@ class CopyWriter:
             self._paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
         )
         try:
-            self._files = RowFiles(self._publication, options)
+            self._files = GrowingFiles(self._publication, options)
         except BaseException:
             self._publication.abandon()
             raise

@@ -22,15 +22,8 @@ from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, copied_nbyte
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import column_names, columns_beside, open_column
-from megatron_sft_idx.shard.publication import (
-    is_column,
-    is_set_aside,
-    outputs_held,
-    places_of,
-    publish_all,
-    read_journal,
-    remove_remains,
-)
+from megatron_sft_idx.shard.journal import locked_outputs, read_journal
+from megatron_sft_idx.shard.publication import is_column, is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
@@ -126,7 +119,7 @@ def split(
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
         require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
         refuse_other_splits(prefix, len(outputs))
-        with outputs_held(prefix):
+        with locked_outputs(prefix):
             kept = {output for output in outputs if resume and output.is_there()}
             replaceable = {output for output in outputs if overwrite or (resume and output.may_overwrite())}
             _check_free(outputs, kept | replaceable)

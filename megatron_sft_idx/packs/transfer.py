@@ -20,7 +20,8 @@ from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, column_of
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
-from megatron_sft_idx.shard.publication import Publication, places_of, read_journal, with_present_columns
+from megatron_sft_idx.shard.journal import read_journal
+from megatron_sft_idx.shard.publication import Publication, places_of, with_present_columns
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
@@ -315,7 +316,7 @@ def _fetch_all(
     resumable = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
     begun = head.files.keys() if resumable and head is not None else ()
     if begun == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
-        new = Publication.take_up(paths, overwrite=overwrite, only=only)
+        new = Publication.resume(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(
             paths,

@@ -36,7 +36,8 @@ from megatron_sft_idx.produce.feed import (
 )
 from megatron_sft_idx.produce.keeper import ENDED, Room, StateKeeper
 from megatron_sft_idx.shard import read_header
-from megatron_sft_idx.shard.publication import name_held, remove_remains
+from megatron_sft_idx.shard.journal import locked_name
+from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, require_space, resolve
 from megatron_sft_idx.tokenize import (
@@ -243,7 +244,7 @@ def _held(catalog: Catalog) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
     try:
-        with name_held(os.path.join(catalog.folder, _LOCK), busy):
+        with locked_name(os.path.join(catalog.folder, _LOCK), busy):
             require_space(folder, 0, len(SUFFIXES) + 1)  # for a shard, and a journal or a part
             with _work_of(catalog).locked():
                 yield

@@ -24,9 +24,9 @@ from megatron_sft_idx.layout.column import (
     ColumnHeader,
     ColumnSpec,
     Per,
-    check_name,
-    column_rows,
+    check_column_name,
     listed_columns,
+    num_rows_in,
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
@@ -79,7 +79,7 @@ def write_column(
         ShardNotFoundError: there is no such shard.
         OSError: the disk says no.
     """
-    paths = ShardPaths.of(prefix).with_columns([check_name(name)])
+    paths = ShardPaths.of(prefix).with_columns([check_column_name(name)])
     require_local(paths.prefix, "attaching a column")
     path = paths.column(name)
     header = read_header(paths)
@@ -92,7 +92,7 @@ def write_column(
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
         if name in listed_columns(header.metadata):
             raise FormatError(f"{path}: the shard was written with this column; choose another name")
-        expected = column_rows(header, per)
+        expected = num_rows_in(header, per)
         with new_file(path, _KIND, overwrite=overwrite) as new:
             file = new.open()
             file.write(bytes(spec.header_nbytes))
@@ -167,7 +167,7 @@ class ShardColumn:
         return _as_rows(self.items[:], self.spec) if is_mapped else UnmappedRows(self.items, self.spec)
 
     @cached_property
-    def held_items(self) -> NDArray[Any]:
+    def items_in_memory(self) -> NDArray[Any]:
         """All ``items``: a view where they are mapped, else read once and kept in memory."""
         return self.items[:]
 
@@ -199,7 +199,7 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     if column.shard_id != header.shard_id:
         detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
         raise CorruptShardError(path, 16, "C6", detail)
-    if column.rows != (expected := column_rows(header, column.spec.per)):
+    if column.rows != (expected := num_rows_in(header, column.spec.per)):
         detail = f"{column.rows} rows, expected {expected}: one a {column.spec.per}; restore the file"
         raise CorruptShardError(path, 40, "C5", detail)
     if listed not in (None, checksum):

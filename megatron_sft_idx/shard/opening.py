@@ -11,27 +11,22 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm
-from megatron_sft_idx.shard.publication import is_journal
+from megatron_sft_idx.shard.index_cache import cached_copy
+from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
     Array,
     Backend,
-    Extents,
     FirstReadHints,
     ReadOptions,
     ReopenedArray,
@@ -40,8 +35,7 @@ from megatron_sft_idx.storage import (
     is_remote,
     open_array,
 )
-from megatron_sft_idx.storage.local import HashedFile, has_digest, name_in_errors, open_descriptor
-from megatron_sft_idx.storage.publish import Kind, new_file
+from megatron_sft_idx.storage.local import name_in_errors, open_descriptor, stamp_of
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
@@ -87,13 +81,9 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
             raw = os.pread(fd, _HEADER_NBYTES, 0)
             if len(raw) < (size := min(form.peek(raw), status.st_size)):
                 raw += os.pread(fd, size - len(raw), len(raw))
-        return Start(raw[:size], status.st_size, None, _stamp(status))
+        return Start(raw[:size], status.st_size, None, stamp_of(status))
     finally:
         os.close(fd)
-
-
-def _stamp(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def open_items(
@@ -202,7 +192,7 @@ class Files:
         starts: where each sequence begins in its pack, uint32 [sequences].
         sequence_offsets: where each pack's sequences begin, int64 [packs + 1].
         token_offsets: where each pack's tokens begin, int64 [packs + 1].
-        sequence_pair, token_pair: functions that give the two offsets of one pack as ints.
+        sequence_range_of, token_range_of: functions that give the two offsets of one pack as ints.
         first_reads: tells the kernel of packs before they are read; None where ``advice`` says another order of reads.
     """
 
@@ -215,8 +205,8 @@ class Files:
     starts: Array
     sequence_offsets: Array
     token_offsets: Array
-    sequence_pair: _Pair
-    token_pair: _Pair
+    sequence_range_of: _Pair
+    token_range_of: _Pair
     first_reads: FirstReadHints | None = None
 
 
@@ -255,7 +245,7 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            is_same = _stamp(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
+            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
             is_same = (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
@@ -314,7 +304,7 @@ def _open_remote(
         raise _not_found(paths)
 
     def index(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
-        local = _local_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
+        local = cached_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
         # Any backend but mmap reads the copy into memory, and keeps no file open.
         local_backend: Backend = "mmap" if backend == "mmap" else "pread"
         return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
@@ -334,134 +324,3 @@ def _open_remote(
 def _object_at(path: str) -> ObjectInfo | None:
     store, key = open_store(path)
     return store.head(key)
-
-
-# ---- packs as ranges ----
-
-
-def checked_packs(
-    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
-) -> NDArray[np.int64]:
-    """Numbers of packs, 0 to ``total`` - 1; negative ones count from the end. IndexError, naming ``prefix``: none."""
-    if not isinstance(indices, np.ndarray):
-        indices = np.fromiter(indices, np.int64)
-    packs = indices.astype(np.int64)  # first: sums of narrow integers would not fit
-    packs[packs < 0] += total
-    if (outside := (packs < 0) | (packs >= total)).any():
-        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
-    return packs
-
-
-def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Where packs lie, in the order in which they are read: of each pack its tokens, then its mask.
-
-    Packs whose offsets point outside the files are left out; reading one is an error.
-
-    Args:
-        shards: each holds at least one of the packs.
-        slots: for each pack, which of ``shards`` it is in, int64 [packs].
-        packs: the number of each pack in its shard, int64 [packs].
-    """
-    starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
-    by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
-    for files, positions in zip(shards, by_shard, strict=True):
-        own = packs[positions]
-        first = int(own.min())
-        offsets = files.token_offsets[first : int(own.max()) + 2]
-        begins, ends = offsets[own - first], offsets[own - first + 1]
-        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
-        starts[positions], counts[positions] = begins, np.where(sound, ends - begins, 0)
-    readable = counts > 0
-    array_numbers = np.repeat(2 * slots[readable], 2)
-    array_numbers[1::2] += 1
-    arrays = [array for files in shards for array in (files.tokens, files.loss)]
-    return Extents(arrays, array_numbers, np.repeat(starts[readable], 2), np.repeat(counts[readable], 2))
-
-
-# ---- copies of index files, by their checksums, in a folder that processes share ----
-
-_VARIABLE = "SFT_IDX_CACHE"
-_NAME_ONE = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
-_KIND = Kind("an index file of a shard", lambda path: False)
-_COPY = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
-_DAY = 86_400
-_KEPT_DAYS = 30
-# Copies that had their checksums when they were read: path, checksum, and the file's stamp then.
-_checked_copies: set[tuple[Any, ...]] = set()
-
-
-def _local_copy(
-    named: str | None, digest: FileDigest, fetch: Callable[[], Iterable[bytes | memoryview]], source: str
-) -> str:
-    """The path of a local copy of some bytes, whole and checked.
-
-    Args:
-        named: folder where copies are kept; None for what ``SFT_IDX_CACHE`` names, else one in the user's cache folder.
-        digest: size and checksum of the bytes.
-        fetch: called for the bytes, in chunks, where there is no good copy.
-        source: where they are from, for messages.
-
-    Raises:
-        CorruptShardError: the fetched bytes have another checksum (rule F3).
-        FormatError: the folder cannot be written, or is full; or nothing names one, and the user has no home.
-    """
-    if not (cache := named or os.environ.get(_VARIABLE)):
-        try:
-            cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "megatron-sft-idx")
-        except RuntimeError as error:
-            raise FormatError(f"index files of remote shards cannot be kept ({error}); {_NAME_ONE}") from None
-    folder = Path(cache)
-    # Another file may have the name of a copy: it is left alone, and the next name is taken.
-    names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
-    for local in map(folder.joinpath, names):
-        if _is_good(local, digest):
-            return str(local)
-        if not os.path.lexists(local):
-            break
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with new_file(local, _KIND, overwrite=False) as new:
-            file = HashedFile(new.open(durable=False))
-            for piece in fetch():
-                file.write(piece)
-            if file.digest() != digest:
-                raise CorruptShardError(
-                    source, 0, "F3", f"checksum is not {digest.checksum.hex()}, which the header expects; restore it"
-                )
-            new.publish()
-        _prune(folder)
-    except OSError as error:
-        raise FormatError(
-            f"{folder}: index files of remote shards cannot be kept here ({error.strerror}); {_NAME_ONE}"
-        ) from None
-    except FormatError:
-        if not _is_good(local, digest):  # else another process made it, and was faster
-            raise
-    return str(local)
-
-
-def _prune(folder: Path) -> None:
-    """Remove copies that were not opened for a month. A file that has such a name and other content is not ours."""
-    for path in folder.iterdir():
-        named = _COPY.fullmatch(path.name)
-        with contextlib.suppress(OSError, FormatError):  # another process may have removed it
-            stat = path.lstat()
-            is_old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
-            if named and is_old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
-                path.unlink()
-
-
-def _is_good(path: Path, digest: FileDigest) -> bool:
-    """Whether a copy is there and whole. A process reads it once, and again only where its stamp is another."""
-    try:
-        stat = path.stat()
-        stamp = path, digest, _stamp(stat)
-        if stamp not in _checked_copies and not has_digest(str(path), digest):
-            return False
-    except (OSError, FormatError):
-        return False
-    if time.time() - stat.st_mtime > _DAY:
-        with contextlib.suppress(OSError):  # a folder that may not be written is not pruned either
-            os.utime(path)
-    _checked_copies.add(stamp)
-    return True

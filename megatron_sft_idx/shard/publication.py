@@ -23,8 +23,21 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, column_of
-from megatron_sft_idx.layout.journal import DONE, FILE, MAGICS, Head, encode_head, encode_inodes, read_blocks, read_head
-from megatron_sft_idx.storage import OutputFile, name_in_errors, open_regular, require_local, sync_folder
+from megatron_sft_idx.shard.journal import (
+    DONE,
+    FILE,
+    MAGICS,
+    JournalHead,
+    closing_lock,
+    cut_torn_block,
+    encode_head,
+    encode_inodes,
+    lock_journal,
+    locked_journal,
+    read_journal,
+    unlink_locked,
+)
+from megatron_sft_idx.storage import OutputFile, name_in_errors, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
     Kind,
@@ -34,7 +47,6 @@ from megatron_sft_idx.storage.publish import (
     describe,
     head_of,
     identity,
-    lock_file,
     make_folders,
     move_into_place,
     require_space,
@@ -88,25 +100,12 @@ def is_column(path: str) -> bool:
     return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
 
 
-def is_journal(path: str) -> bool:
-    """Whether a file is a journal with content. A journal that only carries a lock is empty, and is none here."""
-    return head_of(path, len(MAGICS[0])) in MAGICS
-
-
-def read_journal(paths: ShardPaths) -> Head | None:
-    """The head of the journal at a prefix; None where there is no journal of this package, or an unreadable one."""
-    with contextlib.suppress(FormatError, FileNotFoundError):
-        if is_journal(paths.journal):
-            return Head.read(paths)
-    return None
-
-
-def with_named_columns(paths: ShardPaths, head: Head) -> ShardPaths:
+def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
     """``paths``, and the columns that a journal names."""
     return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
-def with_present_columns(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
+def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> ShardPaths:
     """``paths``, and the columns of this package that lie at the prefix; looks at the folder once.
 
     A column is recognised by its magic. A temporary file of a column is, where it is empty or named by the journal
@@ -124,7 +123,7 @@ def with_present_columns(paths: ShardPaths, head: Head | None = None) -> ShardPa
     return paths
 
 
-def _is_removable(path: str, head: Head | None) -> bool:
+def _is_removable(path: str, head: JournalHead | None) -> bool:
     """Whether the file at a path is named by a journal, or is empty, as a kill may leave it; True for no file."""
     if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
         return True
@@ -201,36 +200,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
             check_place(path, kind, overwrite=True)
 
 
-# ---- one writer a prefix ----
-
-
-def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> int:
-    """Lock a prefix; the lock is a descriptor of its journal, which the caller must close. Errors as ``lock_file``."""
-    busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
-    return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
-
-
-@contextlib.contextmanager
-def locked_journal(paths: ShardPaths, *, shared: bool = False) -> Iterator[int]:
-    """Hold the lock of a prefix whose journal exists. FileNotFoundError where there is none."""
-    lock = lock_journal(paths, create=False, shared=shared)
-    try:
-        yield lock
-    finally:
-        os.close(lock)
-
-
-@contextlib.contextmanager
-def _closing_lock(path: str, lock: int) -> Iterator[int]:
-    """Close a lock in the end, and remove its file where that is empty: a journal with content must stay."""
-    try:
-        yield lock
-    finally:
-        try:
-            if not os.fstat(lock).st_size:
-                _unlink_locked(path, lock)
-        finally:
-            os.close(lock)
+# ---- what is removed ----
 
 
 @contextlib.contextmanager
@@ -240,38 +210,12 @@ def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int
     Raises:
         FormatError: another writer is at work at the prefix, or was interrupted there and ``overwrite`` is False.
     """
-    with _closing_lock(paths.journal, lock_journal(paths, create=True)) as lock:
+    with closing_lock(paths.journal, lock_journal(paths, create=True)) as lock:
         finish_interrupted(paths, lock, overwrite=overwrite, drops=("rebuild",))
         yield lock
 
 
-@contextlib.contextmanager
-def name_held(path: str, busy: str) -> Iterator[None]:
-    """Hold the lock of a file that serves as a lock only: it must be empty, and is removed in the end."""
-    with _closing_lock(path, lock_file(path, (), create=True, busy=busy)):
-        yield
-
-
-@contextlib.contextmanager
-def outputs_held(prefix: str) -> Iterator[None]:
-    """Keep other commands from writing the outputs ``PREFIX-00000-of-...`` of a prefix."""
-    make_folders(prefix)
-    busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
-    with name_held(f"{prefix}-parts.journal", busy):
-        yield
-
-
-def _unlink_locked(path: str, lock: int) -> None:
-    """Remove the file at a path, where it is the one that the lock is on."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock), os.lstat(path)):
-            os.unlink(path)
-
-
-# ---- what is removed ----
-
-
-def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
+def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
     """Remove the temporary files that a journal names, and empty ones."""
     for path in paths.unpublished.all:
         if inode_of(path) is not None and _is_removable(path, head):
@@ -312,7 +256,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
     if not os.fstat(lock).st_size:
         return
     try:
-        head = Head.read(paths)
+        head = JournalHead.read(paths)
     except FormatError:
         # The head is torn, and says of no file that this package wrote it: only empty files may be removed.
         if not overwrite or not all(_is_removable(path, None) for path in paths.unpublished.all):
@@ -346,7 +290,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
         os.ftruncate(lock, 0)
 
 
-def interrupted_error(paths: ShardPaths, head: Head) -> FormatError:
+def interrupted_error(paths: ShardPaths, head: JournalHead) -> FormatError:
     """The error about what an interrupted writer left, with a remedy."""
     return FormatError(f"{paths.journal}: {_INTERRUPTED[head.work]} {paths.prefix}")
 
@@ -354,7 +298,7 @@ def interrupted_error(paths: ShardPaths, head: Head) -> FormatError:
 # ---- the steps of a publication ----
 
 
-def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
+def rename_all(paths: ShardPaths, head: JournalHead, *, durable: bool) -> None:
     """Remove what is replaced and rename the new files, as far as that was not done before a kill.
 
     The caller must hold the lock, and the journal must say DONE. The folder is synced wherever a later step must not
@@ -371,7 +315,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     _remove_temporaries(with_named_columns(paths, head), head)
 
 
-def _remove_replaced(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
+def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> list[str]:
     """Remove the ``.seq.idx`` of the shard that is replaced, then its columns that the new shard does not replace.
 
     Returns the paths of the files that have yet to be renamed. Errors as ``rename_all``.
@@ -394,7 +338,7 @@ def _remove_replaced(paths: ShardPaths, head: Head, *, durable: bool) -> list[st
     return pending
 
 
-def _pending(paths: ShardPaths, head: Head) -> list[str]:
+def _pending(paths: ShardPaths, head: JournalHead) -> list[str]:
     """Paths of the files that have yet to be renamed: those whose temporary file the journal names."""
     return [
         path for path in with_named_columns(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()
@@ -423,12 +367,12 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
     for is_renaming in (False, True):
         for paths in shards:
             with locked_journal(paths) as lock:
-                head = Head.read(paths)
+                head = JournalHead.read(paths)
                 if head is None or head.replaced_inodes is None:
                     raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
                 if is_renaming:
                     rename_all(paths, head, durable=durable)
-                    _unlink_locked(paths.journal, lock)
+                    unlink_locked(paths.journal, lock)
                 else:
                     _remove_replaced(paths, head, durable=durable)
 
@@ -449,7 +393,7 @@ class Publication:
         lock: the journal's lock, where the caller holds it (``locked_prefix``). Files at the prefix may then be any.
 
     Attributes:
-        taken_up: whether an interrupted writer began it (``take_up``).
+        is_resumed: whether an interrupted writer began it (``resume``).
         closed: whether ``close`` was called: nothing more can be written.
 
     Raises:
@@ -470,7 +414,7 @@ class Publication:
         drops: Collection[str] = (),
         lock: int | None = None,
     ) -> None:
-        self._set_fields(paths, durable, Head({}, work, {}, None), borrowed=lock is not None)
+        self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
         # Where no shard is, columns are looked for under the lock only: a look takes as long as the folder has files.
         look_later = only is None and not os.path.lexists(paths.seq_idx)
@@ -499,19 +443,19 @@ class Publication:
         except BaseException:
             if self.closed:
                 if not os.fstat(self._lock).st_size:
-                    _unlink_locked(paths.journal, self._lock)
+                    unlink_locked(paths.journal, self._lock)
                 os.close(self._lock)
             self.abandon()
             raise
 
-    def _set_fields(self, paths: ShardPaths, durable: bool, head: Head, *, borrowed: bool = False) -> None:
+    def _set_fields(self, paths: ShardPaths, durable: bool, head: JournalHead, *, borrowed: bool = False) -> None:
         self.paths, self.durable, self._head, self._borrowed = paths, durable, head, borrowed
         self._files: dict[str, OutputFile] = {}
         self._replaced = {}
-        self._process, self.closed, self.taken_up = os.getpid(), True, False
+        self._process, self.closed, self.is_resumed = os.getpid(), True, False
 
     @classmethod
-    def take_up(
+    def resume(
         cls, paths: ShardPaths, *, overwrite: bool, copied: bool = False, only: Collection[str] | None = None
     ) -> Publication:
         """Lock what an interrupted writer left, to go on with it. Its files are opened when ``open`` asks for them.
@@ -526,11 +470,11 @@ class Publication:
         """
         self, lock = cls.__new__(cls), lock_journal(paths, create=False)
         try:
-            if (head := Head.read(paths)) is None:
+            if (head := JournalHead.read(paths)) is None:
                 raise FileNotFoundError(paths.journal)
             paths = with_named_columns(paths, head)
             self._set_fields(paths, True, head)
-            self._lock, self.taken_up = lock, True
+            self._lock, self.is_resumed = lock, True
             for path, inode in _inodes(paths.unpublished.all).items():
                 # A file with another name (a hard link) would change under that name too.
                 if not copied and (inode not in head.files.values() or os.lstat(path).st_nlink > 1):
@@ -583,14 +527,9 @@ class Publication:
         self._append_inodes(FILE, self._head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
-        """Append a block of inodes to the journal. A torn block at its end, which would hide it, is cut off."""
-        if self.taken_up:
-            with open_regular(self.paths.journal) as stream:
-                read_head(stream, self.paths.journal)
-                end = stream.tell()
-                for _ in read_blocks(stream):
-                    end = stream.tell()
-            self.journal.truncate(end)
+        """Append a block of inodes, by path, to the journal."""
+        if self.is_resumed:
+            cut_torn_block(self.journal)
         self.journal.write(encode_inodes(kind, _by_suffix(self.paths, inodes)))
         self.journal.sync()
 
@@ -656,7 +595,7 @@ class Publication:
         if self._borrowed:
             self.journal.truncate(0)
         else:
-            _unlink_locked(self.paths.journal, self._lock)
+            unlink_locked(self.paths.journal, self._lock)
 
     def close(self) -> None:
         """Close all files and give up the lock; what is on disk stays. May be called twice."""

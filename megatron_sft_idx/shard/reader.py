@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypedDict, overload
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import check_name
-from megatron_sft_idx.layout.files import shown_counts
+from megatron_sft_idx.layout.column import check_column_name
+from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.opening import Files, checked_packs, extents_of, open_files, require_same
+from megatron_sft_idx.shard.opening import Files, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
     Backend,
@@ -95,7 +95,7 @@ class Shard:
         self._files: Files | None = open_files(self._paths, options, index_cache)
         self._shard_id = self._files.header.shard_id
         for name in self._chosen:
-            self.columns.open(check_name(name))
+            self.columns.open(check_column_name(name))
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache, self._chosen
@@ -159,7 +159,7 @@ class Shard:
         return self.files.num_packs
 
     def __repr__(self) -> str:
-        held = f": {shown_counts(self._files.header)}" if self._files is not None else ""
+        held = f": {counts_text(self._files.header)}" if self._files is not None else ""
         return f"<{type(self).__name__} {self.prefix}{held}; backend {self.backend}>"
 
     @overload
@@ -183,8 +183,8 @@ class Shard:
         i = operator.index(index)
         if not 0 <= i < files.num_packs:
             i = self._normalise(files, i)
-        start, stop = files.token_pair(i)
-        first, last = files.sequence_pair(i)
+        start, stop = files.token_range_of(i)
+        first, last = files.sequence_range_of(i)
         if not (0 <= start < stop <= files.num_tokens and 0 <= first < last <= files.num_sequences):
             raise self._corrupt(files, i)
         hints = files.first_reads
@@ -251,7 +251,7 @@ class Shard:
         """Where a pack begins and ends among all tokens. IndexError, CorruptShardError as in ``__getitem__``."""
         files = self.files
         i = self._normalise(files, operator.index(index))
-        start, stop = files.token_pair(i)
+        start, stop = files.token_range_of(i)
         if not 0 <= start < stop <= files.num_tokens:
             raise self._corrupt(files, i)
         return start, stop
@@ -373,14 +373,56 @@ class Shard:
             base = header.nbytes if rule == "O1" else header.token_offsets_offset
             path, offset, remedy = self._paths.seq_idx, base + 8 * number, self._paths.index_remedy
         else:
-            path, offset = self._paths.starts, 4 * self.files.sequence_pair(number)[0]
+            path, offset = self._paths.starts, 4 * self.files.sequence_range_of(number)[0]
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
         return CorruptShardError(path, offset, rule, f"pack {number}: {what}; {remedy}")
 
     def _corrupt(self, files: Files, i: int) -> FormatError:
         """The error about the offsets of pack ``i``."""
-        rule, what, (first, last), total = "O2", "token", files.token_pair(i), files.num_tokens
+        rule, what, (first, last), total = "O2", "token", files.token_range_of(i), files.num_tokens
         if 0 <= first < last <= total:
-            rule, what, (first, last), total = "O1", "sequence", files.sequence_pair(i), files.num_sequences
+            rule, what, (first, last), total = "O1", "sequence", files.sequence_range_of(i), files.num_sequences
         reason = f"{what} offsets {first}, {last}, expected ascending and at most {total}"
         return self.pack_error(f"shard 0, pack {i}: {reason} (rule {rule})")
+
+
+# ---- packs as ranges ----
+
+
+def checked_packs(
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
+) -> NDArray[np.int64]:
+    """Numbers of packs, 0 to ``total`` - 1; negative ones count from the end. IndexError, naming ``prefix``: none."""
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, np.int64)
+    packs = indices.astype(np.int64)  # first: sums of narrow integers would not fit
+    packs[packs < 0] += total
+    if (outside := (packs < 0) | (packs >= total)).any():
+        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+    return packs
+
+
+def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
+    """Where packs lie, in the order in which they are read: of each pack its tokens, then its mask.
+
+    Packs whose offsets point outside the files are left out; reading one is an error.
+
+    Args:
+        shards: each holds at least one of the packs.
+        slots: for each pack, which of ``shards`` it is in, int64 [packs].
+        packs: the number of each pack in its shard, int64 [packs].
+    """
+    starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
+    by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
+    for files, positions in zip(shards, by_shard, strict=True):
+        own = packs[positions]
+        first = int(own.min())
+        offsets = files.token_offsets[first : int(own.max()) + 2]
+        begins, ends = offsets[own - first], offsets[own - first + 1]
+        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
+        starts[positions], counts[positions] = begins, np.where(sound, ends - begins, 0)
+    readable = counts > 0
+    array_numbers = np.repeat(2 * slots[readable], 2)
+    array_numbers[1::2] += 1
+    arrays = [array for files in shards for array in (files.tokens, files.loss)]
+    return Extents(arrays, array_numbers, np.repeat(starts[readable], 2), np.repeat(counts[readable], 2))

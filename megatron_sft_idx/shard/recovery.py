@@ -16,9 +16,18 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm
-from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
+from megatron_sft_idx.shard.journal import (
+    PACK,
+    BuildOptions,
+    JournalHead,
+    journal_error,
+    locked_journal,
+    read_blocks,
+    read_head,
+    read_journal,
+)
 from megatron_sft_idx.shard.opening import read_start
-from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error, locked_journal, read_journal
+from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.progress import Advance
@@ -32,7 +41,7 @@ class Remains:
     """
 
     paths: ShardPaths
-    head: Head
+    head: JournalHead
     num_packs: int
     num_sequences: int
     num_tokens: int
@@ -65,8 +74,8 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 def read_remains(paths: ShardPaths) -> Remains:
     """As ``find_remains``. The caller must hold the lock, and there must be a journal."""
-    if (head := Head.read(paths)) is None:
-        raise torn(paths.journal, "the journal's head is torn or changed")
+    if (head := JournalHead.read(paths)) is None:
+        raise journal_error(paths.journal, "the journal's head is journal_error or changed")
     if head.replaced_inodes is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
@@ -74,7 +83,7 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.work != "build":
         raise interrupted_error(paths, head)
     rows_there = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
-    for file in BuildOptions.decode(head.content, paths.journal).files(paths):
+    for file in BuildOptions.decode(head.content, paths.journal).growing_files(paths):
         rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
         rows_there[file.per] = min(rows_there[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
@@ -153,7 +162,7 @@ def recover(
     """
     paths = ShardPaths.of(prefix)
     try:
-        publication = Publication.take_up(paths, overwrite=overwrite)
+        publication = Publication.resume(paths, overwrite=overwrite)
     except FileNotFoundError:
         raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to recover from it") from None
     try:
@@ -167,7 +176,7 @@ def recover(
             return header
         check_free(paths, overwrite=overwrite)
         options = remains.build_options
-        writer = ShardWriter.taking_up(publication, options)
+        writer = ShardWriter.resumed(publication, options)
         if not (num_packs := writer.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
@@ -186,6 +195,6 @@ def adopt_remains(paths: ShardPaths) -> None:
         FormatError: there is no journal, or a living writer is at work there.
     """
     try:
-        Publication.take_up(paths, overwrite=False, copied=True).close()
+        Publication.resume(paths, overwrite=False, copied=True).close()
     except FileNotFoundError:
         raise FormatError(f"{paths.journal}: there is no journal; copy it here with the .tmp files beside it") from None

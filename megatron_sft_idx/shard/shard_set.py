@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec, check_name
+from megatron_sft_idx.layout.column import ColumnSpec, check_column_name
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import checked_packs, extents_of, read_header, require_same
-from megatron_sft_idx.shard.publication import is_journal
-from megatron_sft_idx.shard.reader import Pack, Shard
+from megatron_sft_idx.shard.journal import is_journal
+from megatron_sft_idx.shard.opening import read_header, require_same
+from megatron_sft_idx.shard.reader import Pack, Shard, checked_packs, extents_of
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
 from megatron_sft_idx.storage.remote.transport import request_pool
@@ -126,7 +126,7 @@ def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldArrays:
+class ArraysInMemory:
     """The arrays of all shards of a set end to end, in memory and read-only. Each shard's part is filled when needed.
 
     Attributes:
@@ -153,11 +153,11 @@ class HeldArrays:
 class ShardSet:
     """Shards read as one: their packs are numbered through all shards, in order.
 
-    Opening reads the header of each shard; the other files are opened when first needed. How they are held depends on
-    the set:
+    Opening reads the header of each shard; the other files are opened when first needed. How that is done depends
+    on the set:
 
     - few shards are mapped, as long as the system allows one map more;
-    - many shards of few bytes are each read into memory when first needed (``held``), unless columns are asked for;
+    - many shards of few bytes are each read into memory when first needed (``in_memory``), unless columns are wanted;
     - of all others the index arrays are read into memory; for tokens and masks the files are opened at each read, and
       closed again.
 
@@ -167,7 +167,7 @@ class ShardSet:
     Args:
         prefixes: of the shards, in order.
         backend: of ``Shard``. ``mmap`` and ``pread`` are for few shards; with ``reopen`` no more than the index arrays
-            are held, however small the set. Or ``ReadOptions``.
+            are kept in memory, however small the set. Or ``ReadOptions``.
         same_capacity: refuse shards of different capacities. Pass False for sequences that will be packed later.
         alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
         index_cache: as for ``Shard``.
@@ -223,7 +223,7 @@ class ShardSet:
         self.prefixes, self._options, self._index_cache, self._chosen = prefixes, options, index_cache, columns
         self.remote = any(map(is_remote, prefixes))
         self._expected = fingerprint  # empty where any content will do
-        # Open shards by number. Threads may add entries at once without a lock, which a fork could copy while held.
+        # Open shards by number. Threads may add entries at once; a lock might be copied by a fork while it is taken.
         self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> _State:
@@ -248,7 +248,7 @@ class ShardSet:
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
         shards._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
         shards.headers = [header for one in sets for header in one.headers]
-        shards.columns = joined_columns(sets)
+        shards.columns = columns_of_sets(sets)
         return shards
 
     def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
@@ -280,13 +280,15 @@ class ShardSet:
         names = self._chosen
 
         def specs_of(prefix: str, header: Header) -> list[ColumnSpec]:
-            return [open_column(ShardPaths(prefix), check_name(name), header, "reopen").spec for name in names]
+            return [open_column(ShardPaths(prefix), check_column_name(name), header, "reopen").spec for name in names]
 
         if not names:
             return {}
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
             of_shards = list((pool.map if pool else map)(specs_of, self.prefixes, self.headers))
-        return alike_columns(self.prefixes, dict(zip(names, map(list, zip(*of_shards, strict=True)), strict=True)))
+        return require_alike_columns(
+            self.prefixes, dict(zip(names, map(list, zip(*of_shards, strict=True)), strict=True))
+        )
 
     @property
     def _fingerprint(self) -> bytes:
@@ -323,15 +325,15 @@ class ShardSet:
         """Sum over all shards of a count in their headers, such as ``num_tokens``."""
         return sum(int(getattr(header, count)) for header in self.headers)
 
-    # ---- how shards are held ----
+    # ---- how shards are opened ----
 
     @cached_property
     def _mapped(self) -> bool:
         return self._options.backend != "reopen" and len(self.prefixes) <= MAPPED_SHARDS
 
     @cached_property
-    def held(self) -> HeldArrays | None:
-        """The arrays of all shards, where the set is read into memory; else None. ``read_shards`` fills them."""
+    def in_memory(self) -> ArraysInMemory | None:
+        """The arrays of all shards, where the set is read into memory; else None. ``read_into_memory`` fills them."""
         headers = self.headers
         same_dtypes = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         if self._mapped or self.remote or self._options.backend == "reopen" or not same_dtypes or self._chosen:
@@ -343,7 +345,7 @@ class ShardSet:
         tokens = int(tokens_before[-1])
         sequence_offsets, token_offsets = (_read_only(np.empty(len(self) + 1, np.int64)) for _ in range(2))
         # Pages of an array take no memory until they are written.
-        return HeldArrays(
+        return ArraysInMemory(
             _read_only(np.empty(tokens, headers[0].token_dtype)),
             _read_only(np.empty(tokens, headers[0].mask_dtype)),
             _read_only(np.empty(self.num_sequences, np.uint32)),
@@ -354,29 +356,29 @@ class ShardSet:
             bytearray(len(headers)),
         )
 
-    def read_shards(self, held: HeldArrays, numbers: Iterable[int]) -> None:
-        """Fill ``held`` with those of the shards ``numbers`` that are not in it yet. Threads may do so at once.
+    def read_into_memory(self, arrays: ArraysInMemory, numbers: Iterable[int]) -> None:
+        """Fill ``arrays`` with those of the shards ``numbers`` that are not in it yet. Threads may do so at once.
 
         Raises:
             FormatError: a rule of a shard's index is broken, or the shard is another one now.
         """
         for number in numbers:
-            if held.is_read[number]:
+            if arrays.is_read[number]:
                 continue
             shard = self._open(number, ReadOptions("reopen"))
             shard.sequence_bounds()  # the rules
             packs = slice(self._packs_before[number], self._packs_before[number + 1] + 1)
-            sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*held.tokens_before[number:][:2])
-            for array, rows, values in (
-                (held.tokens, tokens, shard.files.tokens[:]),
-                (held.loss, tokens, shard.files.loss[:]),
-                (held.starts, sequences, shard.files.starts[:]),
-                (held.sequence_offsets, packs, shard.sequence_offsets + sequences.start),
-                (held.token_offsets, packs, shard.token_offsets + tokens.start),
+            sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*arrays.tokens_before[number:][:2])
+            for array, items, values in (
+                (arrays.tokens, tokens, shard.files.tokens[:]),
+                (arrays.loss, tokens, shard.files.loss[:]),
+                (arrays.starts, sequences, shard.files.starts[:]),
+                (arrays.sequence_offsets, packs, shard.sequence_offsets + sequences.start),
+                (arrays.token_offsets, packs, shard.token_offsets + tokens.start),
             ):
                 assert array.base is not None  # the writable array that the read-only one is a view of
-                array.base[rows] = values
-            held.is_read[number] = 1
+                array.base[items] = values
+            arrays.is_read[number] = 1
 
     def _open(self, number: int, options: ReadOptions) -> Shard:
         """Open a shard. FormatError where another shard was published over it."""
@@ -399,7 +401,7 @@ class ShardSet:
             self._shards[number] = shard
         return shard
 
-    def opened(self, numbers: Sequence[int]) -> list[Shard]:
+    def open_shards(self, numbers: Sequence[int]) -> list[Shard]:
         """Several shards, open. Remote ones are opened at once, since each takes several requests in a row."""
         if not self.remote or len({*numbers} - self._shards.keys()) < 2:
             return [self.shard(number) for number in numbers]
@@ -426,7 +428,7 @@ class ShardSet:
             IndexError: no such pack.
         """
         packs = checked_packs(indices, len(self), self.prefixes[0])
-        if self.remote or self.held is not None or not len(packs):
+        if self.remote or self.in_memory is not None or not len(packs):
             return
         shards, local = self.locate(packs)
         numbers, slots = np.unique(shards, return_inverse=True)
@@ -449,18 +451,22 @@ class ShardSet:
         return self.pack(number, i - self._packs_before[number])
 
     def pack(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of shard ``number``, both checked by the caller. Of a ``held`` set, read-only views."""
-        held = self.held
-        if held is None:
+        """Pack ``index`` of shard ``number``. The caller must have checked both. Read-only views if ``in_memory``."""
+        arrays = self.in_memory
+        if arrays is None:
             return self.shard(number)[index]
-        if not held.is_read[number]:
-            self.read_shards(held, [number])
-        i, (sequences, tokens) = self._packs_before[number] + index, held.items
+        if not arrays.is_read[number]:
+            self.read_into_memory(arrays, [number])
+        i, (sequences, tokens) = self._packs_before[number] + index, arrays.items
         start, stop, first, last = tokens[i], tokens[i + 1], sequences[i], sequences[i + 1]
         boundaries = np.empty(last - first + 1, np.int32)
-        boundaries[:-1] = held.starts[first:last]
+        boundaries[:-1] = arrays.starts[first:last]
         boundaries[-1] = stop - start
-        return {"input_ids": held.tokens[start:stop], "loss_mask": held.loss[start:stop], "seq_boundaries": boundaries}
+        return {
+            "input_ids": arrays.tokens[start:stop],
+            "loss_mask": arrays.loss[start:stop],
+            "seq_boundaries": boundaries,
+        }
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
@@ -472,13 +478,13 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
+def columns_of_sets(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
     """For each column its spec in each shard of several sets. FormatError where shards differ in its kind."""
     columns = {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
-    return alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
+    return require_alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
 
 
-def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
+def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
     """``columns``: for each, its spec in each shard. FormatError where shards differ in its kind."""
     remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():

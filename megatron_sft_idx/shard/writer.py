@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, column_rows, listed_columns
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, listed_columns, num_rows_in
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     MAX_CAPACITY,
@@ -28,16 +28,16 @@ from megatron_sft_idx.layout.files import (
     pack_idx_header,
     token_array,
 )
-from megatron_sft_idx.layout.journal import (
+from megatron_sft_idx.packs.run import run_bounds, windows
+from megatron_sft_idx.shard.journal import (
     MAX_RECORDS,
     PACK,
     BuildOptions,
-    RowFile,
+    GrowingFile,
     encode_block,
     read_blocks,
     read_head,
 )
-from megatron_sft_idx.packs.run import run_bounds, windows
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile, open_regular
@@ -100,7 +100,7 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
-    def taking_up(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
+    def resumed(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
         """A writer that goes on with what an interrupted build left. The caller must call ``replay`` first."""
         writer = cls.__new__(cls)
         writer._begin(publication, options)
@@ -119,7 +119,7 @@ class ShardWriter:
         )
         self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         with self._all_or_nothing():
-            self._files = RowFiles(publication, options)
+            self._files = GrowingFiles(publication, options)
 
     @property
     def prefix(self) -> str:
@@ -379,7 +379,7 @@ class ShardWriter:
                     digests=(unknown, unknown, unknown, unknown),
                     arrays_checksum=bytes(16),
                     metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-                    rebuilt=self._publication.taken_up,
+                    rebuilt=self._publication.is_resumed,
                 )
                 self._header = self._files.finish(header)
         return self._header
@@ -424,7 +424,7 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Publish nothing, and remove what was written; the files of an interrupted build stay. May be called twice."""
-        if self._publication.taken_up:
+        if self._publication.is_resumed:
             self._publication.close()
         else:
             self._publication.abandon()
@@ -433,7 +433,7 @@ class ShardWriter:
 # ---- the files ----
 
 
-class RowFiles:
+class GrowingFiles:
     """The files of a shard that grow as packs come, each with its hash: tokens, masks, starts, and columns.
 
     Of an interrupted build, the rows that the files hold must be taken in (``next_rows``, ``take_in``) before any are
@@ -442,9 +442,9 @@ class RowFiles:
 
     def __init__(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._columns = publication, options.columns
-        self._files: dict[str, tuple[RowFile, HashedFile]] = {}
-        for kind in options.files(publication.paths):
-            file = publication.open(kind.path, keep=publication.taken_up)
+        self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
+        for kind in options.growing_files(publication.paths):
+            file = publication.open(kind.path, keep=publication.is_resumed)
             if file.nbytes < kind.begin:
                 file.write(bytes(kind.begin - file.nbytes))
             self._files[kind.path] = kind, HashedFile(file)
@@ -478,7 +478,7 @@ class RowFiles:
         listed: dict[str, str] = {}
         for name, spec in self._columns.items():
             hashed = self._files[paths.column(name)][1]
-            column = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
+            column = ColumnHeader(spec, header.shard_id, num_rows_in(header, spec.per), hashed.checksum())
             assert hashed.nbytes + spec.header_nbytes == column.nbytes, name
             raw = column.encode()
             hashed.file.write_at(raw, 0)

@@ -250,6 +250,11 @@ def open_descriptor(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
 
 
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """What tells a file from another one that takes its name, and from itself after a change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def open_array(
     path: str, dtype: np.dtype[Any], count: int, *, nbytes: int, offset: int = 0, backend: Backend = "mmap"
 ) -> NDArray[Any] | PreadArray:

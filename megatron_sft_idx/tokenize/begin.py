@@ -20,7 +20,8 @@ from megatron_sft_idx.chat.inputs import InputFile
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover
-from megatron_sft_idx.shard.publication import is_set_aside, lock_journal, publish_all
+from megatron_sft_idx.shard.journal import lock_journal
+from megatron_sft_idx.shard.publication import is_set_aside, publish_all
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.publish import Kind, describe, head_of, write_file
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint

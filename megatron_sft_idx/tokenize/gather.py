@@ -29,15 +29,8 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import fewer_tokens
 from megatron_sft_idx.packs.split import output_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
-from megatron_sft_idx.shard.publication import (
-    is_set_aside,
-    lock_journal,
-    outputs_held,
-    places_of,
-    publish_all,
-    read_journal,
-    remove_remains,
-)
+from megatron_sft_idx.shard.journal import lock_journal, locked_outputs, read_journal
+from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
@@ -264,11 +257,13 @@ class CorpusReader(SequenceReader):
         for name, column in self.columns.items():
             spec, values = column.spec, of_sequences.get(name)
             if values is None:
-                values = np.empty(len(ids), column.held_items.dtype)
+                values = np.empty(len(ids), column.items_in_memory.dtype)
                 starts = self._bounds[self._chosen[run.sequences]] + (0 if run.begins is None else run.begins)
                 # As bytes: rows may be of any width.
                 first, nbytes, place = (each * spec.row_nbytes for each in (starts, lengths, ends - lengths))
-                _native.gather_sequences(column.held_items.view(np.uint8), first, nbytes, place, values.view(np.uint8))
+                _native.gather_sequences(
+                    column.items_in_memory.view(np.uint8), first, nbytes, place, values.view(np.uint8)
+                )
             columns[name] = values.view(spec.dtype).reshape(spec.shape(len(values)))
         return ids, mask, columns
 
@@ -277,7 +272,7 @@ class CorpusReader(SequenceReader):
         ascending = sequences[order]
         numbers = self._chosen[ascending]
         of_sequences = {name: each for name, each in self.columns.items() if each.spec.per == "sequence"}
-        columns = {name: column.held_items[numbers] for name, column in of_sequences.items()}
+        columns = {name: column.items_in_memory[numbers] for name, column in of_sequences.items()}
         starts, lengths = self._bounds[numbers], self.lengths[ascending]
         yield _FileSequences(self._prefix, order, starts, lengths, self._tokens, self._loss, columns)
 
@@ -431,7 +426,7 @@ def publish_shards(
     Raises:
         FormatError: another shard is at a prefix, and may not be replaced.
     """
-    with outputs_held(prefix) if len(outputs) > 1 else contextlib.nullcontext():
+    with locked_outputs(prefix) if len(outputs) > 1 else contextlib.nullcontext():
         headers: dict[int, Header] = {}
         for number, output in enumerate(outputs):
             if resume and (header := output.existing_header()) is not None:

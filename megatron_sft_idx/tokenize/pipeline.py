@@ -31,7 +31,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
-from megatron_sft_idx.shard.publication import outputs_held
+from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
@@ -149,7 +149,7 @@ class _Preprocessing:
         """Remove parts and locks of a job that finished and was killed before it did; other folders stay."""
         self.log(f"{self.options.prefix}: done already, with the same input and options")
         if self.options.output_shards > 1 or self.options.has_valid:
-            with contextlib.suppress(FormatError, OSError), outputs_held(self.options.prefix):
+            with contextlib.suppress(FormatError, OSError), locked_outputs(self.options.prefix):
                 pass
         with contextlib.suppress(FormatError, OSError):
             if os.listdir(self.folder.path):

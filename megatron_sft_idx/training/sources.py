@@ -24,7 +24,7 @@ from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard import pair_numbers
-from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
+from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, columns_of_sets, running_sums
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make
@@ -146,11 +146,11 @@ class _ShardPacks:
 
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
-        if (held := self.shards.held) is not None:
+        if (held := self.shards.in_memory) is not None:
             return held.tokens, held.loss
         opened = self.shards.shard(shard)
         columns = (opened.columns.open(name) for name in self.columns)
-        beside = (column.items if column.spec.per == "token" else column.held_items for column in columns)
+        beside = (column.items if column.spec.per == "token" else column.items_in_memory for column in columns)
         return opened.files.tokens, opened.files.loss, *beside
 
 
@@ -223,13 +223,13 @@ class StoredPacks(_ShardPacks):
         """
         in_set = packs + self.first
         shards, local = self.shards.locate(in_set)
-        if (held := self.shards.held) is not None:  # the arrays of all shards lie in one set of arrays
-            self.shards.read_shards(held, set(shards.tolist()))
+        if (held := self.shards.in_memory) is not None:  # the arrays of all shards lie in one set of arrays
+            self.shards.read_into_memory(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), in_set
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
-            indexes = [shard.index for shard in self.shards.opened(numbers)]
+            indexes = [shard.index for shard in self.shards.open_shards(numbers)]
 
         def broken(at: int, reason: str) -> FormatError:
             number, pack = (int(each[0]) for each in self.shards.locate(in_set[at : at + 1]))
@@ -320,11 +320,11 @@ class PlannedPacks(_ShardPacks):
         offsets, entries = _rows(begins, plan.offsets[packs + 1] - begins)
         shards, starts, lengths = plan.shards[entries], plan.starts[entries], plan.lengths[entries].astype(np.int64)
         sequences = plan.sequences[entries] if self._numbered else None
-        if (held := self.shards.held) is not None:
-            self.shards.read_shards(held, set(shards.tolist()))
+        if (held := self.shards.in_memory) is not None:
+            self.shards.read_into_memory(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
         if self.shards.remote:
-            self.shards.opened(in_slots(shards)[0])
+            self.shards.open_shards(in_slots(shards)[0])
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def _make(self) -> PlacedPlan:
@@ -373,7 +373,7 @@ class JoinedPacks:
         self.pad_id = next((source.pad_id for source in sources if source.pad_id is not None), None)
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
         sets = [source.shards for source in sources]
-        self.columns = joined_columns(sets)
+        self.columns = columns_of_sets(sets)
         self._shards_before = running_sums(len(shards.prefixes) for shards in sets)
         self._stored: StoredPacks | None = None
         if all(isinstance(source, StoredPacks) for source in sources):
@@ -428,7 +428,7 @@ def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, ND
     ranges = _shard_ranges(shards.sequences_before, first, last)
     for at, (number, begin, end) in enumerate(ranges):
         if at % OPENED_AT_ONCE == 0 and shards.remote:
-            shards.opened([ahead for ahead, _, _ in ranges[at : at + OPENED_AT_ONCE]])
+            shards.open_shards([ahead for ahead, _, _ in ranges[at : at + OPENED_AT_ONCE]])
         shard = shards.shard(number)
         one_a_pack = shard.header.num_sequences == shard.header.num_packs
         starts = shard.pack_bounds() if one_a_pack else shard.sequence_bounds()

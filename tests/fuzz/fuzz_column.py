@@ -11,7 +11,7 @@ from fuzz.contract import refused, scratch
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, column_rows
+from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, num_rows_in
 from megatron_sft_idx.shard import Shard
 
 PACKS = demo_samples(3)
@@ -48,7 +48,7 @@ def run(data: bytes) -> None:
         with refused(path):
             mapped, copied = (Shard(prefix, columns=["a"], backend=backend) for backend in ("mmap", "pread"))
             column = mapped.columns["a"]
-            assert len(column) == column_rows(good, column.spec.per)
+            assert len(column) == num_rows_in(good, column.spec.per)
             assert column.header.encode() + column.values[:].tobytes() == raw
             for pack, other in zip(mapped, copied, strict=True):
                 assert np.asarray(pack["a"]).tobytes() == np.asarray(other["a"]).tobytes()  # type: ignore[typeddict-item]

@@ -7,7 +7,7 @@ import io
 from fuzz.contract import refused
 from fuzz.repair import repair_journal
 
-from megatron_sft_idx.layout.journal import encode_block, read_blocks, read_head
+from megatron_sft_idx.shard.journal import encode_block, read_blocks, read_head
 
 
 def run(data: bytes) -> None:

@@ -15,8 +15,8 @@ from fuzz.repair import repair_journal
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, find_remains, recover
+from megatron_sft_idx.shard.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard.recovery import adopt_remains
 
 NAMES = ("x.journal", "x.bin.tmp", "x.loss.bin.tmp", "x.seq.bin.tmp", "x.idx.tmp", "x.seq.idx.tmp")

@@ -32,8 +32,8 @@ from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
 
 from megatron_sft_idx.layout.files import IDX_HEADER  # noqa: E402
-from megatron_sft_idx.layout.journal import DONE, PACK, encode_block, encode_head  # noqa: E402
 from megatron_sft_idx.shard import ShardWriter  # noqa: E402
+from megatron_sft_idx.shard.journal import DONE, PACK, encode_block, encode_head  # noqa: E402
 
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "é"}'}}
 ROWS = [
