@@ -1,8 +1,9 @@
-"""A column: ``X.<name>.col``, values that travel beside the tokens of a shard; one row a token, a sequence or a pack.
+"""A column, ``X.<name>.col``: values that travel beside the tokens of a shard, one row a token, a sequence or a pack.
 
-A header as that of ``.seq.idx``, with 128 bytes of fixed fields (``COLUMN``), which names the shard that the values
-belong to. They follow: rows x width items, row by row, to the end of the file. The checksum of the header stands for
-the whole file: the shard that was written with a column lists it.
+The file begins with a header of the same form as that of ``.seq.idx``, with 128 bytes of fixed fields (``COLUMN``). It
+holds the id of the shard that the column belongs to, and the checksum of the values. The values follow up to the end of
+the file: rows x width items, row by row. A shard that was written with a column lists the checksum of the column's
+header, which so stands for the whole file.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ COLUMN = HeaderForm(
 COLUMN_MAGIC, FIXED_NBYTES = COLUMN.magic, COLUMN.fixed_nbytes
 MAX_WIDTH = 1 << 16
 PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
-# That of the loss mask is "label".
+# The loss mask has the alignment "label".
 _ALIGNMENTS: dict[Alignment, int] = {"label": 1, "token": 2}
-# Megatron's own codes (megatron.core.datasets.indexed_dataset.DType), and two that it has none for.
+# Dtypes by Megatron's codes for them (megatron.core.datasets.indexed_dataset.DType); it has no codes 9 and 10.
 COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2", "<u4", "<f2"), 1)
 }
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names of the five files, and of what packs and batches hold besides.
-_TAKEN = frozenset(
+# Names that parts of the five files' names, keys of packs and keys of batches have already.
+_RESERVED_NAMES = frozenset(
     {"loss", "seq"}
     | {"input_ids", "loss_mask", "seq_boundaries"}
     | {"tokens", "labels", "position_ids", "attention_mask", "padding_mask"}
@@ -51,12 +52,12 @@ _TAKEN = frozenset(
 
 
 def check_column_name(name: str) -> str:
-    """The name of a column, or FormatError."""
-    if _NAME.fullmatch(name) and name not in _TAKEN:
+    """Return a name that a column may have. FormatError: it may not."""
+    if _NAME.fullmatch(name) and name not in _RESERVED_NAMES:
         return name
     raise FormatError(
         f"column {name!r}: a name is of small letters, digits and _, begins with a letter, has at most 64 of them, and"
-        f" is none of {', '.join(sorted(_TAKEN))}"
+        f" is none of {', '.join(sorted(_RESERVED_NAMES))}"
     )
 
 
@@ -65,11 +66,11 @@ class ColumnSpec:
     """What a column is, without its values.
 
     Attributes:
-        per: what has one row.
+        per: what has one row: a token, a sequence or a pack.
         dtype: of the items, one of ``COLUMN_DTYPES``.
-        width: items of a row: values are [rows] where it is 1, else [rows, width].
-        alignment: what row j of a token column belongs to: ``token`` j, or the ``label`` there, which is token j + 1.
-            It is only said; nothing is shifted. Of other columns it says nothing, and is ``token``.
+        width: items of a row: values are [rows] if it is 1, else [rows, width].
+        alignment: what row j of a column of tokens belongs to: ``token`` j, or the ``label`` at j, which is token
+            j + 1. Readers are told of it, and nothing is shifted. It is ``token`` for all other columns.
         metadata: JSON object that travels with the column.
 
     Raises:
@@ -84,18 +85,18 @@ class ColumnSpec:
 
     def __post_init__(self) -> None:
         dtype = require_dtype("column: dtype", self.dtype).newbyteorder("<")
-        for what, value, choices in (
+        for attribute, value, choices in (
             ("per", self.per, get_args(Per)),
             ("alignment", self.alignment, get_args(Alignment)),
             ("dtype", dtype, [*COLUMN_DTYPES.values()]),
         ):
             if value not in choices:
-                raise FormatError(f"column: {what} {value!s}, choose one of {', '.join(map(str, choices))}")
+                raise FormatError(f"column: {attribute} {value!s}, choose one of {', '.join(map(str, choices))}")
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
-        COLUMN.nbytes(self.metadata)  # refuses what cannot be stored
+        COLUMN.nbytes(self.metadata)  # refuses metadata that cannot be stored
 
     @classmethod
     def of(
@@ -111,7 +112,7 @@ class ColumnSpec:
 
     @property
     def header_nbytes(self) -> int:
-        """How many bytes of the file are before the values."""
+        """Bytes of the file before the values."""
         return COLUMN.nbytes(self.metadata)
 
     @property
@@ -121,15 +122,19 @@ class ColumnSpec:
 
     @property
     def kind(self) -> tuple[Per, str, int, Alignment]:
-        """The spec without its metadata; columns of one name must be alike in it where they are joined."""
+        """The spec without its metadata. Columns of one name can be joined, or read together, if they agree in it."""
         return self.per, self.dtype.str, self.width, self.alignment
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of the array that holds so many rows of the column."""
+        """The shape of an array of so many rows: [rows] or [rows, width]."""
         return (rows,) if self.width == 1 else (rows, self.width)
 
     def array(self, name: str, values: ArrayLike, rows: int) -> NDArray[Any]:
-        """Values as they are stored, in an array of the column's shape. ValueError where they are other values then."""
+        """Values in the column's dtype and shape, as they are stored.
+
+        Raises:
+            ValueError: they have another shape, or the dtype cannot hold them.
+        """
         given = np.asarray(values)
         if given.shape != self.shape(rows):
             raise ValueError(
@@ -153,7 +158,7 @@ class ColumnSpec:
 
     @classmethod
     def decode(cls, value: Any) -> ColumnSpec:
-        """The spec in a JSON object. ValueError where that is none that ``encode`` gives."""
+        """The spec in a JSON object. ValueError: an object that ``encode`` never gives."""
         try:
             dtype = COLUMN_DTYPES[value["dtype"]]
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
@@ -162,30 +167,30 @@ class ColumnSpec:
 
 
 def is_source(spec: ColumnSpec) -> bool:
-    """Whether a column says of each sequence which of the files that it names it came from, and which row of that."""
+    """Whether a column says where sequences come from: rows of (file, row), and names of files in the metadata."""
     files = spec.metadata.get("files")
-    named = isinstance(files, list) and all(
+    names_files = isinstance(files, list) and all(
         isinstance(file, dict) and isinstance(file.get("name"), str) for file in files
     )
-    return named and spec.kind[:3] == ("sequence", "<u4", 2)
+    return names_files and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
 def num_column_rows(per: Per, tokens: int, sequences: int, packs: int) -> int:
-    """How many rows a column has in a shard of so many tokens, sequences and packs."""
+    """How many rows a column has in a shard with so many tokens, sequences and packs."""
     return {"token": tokens, "sequence": sequences, "pack": packs}[per]
 
 
 def num_rows_in(header: Header, per: Per) -> int:
-    """How many rows a column has in the shard of this header."""
+    """How many rows a column has in the shard that has this header."""
     return num_column_rows(per, header.num_tokens, header.num_sequences, header.num_packs)
 
 
 def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The columns that a shard was written with, and their checksums in hex, as its JSON block lists them."""
+    """The columns that a shard was written with, as its JSON block lists them: checksums of their headers, by name."""
     listed = metadata.get("columns")
     if not isinstance(listed, dict):
         return {}
-    return {name: str(value) for name, value in listed.items() if _NAME.fullmatch(name) and name not in _TAKEN}
+    return {name: str(value) for name, value in listed.items() if _NAME.fullmatch(name) and name not in _RESERVED_NAMES}
 
 
 # The column ``pair``: the number of a pair, and 0 for its chosen sequence or 1 for its rejected one.
@@ -193,7 +198,10 @@ PAIR = ColumnSpec("sequence", np.uint32, 2)
 
 
 def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Which of these rows of a column ``pair`` [n, 2] begin no pair: chosen, 0, and right behind it its rejected, 1."""
+    """Numbers of those even rows of a column ``pair`` [n, 2] at which no pair begins, int64.
+
+    A pair is two rows that begin with one number: the first ends with 0 (chosen), the second with 1 (rejected).
+    """
     chosen, rejected = rows[: len(rows) // 2 * 2 : 2], rows[1::2]
     torn = (chosen[:, 0] != rejected[:, 0]) | (chosen[:, 1] != 0) | (rejected[:, 1] != 1)
     return 2 * np.flatnonzero(np.append(torn, np.ones(len(rows) % 2, bool)))
@@ -201,11 +209,11 @@ def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class ColumnHeader:
-    """What a column file says of itself.
+    """What the header of a column says.
 
     Attributes:
         spec: dtype, width, what has a row, metadata.
-        shard_id: 16 bytes, of the shard that the rows belong to.
+        shard_id: 16 bytes, of the shard that the column belongs to.
         rows: how many rows the column has.
         checksum: xxh3_128 of all values, 16 bytes.
     """
@@ -217,11 +225,11 @@ class ColumnHeader:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole file."""
+        """Size of the whole file in bytes."""
         return self.spec.header_nbytes + self.rows * self.spec.row_nbytes
 
     def encode(self) -> bytes:
-        """The header's bytes; the last 16 are its checksum, which stands for the file."""
+        """The bytes of the header; the last 16 are its checksum, which a shard lists."""
         alignment = _ALIGNMENTS[self.spec.alignment] if self.spec.per == "token" else 0
         values = self.spec.encode() | {"per": PER[self.spec.per], "alignment": alignment}
         del values["metadata"]
@@ -230,7 +238,7 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """The header in the first bytes of a file; ``raw`` must hold as many as ``COLUMN.peek`` says.
+        """The header in the first bytes of a file; ``raw`` must hold as many as ``COLUMN.peek`` says, or more.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).
@@ -246,7 +254,7 @@ class ColumnHeader:
 
 
 def broken_column_rules(raw: bytes) -> Iterator[BrokenRule]:
-    """The rules C1 to C4 that the header of a column breaks; of C1 and C2 the first breach alone."""
+    """The rules C1 to C4 that the header of a column breaks. After one of C1 or C2, no others are looked for."""
     if broken := COLUMN.broken_outline(raw):
         yield broken
         return

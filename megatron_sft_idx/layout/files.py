@@ -1,11 +1,11 @@
-"""The files of a shard in bytes: names, Megatron's index, dtypes and limits, headers, and that of ``X.seq.idx``.
+"""The files of a shard: their names, the bytes of Megatron's index, dtypes and limits, and the header of ``.seq.idx``.
 
-Nothing here opens a file. FORMAT.md is the specification; each rule that a header can break is named here as there.
+Nothing here opens a file. FORMAT.md is the specification, and rules have the same numbers in both.
 
-The header is 256 bytes of fixed fields (``FIELDS``), a JSON block, zeros up to a multiple of 64, and in its last 16
-bytes the xxh3_128 of all that stands before them; that of a column has the same form. The arrays follow:
-``sequence_offsets`` right after the header, ``token_offsets`` at the next multiple of 64, both int64 [packs + 1]; the
-file ends with the second.
+``X.seq.idx`` is a header and two arrays. The header consists of 256 bytes of fixed fields (``FIELDS``), a JSON block,
+zeros up to a multiple of 64, and 16 bytes of checksum: the xxh3_128 of all bytes before it. The array
+``sequence_offsets`` follows right behind the header, ``token_offsets`` begins at the next multiple of 64. Both are
+int64 [packs + 1], and the file ends with the second. The header of a column has the same form (``HeaderForm``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def column_of(path: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
-class _File:
-    """The path of one file, as an attribute of ``ShardPaths``."""
+class _PathWithSuffix:
+    """An attribute of ``ShardPaths``: the path of the file with this suffix."""
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
@@ -54,12 +54,12 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class ShardPaths:
-    """Paths of one shard's files.
+    """Paths of one shard's files: of the five that every shard has, and of columns.
 
     Attributes:
         prefix: the path that all files share, as ``--data-path`` takes it.
-        ending: added to every name: empty, or that of files that are not published.
-        columns: names of columns whose files are included, beside the five files that every shard has.
+        ending: what every name ends with: nothing, or ``.tmp`` for files that are not published yet.
+        columns: names of the columns whose files are included.
         tokens: the file of all tokens.
         loss: the file of their loss mask.
         starts: the file of start positions of sequences in their packs.
@@ -71,12 +71,12 @@ class ShardPaths:
     ending: str = ""
     columns: tuple[str, ...] = ()
 
-    tokens, loss, starts = _File(".bin"), _File(".loss.bin"), _File(".seq.bin")
-    idx, seq_idx = _File(".idx"), _File(".seq.idx")
+    tokens, loss, starts = _PathWithSuffix(".bin"), _PathWithSuffix(".loss.bin"), _PathWithSuffix(".seq.bin")
+    idx, seq_idx = _PathWithSuffix(".idx"), _PathWithSuffix(".seq.idx")
 
     @classmethod
     def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
-        """Paths for a prefix; a path of one of its files is taken for its prefix, and paths for themselves.
+        """The paths for a prefix, which may also be given as the path of one of the files, or as ``ShardPaths``.
 
         Raises:
             FormatError: the prefix is empty or names a folder only.
@@ -94,12 +94,12 @@ class ShardPaths:
 
     @property
     def journal(self) -> str:
-        """``X.journal``: the record of a build in progress."""
+        """``X.journal``: what a writer at the prefix has done so far (``shard.journal``)."""
         return self.prefix + ".journal"
 
     @property
     def index_remedy(self) -> str:
-        """What errors about an index that is missing or wrong tell the user to do."""
+        """The remedy in errors about an index that is missing or wrong."""
         return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
 
     @property
@@ -108,15 +108,15 @@ class ShardPaths:
         return Path(self.prefix).parent
 
     def column(self, name: str) -> str:
-        """``X.<name>.col``: a column."""
+        """``X.<name>.col``: the file of a column."""
         return f"{self.prefix}.{name}.col{self.ending}"
 
     def with_columns(self, names: Iterable[str]) -> ShardPaths:
-        """The same files, with these columns included too."""
+        """The same paths, and those of these columns."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same files, with the columns included that some paths are of, if these have this prefix."""
+        """The same paths, and those of the columns of this prefix that are among ``paths``, published or temporary."""
         named = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
         return self.with_columns(column[1] for column in named if column and column[0] == self.prefix)
 
@@ -133,32 +133,33 @@ class ShardPaths:
 
     @staticmethod
     def temporary(path: str) -> str:
-        """The name a file has until it is published."""
+        """The name that a file has until it is published."""
         return path + _UNPUBLISHED
 
     @property
     def unpublished(self) -> ShardPaths:
-        """The same files under the names that they have until they are published."""
+        """The paths that the same files have until they are published."""
         return replace(self, ending=_UNPUBLISHED)
 
     def missing(self) -> list[str]:
-        """Which of the files are not there."""
+        """Paths of those files that are not there."""
         return [path for path in self.all if not os.path.isfile(path)]
 
     def present(self) -> list[str]:
-        """Which of the files are there."""
+        """Paths of those files that are there."""
         return [path for path in self.all if os.path.lexists(path)]
 
 
 # ---- Megatron's index ----
 
+# Magic, version, code of the token dtype, number of sequences (packs), length of the array of documents.
 IDX_HEADER = struct.Struct("<9sQBQQ")
 IDX_HEADER_NBYTES = IDX_HEADER.size
 _MAGIC = b"MMIDIDX\x00\x00"
 
 
 def pack_idx_header(dtype_code: int, num_packs: int) -> bytes:
-    """The 34 bytes before the arrays."""
+    """The first 34 bytes of ``.idx``, before its arrays."""
     return IDX_HEADER.pack(_MAGIC, 1, dtype_code, num_packs, num_packs + 1)
 
 
@@ -168,20 +169,20 @@ def idx_nbytes(num_packs: int) -> int:
 
 
 def idx_places(num_packs: int) -> tuple[int, int, int]:
-    """The offsets in ``.idx``, in bytes, at which lengths, positions and documents begin."""
+    """Where the arrays of lengths, positions and documents begin in ``.idx``, in bytes."""
     positions = IDX_HEADER_NBYTES + 4 * num_packs
     return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs
 
 
 # ---- dtypes and limits ----
 
-# Megatron's own dtype codes (megatron.core.datasets.indexed_dataset.DType), for what each file may hold.
+# The dtypes that each file may have, by Megatron's codes for them (megatron.core.datasets.indexed_dataset.DType).
 TOKEN_DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<u2")}
 MASK_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 7: np.dtype("<f4")}
 
 # Lengths are int32 in .idx.
 MAX_CAPACITY = 2**31 - 1
-# Counts and sizes in bytes must be below this, so that no product or sum of a few of them overflows int64.
+# Counts, and sizes in bytes, must be below this. No product or sum of a few of them then overflows int64.
 MAX_COUNT = 2**56
 
 ARRAY_ALIGNMENT = 64
@@ -196,39 +197,40 @@ def align(offset: int, alignment: int = ARRAY_ALIGNMENT) -> int:
 
 
 def token_dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
-    """The token dtype Megatron itself would choose for a vocabulary: uint16 below 65500 ids, else int32."""
+    """The token dtype that Megatron itself would choose: uint16 for vocabularies below 65500 ids, else int32."""
     return TOKEN_DTYPES[8] if vocab_size < _UINT16_VOCABULARY else TOKEN_DTYPES[4]
 
 
 def token_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
-    """Code and little-endian dtype of the tokens; FormatError unless uint16 or int32."""
-    return _lookup(dtype, TOKEN_DTYPES, "token dtype", "uint16 or int32")
+    """Code and little-endian dtype for tokens of a dtype. FormatError unless it is uint16 or int32."""
+    return _coded_dtype(dtype, TOKEN_DTYPES, "token dtype", "uint16 or int32")
 
 
 def mask_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
-    """Code and little-endian dtype of the loss mask; FormatError unless uint8 or float32."""
-    return _lookup(dtype, MASK_DTYPES, "mask dtype", "uint8 (0/1) or float32 (weights)")
+    """Code and little-endian dtype for a loss mask of a dtype. FormatError unless it is uint8 or float32."""
+    return _coded_dtype(dtype, MASK_DTYPES, "mask dtype", "uint8 (0/1) or float32 (weights)")
 
 
-def _lookup(dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str) -> tuple[int, np.dtype[Any]]:
-    given = require_dtype(what, dtype)
-    for code, candidate in table.items():
+def _coded_dtype(dtype: Any, by_code: dict[int, np.dtype[Any]], role: str, allowed: str) -> tuple[int, np.dtype[Any]]:
+    given = require_dtype(role, dtype)
+    for code, candidate in by_code.items():
         if candidate == given:
             return code, candidate
-    raise FormatError(f"{what} {given}: the format stores {allowed}; pass one of these")
+    raise FormatError(f"{role} {given}: the format stores {allowed}; pass one of these")
 
 
-def require_dtype(what: str, dtype: Any) -> np.dtype[Any]:
-    """The dtype that numpy makes of a value. FormatError, which begins with ``what``, where it makes none."""
+def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
+    """The dtype that numpy makes of a value. FormatError, which begins with ``role``: numpy makes none of it."""
     try:
         converted: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):
-        raise FormatError(f"{what} {dtype}: numpy has no such dtype; give one such as 'uint16'") from None
+        raise FormatError(f"{role} {dtype}: numpy has no such dtype; give one such as 'uint16'") from None
     return converted
 
 
-# ---- arrays in the dtypes that the kernels take ----
+# ---- arrays that the native kernels take: one-dimensional, contiguous, of a few dtypes ----
 
+# ValueError: values of another kind or shape, or too large. What has another dtype is converted to the last of these.
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _POSITIONS = (np.dtype(np.int64),)
 _FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
@@ -236,7 +238,7 @@ _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
 
 
 def token_array(values: ArrayLike) -> NDArray[Any]:
-    """Ids as uint16, int32 or int64, one-dimensional and contiguous."""
+    """Ids as uint16, int32 or int64."""
     return _native_form(values, _TOKENS, "iu", "integers")
 
 
@@ -271,7 +273,7 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
 
 # ---- the form of a header ----
 
-# A header is a few KiB; the limit keeps a hostile size from becoming an allocation.
+# A header has a few KiB. The limit keeps a reader from allocating whatever size a damaged file gives.
 MAX_HEADER_NBYTES = 16 << 20
 CHECKSUM_NBYTES = 16
 
@@ -292,7 +294,7 @@ class FileDigest(NamedTuple):
 
 
 class BrokenRule(NamedTuple):
-    """A rule that a header breaks: its number, at which offset in bytes, what was found, and what was expected."""
+    """A rule that a header breaks: where, in bytes; its number; what is there, and what was expected there."""
 
     offset: int
     rule: str
@@ -300,34 +302,32 @@ class BrokenRule(NamedTuple):
     expected: str
 
 
-# For each field that a rule is about: its name, the rule, whether the header keeps it, and what is expected.
+# For each field that a rule is about: the field's name, the rule, whether the header keeps it, and what is expected.
 Checks = Iterable[tuple[str, str, bool, str]]
 
-# In headers of every form these follow the eight bytes of the magic.
+# Version and size of the header follow the eight bytes of the magic, in headers of every form.
 _VERSION_AND_SIZE = struct.Struct("<II")
 
 
 class HeaderForm:
-    """The form of a header: fixed fields, a JSON block, zeros up to a multiple of 64, and a checksum.
-
-    ``.seq.idx`` and columns have such headers.
+    """The form of the headers of one kind of file, ``.seq.idx`` or columns: which fixed fields, under which rules.
 
     Args:
-        what: what error messages call the file.
+        file_kind: what error messages call the file.
         magic: the first eight bytes.
         version: the version that is written, and the only one that is read.
         fields: names and ``struct`` formats of the fixed fields, in their order.
-        rules: the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and checksum,
-            and the JSON block.
+        rules: numbers of the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and
+            checksum, and the JSON block.
 
     Attributes:
         fields: the fixed fields with their offsets.
-        fixed_nbytes: how many bytes they take.
-        offsets: their offsets by name.
+        fixed_nbytes: how many bytes the fixed fields take.
+        offsets: offsets of the fixed fields by name.
     """
 
-    def __init__(self, what: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
-        self.what, self.magic, self.version, self.rules = what, magic, version, rules
+    def __init__(self, file_kind: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
+        self.file_kind, self.magic, self.version, self.rules = file_kind, magic, version, rules
         self.fields: tuple[Field, ...] = ()
         self.fixed_nbytes = 0
         for entry in fields.split(","):
@@ -338,7 +338,7 @@ class HeaderForm:
         self._struct = struct.Struct("<" + "".join(each.format for each in self.fields))
 
     def nbytes(self, metadata: Mapping[str, Any]) -> int:
-        """Size of the header that holds this JSON block. FormatError where it is larger than readers accept."""
+        """Size of a header with this JSON block, in bytes. FormatError: it is larger than readers accept."""
         size = align(self.fixed_nbytes + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
         if size > MAX_HEADER_NBYTES:
             raise FormatError(
@@ -348,7 +348,10 @@ class HeaderForm:
         return size
 
     def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-        """The bytes of a header. Magic, version and sizes are filled in; fields that ``values`` lacks are zeros."""
+        """The bytes of a header.
+
+        ``values`` are those of the fixed fields, by name, but for magic, version and sizes. What they lack is zeros.
+        """
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
         zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
@@ -357,19 +360,24 @@ class HeaderForm:
         return raw + xxhash.xxh3_128_digest(raw)
 
     def values(self, raw: bytes) -> dict[str, Any]:
-        """The fixed fields by name."""
+        """The values of the fixed fields in a header, by name."""
         return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
-        """The object in the JSON block, which the caller must not change; None where it is not in canonical form."""
+        """The JSON block of a header; see ``decode_metadata``."""
         (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
         return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
     def broken_outline(self, raw: bytes) -> BrokenRule | None:
-        """The rule of magic, version or size that the first ``fixed_nbytes`` bytes of a file break; else None."""
+        """The first rule about magic, version or size of the header that a file breaks; None if it keeps all three.
+
+        ``raw`` must be the first ``fixed_nbytes`` bytes of the file, or more, or all of a shorter file.
+        """
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
-            return BrokenRule(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
+            return BrokenRule(
+                0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.file_kind} of a packed SFT shard"
+            )
         if len(raw) < self.fixed_nbytes:
             found = f"a file that ends after {len(raw)} bytes"
             return BrokenRule(len(raw), rule, found, f"at least {self.fixed_nbytes}")
@@ -382,11 +390,11 @@ class HeaderForm:
         return None
 
     def peek(self, raw: bytes) -> int:
-        """The size of the header by its fixed fields; that of the fields alone where ``broken_outline`` finds fault."""
+        """The size that a header gives for itself; ``fixed_nbytes`` if a rule of its outline is broken."""
         return self.fixed_nbytes if self.broken_outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
     def broken_rules(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
-        """All rules that a header breaks. The caller must know that ``broken_outline`` finds no fault with it."""
+        """All rules that a header breaks, except those of its outline, which the caller must have checked."""
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
             yield BrokenRule(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
@@ -412,7 +420,7 @@ class HeaderForm:
             yield BrokenRule(self.fixed_nbytes, json_block, "another JSON block", expected)
 
     def raise_broken(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
-        """Raise the error about a broken rule: UnsupportedVersionError or CorruptShardError; nothing for None."""
+        """Raise the error about a broken rule, UnsupportedVersionError or CorruptShardError; do nothing for None."""
         if broken is None:
             return
         if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
@@ -422,7 +430,7 @@ class HeaderForm:
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
-    """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
+    """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError: a value has no JSON form."""
     try:
         return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
@@ -433,10 +441,10 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-# The last block is kept: it is decoded to be checked and again to be used, and shards of a dataset often share it.
+# The last block is cached: it is decoded when it is checked and when it is used, and shards often have the same one.
 @lru_cache(maxsize=1)
 def decode_metadata(block: bytes) -> dict[str, Any] | None:
-    """The object in a JSON block, which the caller must not change; None where it is not in canonical form."""
+    """The object in a JSON block; None if that is not in canonical form. The caller must not change the object."""
     try:
         metadata = json.loads(block.decode("utf-8"))
         return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
@@ -467,7 +475,7 @@ _DIGESTS = ("tokens", "loss", "idx", "starts")
 
 @dataclass(frozen=True)
 class Header:
-    """The content of the header of ``X.seq.idx``.
+    """What the header of ``X.seq.idx`` says of the shard.
 
     Attributes:
         num_packs: how many packs.
@@ -480,10 +488,10 @@ class Header:
         sequence_multiple: packing counted each sequence as its length rounded up to this.
         capacity: most token positions a pack may hold, each sequence rounded up.
         longest_pack: tokens in the longest pack.
-        most_sequences: sequences in the pack that has most.
-        pad_id: the tokenizer's padding id; None where unknown.
+        most_sequences: sequences in the pack that has most of them.
+        pad_id: the tokenizer's padding id; None if it is unknown.
         digests: of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
-        arrays_checksum: xxh3_128 of the file behind the header.
+        arrays_checksum: xxh3_128 of the two arrays, and the zeros between them, behind the header.
         metadata: the JSON block: fingerprints, options, counts.
         rebuilt: whether the header was derived from the data; the JSON block then says what is no longer known.
     """
@@ -507,35 +515,35 @@ class Header:
 
     @property
     def shard_id(self) -> bytes:
-        """16 bytes derived from the content: xxh3_128 over the four data checksums."""
+        """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``."""
         return xxhash.xxh3_128_digest(b"".join(digest.checksum for digest in self.digests))
 
     @cached_property
     def nbytes(self) -> int:
-        """Size of the header: where ``sequence_offsets`` begin."""
+        """Size of the header in bytes; ``sequence_offsets`` begin right behind it."""
         return SEQ_IDX.nbytes(self.metadata)
 
     @property
     def token_offsets_offset(self) -> int:
-        """Where ``token_offsets`` begin, in bytes; ``sequence_offsets`` do right behind the header."""
+        """Byte of ``.seq.idx`` where ``token_offsets`` begin."""
         return align(self.nbytes + 8 * (self.num_packs + 1))
 
     @property
     def seq_idx_nbytes(self) -> int:
-        """Size of the whole ``.seq.idx``."""
+        """Size of the whole ``.seq.idx`` in bytes."""
         return self.token_offsets_offset + 8 * (self.num_packs + 1)
 
     def sizes(self, paths: ShardPaths) -> dict[str, int]:
-        """Size of each of the five files, by path."""
+        """Size of each of the five files in bytes, by path."""
         data = {path: digest.nbytes for path, digest in zip(paths.data, self.digests, strict=True)}
         return data | {paths.seq_idx: self.seq_idx_nbytes}
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the index arrays in memory: two offsets for each pack and behind the last, and all starts."""
+        """Bytes that the index arrays take in memory: both arrays of offsets, and the starts of all sequences."""
         return 16 * (self.num_packs + 1) + 4 * self.num_sequences
 
-    # What the JSON block says about where the tokens come from; None where it says nothing.
+    # Where the tokens come from, by the JSON block. Each is None if the block does not say it.
 
     @property
     def tokenizer(self) -> str | None:
@@ -544,30 +552,30 @@ class Header:
 
     @property
     def vocab_size(self) -> int | None:
-        """The largest id of that tokenizer + 1."""
+        """The largest id of the tokenizer + 1."""
         block: Any = self.metadata.get("tokenizer")
         size = block.get("vocab_size") if isinstance(block, dict) else None
         return size if type(size) is int else None
 
     @property
     def template(self) -> str | None:
-        """Fingerprint of the chat template that rendered the text, and of another one for rows with tools, if any."""
+        """Fingerprint of the chat template, and of the other template for rows with tools, if there was one."""
         text, tools = (self._fingerprint("chat_template", name) for name in ("fingerprint", "tools_fingerprint"))
         return f"{text}, with tools {tools}" if tools else text
 
     @property
     def source(self) -> str | None:
-        """Fingerprint of the rows the shard was made from."""
+        """Fingerprint of the rows that the shard was made from."""
         return self._fingerprint("sources", "fingerprint")
 
     def _fingerprint(self, block: str, name: str) -> str | None:
-        # The block may hold anything, since anybody may have written it.
+        # Anybody may have written the JSON block, so it may hold anything.
         entry: Any = self.metadata.get(block)
         value = entry.get(name) if isinstance(entry, dict) else None
         return value if isinstance(value, str) else None
 
     def encode(self) -> bytes:
-        """The header's bytes, checksum included."""
+        """The bytes of the header, with its checksum."""
         values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(self, name)}
         values |= {
             "token_dtype": token_dtype_of(self.token_dtype)[0],
@@ -582,10 +590,10 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Header:
-        """A header from its bytes; ``raw`` holds as many as ``SEQ_IDX.peek`` says, or more.
+        """The header in the first bytes of a file; ``raw`` must hold as many as ``SEQ_IDX.peek`` says, or more.
 
         Raises:
-            CorruptShardError: a rule of FORMAT.md is broken; says which, where, found and expected.
+            CorruptShardError: a rule of FORMAT.md is broken.
             UnsupportedVersionError: another format version.
         """
         remedy = ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
@@ -605,7 +613,7 @@ class Header:
 
 
 def counts_text(of: Any) -> str:
-    """The counts of a header, or of data in another format, as text for people; trained tokens may be None."""
+    """The counts of a ``Header``, or of an object with the same attributes, as text; trained tokens may be None."""
     trained = of.num_trained_tokens
     share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
     return (
@@ -615,7 +623,7 @@ def counts_text(of: Any) -> str:
 
 
 def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the data files by suffix, computed from a header's fields; without files of unknown dtype codes."""
+    """Sizes of the data files in bytes, by suffix, computed from a header's fields; without files of unknown dtype."""
     sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
     for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
         if values[name] in dtypes:
@@ -624,13 +632,13 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def broken_header_rules(raw: bytes, values: dict[str, Any]) -> Iterator[BrokenRule]:
-    """The rules that a header breaks, in whose outline nothing is broken: H4 to H8, and F2 for the sizes it gives."""
+    """The rules H4 to H8 that a header breaks, and F2 for the sizes in it; those of its outline must be kept."""
     return SEQ_IDX.broken_rules(raw, values, _checks(values))
 
 
 def _checks(values: dict[str, Any]) -> Checks:
     packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
-    longest, most, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
+    longest, most_in_pack, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
     few = f"below {MAX_COUNT}, and 0 only with 0 packs"
     yield from (
         ("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)"),
@@ -647,7 +655,7 @@ def _checks(values: dict[str, Any]) -> Checks:
         ("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more"),
         ("capacity", "H6", capacity <= MAX_CAPACITY, f"at most {MAX_CAPACITY}"),
         ("longest_pack", "H6", longest <= capacity and (longest > 0) == (packs > 0), "1 to capacity"),
-        ("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack"),
+        ("most_sequences", "H6", most_in_pack <= longest and (most_in_pack > 0) == (packs > 0), "1 to longest_pack"),
     )
     derived = data_nbytes(values)
     for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):

@@ -1,9 +1,11 @@
 """Opening a shard, on disk or in an object store: its header, and the five arrays that its files hold.
 
-Of a remote shard the index files are copied into a local cache; ranges of tokens and masks are read when they are asked
-for. A writer that replaces a shard removes its ``.seq.idx`` first and writes the new one last (rules W2, W3), on disk
-and in stores. So ``.seq.idx`` is read first, and looked at again when all files are open: where it is the same still,
-the files belong to it. From then on every range of an object is read under the etag that the object had.
+The index files of a remote shard are copied into a local cache (``index_cache``); tokens and masks are read from the
+store, in ranges, when they are needed.
+
+A writer that replaces a shard removes ``.seq.idx`` first and writes the new one last (rules W2, W3), on disk and in
+stores. So ``open_files`` reads ``.seq.idx`` first, and looks at it again when all files are open. If it is still the
+same, all files belong to it. From then on every range of an object is read under the etag that the object had.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
 
-# ---- files, wherever they lie ----
+# ---- files and objects ----
 
-# Bytes read at first. The header of nearly every shard is shorter: 256 bytes and a few KiB of JSON.
+# Bytes that are read at first. The header of nearly every shard is shorter: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10
 
 
-class Start(NamedTuple):
-    """The beginning of a file or object.
+class FileStart(NamedTuple):
+    """The beginning of a file, or of an object in a store.
 
     Attributes:
-        raw: its header, or all of it where it is shorter.
-        nbytes: its size.
-        info: what the store says of an object; None of a file.
-        stamp: what the system says of a file: another one under its name has another stamp. Empty of an object.
+        raw: the header; or the whole file, if that is shorter than its header should be.
+        nbytes: the size of the file.
+        info: what the store says of an object; None for a file on disk.
+        stamp: tells a file on disk from one that replaces it (``stamp_of``); empty for an object.
     """
 
     raw: bytes
@@ -62,8 +64,8 @@ class Start(NamedTuple):
     stamp: tuple[int, ...] = ()
 
 
-def read_start(path: str, form: HeaderForm) -> Start | None:
-    """Read the header of a file or object, whose form says how long it is; None where nothing is at the path."""
+def read_start(path: str, form: HeaderForm) -> FileStart | None:
+    """Read the header of a file or object, which must have this form. None: nothing is at the path."""
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
@@ -71,7 +73,7 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
         raw = bytes(store.read(key, 0, min(_HEADER_NBYTES, info.nbytes), etag=info.etag))
         if len(raw) < (size := min(form.peek(raw), info.nbytes)):
             raw += store.read(key, len(raw), size - len(raw), etag=info.etag)
-        return Start(raw[:size], info.nbytes, info)
+        return FileStart(raw[:size], info.nbytes, info)
     try:
         fd, status = open_descriptor(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -81,7 +83,7 @@ def read_start(path: str, form: HeaderForm) -> Start | None:
             raw = os.pread(fd, _HEADER_NBYTES, 0)
             if len(raw) < (size := min(form.peek(raw), status.st_size)):
                 raw += os.pread(fd, size - len(raw), len(raw))
-        return Start(raw[:size], status.st_size, None, stamp_of(status))
+        return FileStart(raw[:size], status.st_size, None, stamp_of(status))
     finally:
         os.close(fd)
 
@@ -91,8 +93,8 @@ def open_items(
 ) -> Array:
     """The ``count`` items of a local file from byte ``begin`` on, as an array of a backend.
 
-    ``nbytes`` is the size that the file must have. With ``reopen``, ``confirm`` is called when a file that is opened
-    again is another one; it must raise where the shard is another one too.
+    ``nbytes`` is the size that the file must have. The backend ``reopen`` calls ``confirm`` when the file at the path
+    has been replaced or changed; ``confirm`` must raise an error if the shard has been replaced.
     """
     if backend == "reopen":
         return ReopenedArray(path, dtype, count, nbytes, confirm, begin)
@@ -100,18 +102,18 @@ def open_items(
 
 
 def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
-    """The header of a shard; reads nothing else.
+    """Read the header of a shard, and no other file of it.
 
     Raises:
-        ShardNotFoundError: no ``.seq.idx``.
-        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+        ShardNotFoundError: there is no ``.seq.idx``.
+        CorruptShardError, UnsupportedVersionError: as of ``Header.decode``.
     """
     paths = ShardPaths.of(prefix)
-    return Header.decode(_look(paths).raw, paths.seq_idx)
+    return Header.decode(_read_seq_idx_start(paths).raw, paths.seq_idx)
 
 
-def _look(paths: ShardPaths) -> Start:
-    """Read the header of ``.seq.idx``, unchecked. ShardNotFoundError where there is no such file."""
+def _read_seq_idx_start(paths: ShardPaths) -> FileStart:
+    """Read the header of ``.seq.idx``, unchecked. ShardNotFoundError: there is no such file."""
     # Only a regular file is opened: opening a pipe would wait for its other end.
     may_open = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
     if not may_open or (start := read_start(paths.seq_idx, SEQ_IDX)) is None:
@@ -120,7 +122,7 @@ def _look(paths: ShardPaths) -> Start:
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Paths of those files of a shard that are not there: of the five, and of the columns that it lists."""
+    """Paths of the files of a shard that are missing: of the five, and of the columns that it lists."""
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FormatError, ShardNotFoundError):
         paths = paths.with_columns(listed_columns(read_header(paths).metadata))
@@ -128,24 +130,24 @@ def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
 
 
 def _missing(paths: ShardPaths) -> list[str]:
-    # One after another: this may run in a thread of the request pool, whose threads must not wait for each other.
+    # One request after another: this may run in a thread of the request pool, and these must not wait for each other.
     return [path for path in paths.all if not object_exists(path)] if is_remote(paths.prefix) else paths.missing()
 
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     """The error about a prefix without a whole shard: which files are missing, and a remedy."""
     missing = _missing(paths)
-    headless, remedy = not missing or paths.seq_idx in missing, "copy all five files, .seq.idx last"
+    lacks_header, remedy = not missing or paths.seq_idx in missing, "copy all five files, .seq.idx last"
     if is_remote(paths.prefix):
         remedy = "check the path: the prefix without .seq.idx" if len(missing) == len(paths.all) else remedy
-    elif headless and is_journal(paths.journal):
+    elif lacks_header and is_journal(paths.journal):
         remedy = (
             "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
             f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
         )
     elif len(missing) == len(paths.all):
         remedy = where_to_look(paths)
-    elif headless and (len(missing) == 1 or paths.loss in missing):
+    elif lacks_header and (len(missing) == 1 or paths.loss in missing):
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
     elif missing == [paths.idx]:
         remedy = paths.index_remedy
@@ -153,10 +155,10 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
 
 
 def where_to_look(paths: ShardPaths) -> str:
-    """The remedy for a prefix where nothing is: it names an unfinished job, where one lies at a longer prefix.
+    """The remedy in errors about a prefix where nothing is.
 
-    ``preprocess`` writes parts into ``PREFIX.parts``, and the shard of sequences that it may keep to
-    ``PREFIX.unpacked``.
+    If an unfinished job lies at a longer prefix, the remedy names it: ``preprocess`` writes parts to ``PREFIX.parts``,
+    and may keep a shard of sequences at ``PREFIX.unpacked``.
     """
     if os.path.lexists(f"{paths.prefix}.parts/run.json"):
         return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
@@ -170,11 +172,11 @@ def where_to_look(paths: ShardPaths) -> str:
     )
 
 
-def require_same(prefix: str, found: bytes, expected: bytes) -> None:
-    """FormatError where the ids of two shards differ: the one at a prefix now, and the one that was there before."""
-    if found != expected:
+def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
+    """FormatError if the shard that is at a prefix now has another id than the shard that was there before."""
+    if present_id != expected_id:
         raise FormatError(
-            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
+            f"{prefix}: shard {present_id.hex()} is here now, this dataset was made from {expected_id.hex()};"
             " another shard was published over it: start again"
         )
 
@@ -183,8 +185,8 @@ def require_same(prefix: str, found: bytes, expected: bytes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """What an open shard holds: the header, five arrays, and functions for the offsets of one pack.
+class OpenFiles:
+    """The files of an open shard: its header and counts, five arrays, and functions for the offsets of one pack.
 
     Attributes:
         tokens: ids [tokens].
@@ -192,8 +194,9 @@ class Files:
         starts: where each sequence begins in its pack, uint32 [sequences].
         sequence_offsets: where each pack's sequences begin, int64 [packs + 1].
         token_offsets: where each pack's tokens begin, int64 [packs + 1].
-        sequence_range_of, token_range_of: functions that give the two offsets of one pack as ints.
-        first_reads: tells the kernel of packs before they are read; None where ``advice`` says another order of reads.
+        sequence_range_of, token_range_of: functions of a pack's number, which give its two offsets as ints.
+        first_reads: hints to the kernel about packs that are about to be read; None unless the tokens are mapped and
+            ``advice`` is ``normal``.
     """
 
     header: Header
@@ -205,24 +208,25 @@ class Files:
     starts: Array
     sequence_offsets: Array
     token_offsets: Array
-    sequence_range_of: _Pair
-    token_range_of: _Pair
+    sequence_range_of: _RangeOf
+    token_range_of: _RangeOf
     first_reads: FirstReadHints | None = None
 
 
-def _files(
+def _open_files_of(
     header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], hints: FirstReadHints | None
-) -> Files:
-    """Make ``Files`` of arrays; ``offsets`` are those of sequences, then those of tokens."""
-    sequences, packs = offsets
+) -> OpenFiles:
+    """Make ``OpenFiles`` of arrays; ``offsets`` are those of sequences, then those of tokens."""
+    of_sequences, of_tokens = offsets
     counts = header.num_packs, header.num_sequences, header.num_tokens
-    return Files(header, *counts, tokens, loss, starts, sequences, packs, _pair(sequences), _pair(packs), hints)
+    ranges = _range_of(of_sequences), _range_of(of_tokens)
+    return OpenFiles(header, *counts, tokens, loss, starts, of_sequences, of_tokens, *ranges, hints)
 
 
-_Pair = Callable[[int], tuple[int, int]]
+_RangeOf = Callable[[int], tuple[int, int]]
 
 
-def _pair(offsets: Array) -> _Pair:
+def _range_of(offsets: Array) -> _RangeOf:
     """A function of i that gives ``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
         item = offsets.data  # a memoryview gives ints several times faster than an array
@@ -235,35 +239,38 @@ def _pair(offsets: Array) -> _Pair:
     return read
 
 
-def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> Files:
+def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> OpenFiles:
     """Open the files of a shard. Arguments and errors as of ``Shard``.
 
-    A remote shard takes seven small requests, and the download of index files that the cache lacks.
+    A remote shard takes seven small requests, and the download of those index files that the cache lacks.
     """
-    seq_idx = _look(paths)
+    seq_idx = _read_seq_idx_start(paths)
     header = Header.decode(seq_idx.raw, paths.seq_idx)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or _look(paths).raw == seq_idx.raw
+            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or (
+                _read_seq_idx_start(paths).raw == seq_idx.raw
+            )
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
             is_same = (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
     except ShardNotFoundError:
         raise
-    except (OSError, FormatError) as error:  # files go while another shard is published; or one is no regular file
+    # While another shard is published, files are missing for a moment. Or one of the paths is not a regular file.
+    except (OSError, FormatError) as error:
         if isinstance(error, FileNotFoundError) or (seq_idx.info is None and paths.missing()):
             raise _not_found(paths) from None
         raise
-    # Sizes alone would not tell: a shuffled shard has the same.
+    # The sizes alone would not tell, because a shard that was packed in another order has the same.
     if not is_same:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
     return files
 
 
-def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Files:
+def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> OpenFiles:
     sizes = header.sizes(paths)
-    # Megatron's index is not read here, only held to its size.
+    # Megatron's index is not read; only its size is checked.
     check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
 
     def confirm() -> None:
@@ -276,7 +283,7 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     if options.backend == "pread":
         offsets = [array(paths.seq_idx, "<i8", count, begin) for begin in begins]
     else:
-        # Both arrays live in one file: one map, or one read, serves them.
+        # Both arrays of offsets are in one file, so one map, or one read, gives both.
         whole = array(paths.seq_idx, "u1", sizes[paths.seq_idx])[:]
         offsets = [whole[begin : begin + 8 * count].view("<i8") for begin in begins]
     tokens = array(paths.tokens, header.token_dtype, header.num_tokens)
@@ -287,12 +294,12 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> File
     hints = None
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
         hints = FirstReadHints(tokens, loss)
-    return _files(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, hints)
+    return _open_files_of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, hints)
 
 
 def _open_remote(
     paths: ShardPaths, header: Header, seq_idx: ObjectInfo, index_cache: str | None, backend: Backend
-) -> Files:
+) -> OpenFiles:
     sizes, (store, _) = header.sizes(paths), open_store(paths.prefix)
     check_size(paths.seq_idx, seq_idx.nbytes, sizes[paths.seq_idx])
     objects: dict[str, ObjectInfo] = {}
@@ -303,22 +310,22 @@ def _open_remote(
     if len(objects) < len(paths.data):
         raise _not_found(paths)
 
-    def index(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
-        local = cached_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
+    def index_bytes(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
+        copy = cached_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
         # Any backend but mmap reads the copy into memory, and keeps no file open.
         local_backend: Backend = "mmap" if backend == "mmap" else "pread"
-        return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
+        return open_array(copy, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=local_backend)[:]
 
-    behind = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
-    index_arrays = index(behind, seq_idx, header.nbytes, paths.seq_idx)
+    behind_header = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
+    raw_offsets = index_bytes(behind_header, seq_idx, header.nbytes, paths.seq_idx)
     begins, nbytes = (0, header.token_offsets_offset - header.nbytes), 8 * (header.num_packs + 1)
-    offsets = [index_arrays[begin : begin + nbytes].view("<i8") for begin in begins]
-    starts = index(header.digests[3], objects[paths.starts], 0, paths.starts).view("<u4")
+    offsets = [raw_offsets[begin : begin + nbytes].view("<i8") for begin in begins]
+    starts = index_bytes(header.digests[3], objects[paths.starts], 0, paths.starts).view("<u4")
     tokens, loss = (
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return _files(header, tokens, loss, starts, offsets, None)
+    return _open_files_of(header, tokens, loss, starts, offsets, None)
 
 
 def _object_at(path: str) -> ObjectInfo | None:

@@ -1,14 +1,16 @@
-"""Publication: the files of a shard appear together, or none does; and which files at a prefix may be removed.
+"""Publication: the files of a shard appear together, or none does; and no file of anybody else is replaced or removed.
 
 Files are written under temporary names in the shard's own folder. ``Publication.publish`` syncs them and renames the
 data files, then ``.idx``, then columns, then ``.seq.idx``, whose presence makes a shard. When a shard is replaced, its
 ``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks like a shard. The
 journal is removed last.
 
-Only files of this package are replaced or removed: a shard is recognised by the magic of its ``.seq.idx``, a column and
-a journal by their own, every other file by its inode, which a journal names. The next writer that gets the lock deals
-with what a killed one left (``finish_interrupted``): renames and removals that had begun are finished; the temporary
-files of all other work are removed.
+Only files of this package are replaced or removed. A shard is recognised by the magic of its ``.seq.idx``, columns and
+journals by their magics, and every other file by its inode, which a journal names.
+
+A killed writer leaves temporary files and a journal. The next writer that gets the lock of the prefix deals with them
+(``finish_interrupted``): it finishes renames and removals that had begun, and removes the temporary files of all other
+work.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from megatron_sft_idx.storage.publish import (
 )
 
 _START_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
-# What is said of interrupted work, by the kind of the work.
+# What the error about interrupted work says, by the kind of the work. The prefix is added to it.
 _INTERRUPTED = {
     "build": f"left by a build that was interrupted; {_START_ANEW}, or recover its packs: megatron-sft-idx rebuild",
     "copy": f"left by a copy that was interrupted; run the same copy again, or {_START_ANEW}:",
@@ -66,14 +68,17 @@ _INTERRUPTED = {
 
 
 def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> list[Place]:
-    """The places of a shard's files, there or not, for ``require_apart``; if ``written``, of temporary ones too."""
+    """The places of a shard's files, present or not, for ``require_apart``.
+
+    ``role`` is the shard's in error messages. If the shard is ``written``, temporary files and journal are included.
+    """
     paths = ShardPaths.of(prefix)
     temporary = [paths.journal, *paths.unpublished.all] if written else []
     return [Place(file, role) for file in (*paths.all, *temporary)]
 
 
 def inode_of(path: str) -> int | None:
-    """Inode of the regular file at a path; None where nothing is. FormatError where something else is."""
+    """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
     with contextlib.suppress(FileNotFoundError):
         status = os.lstat(path)
         if stat.S_ISREG(status.st_mode):
@@ -86,12 +91,12 @@ def inode_of(path: str) -> int | None:
 
 
 def _inodes(paths: Iterable[str]) -> dict[str, int]:
-    """Inodes of those files that are there, by path."""
+    """Inodes of those files that are present, by path."""
     return {path: inode for path in paths if (inode := inode_of(path)) is not None}
 
 
 def _by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
-    """Inodes by suffix, as a journal names files."""
+    """Inodes by suffix instead of by path: so a journal names files."""
     return {path.removeprefix(paths.prefix): inode for path, inode in inodes.items()}
 
 
@@ -101,15 +106,15 @@ def is_column(path: str) -> bool:
 
 
 def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
-    """``paths``, and the columns that a journal names."""
+    """``paths``, with the columns that a journal names."""
     return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
 def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> ShardPaths:
-    """``paths``, and the columns of this package that lie at the prefix; looks at the folder once.
+    """``paths``, with the columns that lie at the prefix, temporary files of columns included; scans the folder once.
 
-    A column is recognised by its magic. A temporary file of a column is, where it is empty or named by the journal
-    whose head is given.
+    A column is recognised by its magic. A temporary file is taken for that of a column if it is empty, or named by the
+    journal whose ``head`` is given.
     """
     folder, name = os.path.split(paths.prefix)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
@@ -124,7 +129,10 @@ def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> 
 
 
 def _is_removable(path: str, head: JournalHead | None) -> bool:
-    """Whether the file at a path is named by a journal, or is empty, as a kill may leave it; True for no file."""
+    """Whether a temporary file may be removed: the journal names it, or it is empty, as a kill may leave it.
+
+    True if there is no file. FormatError: something else than a file is there.
+    """
     if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
         return True
     with contextlib.suppress(FileNotFoundError):
@@ -138,28 +146,29 @@ def check_free(
     overwrite: bool,
     only: Collection[str] | None = None,
     any_file: bool = False,
-    strangers: bool = True,
+    refuse_strangers: bool = True,
     nbytes: int = 0,
 ) -> dict[str, int]:
     """Check, before anything is written, that a shard may be written at a prefix.
 
     Args:
         paths: of the shard, with the columns that it will have.
-        overwrite: whether a shard there may be replaced.
-        only: the files that will be written, and the columns that will be removed; None for all files of ``paths``,
-            and all columns at the prefix.
-        any_file: whether files of no recognisable shard may be replaced too. Only for a rebuild, which keeps them under
-            other names.
-        strangers: whether to refuse files that are not of this package. The caller must hold the lock to be sure of
-            the answer: files of a living writer come and go while they are looked at.
+        overwrite: whether a shard at the prefix may be replaced.
+        only: paths of the files that will be written, and of the columns that will be removed; None for all files of
+            ``paths``, and all columns at the prefix.
+        any_file: whether files may be replaced that belong to no recognisable shard. Only for a rebuild, which keeps
+            what it replaces under other names.
+        refuse_strangers: whether files are refused that are not of this package. The caller must hold the lock to be
+            sure of the answer, since the files of a living writer come and go.
         nbytes: how many bytes will be written at least.
 
     Returns:
         Inodes of the files that will be replaced, by path.
 
     Raises:
-        FormatError: what is at one of the paths is no file, is of no shard, or may not be replaced.
-        OSError: too little space, or too few inodes.
+        FormatError: what is at one of the paths is not a file, belongs to no shard, or may not be replaced; or a name
+            would be too long.
+        OSError: too little space on the disk, or too few inodes.
     """
     require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
@@ -174,11 +183,11 @@ def check_free(
             f"{paths.prefix}: {', '.join(replaced)} exist already;"
             " choose another prefix, or pass overwrite (--overwrite)"
         )
-    for is_last in (False, True) if strangers else ():
+    for is_last in (False, True) if refuse_strangers else ():
         try:
             _refuse_strangers(paths, () if any_file else replaced)
             break
-        except FormatError:  # a file of a living writer may have been renamed between two looks: look once more
+        except FormatError:  # a living writer may have renamed a file between journal and file: read both once more
             if is_last:
                 raise
     check_lock(paths.journal, MAGICS)
@@ -187,7 +196,7 @@ def check_free(
 
 
 def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
-    """FormatError where a file of ``present``, or one under a temporary name, is not of this package."""
+    """FormatError if a file of ``present``, or a file under a temporary name, is not of this package."""
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
 
     def is_ours(path: str) -> bool:
@@ -196,7 +205,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
     temporary = Kind("a temporary file that a journal names", lambda path: _is_removable(path, head))
     for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
-        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it
+        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed the file
             check_place(path, kind, overwrite=True)
 
 
@@ -205,7 +214,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
-    """Hold the lock of a prefix, behind ``finish_interrupted``; the empty journal is removed in the end.
+    """Hold the lock of a prefix, where ``finish_interrupted`` was called; the empty journal is removed at the end.
 
     Raises:
         FormatError: another writer is at work at the prefix, or was interrupted there and ``overwrite`` is False.
@@ -216,14 +225,14 @@ def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int
 
 
 def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
-    """Remove the temporary files that a journal names, and empty ones."""
+    """Remove those temporary files that the journal names, or that are empty."""
     for path in paths.unpublished.all:
         if inode_of(path) is not None and _is_removable(path, head):
             os.unlink(path)
 
 
 def remove_shard(paths: ShardPaths) -> None:
-    """Remove the files of a shard, ``.seq.idx`` first. The next writer finishes a removal that is killed."""
+    """Remove the files of a shard, ``.seq.idx`` first. If this is killed, the next writer finishes the removal."""
     paths = with_present_columns(paths)
     if not paths.present():
         return
@@ -234,10 +243,10 @@ def remove_shard(paths: ShardPaths) -> None:
 
 
 def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
-    """Remove what an interrupted writer left at a prefix; a published shard there stays.
+    """Remove what an interrupted writer left at a prefix; a shard that is published there stays.
 
     Raises:
-        FormatError: a living writer is at work there, or the journal is torn and names none of the files beside it.
+        FormatError: a writer is at work there, or the journal is torn and does not name the temporary files beside it.
     """
     paths = ShardPaths.of(prefix)
     if os.path.lexists(paths.journal):
@@ -246,19 +255,23 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
 
 
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
-    """Deal with what a killed writer left, and empty the journal. The caller must hold the ``lock``.
+    """Finish what a killed writer had begun to remove or rename, else remove its files; then empty the journal.
 
-    A removal is finished, and so are renames that had begun. The temporary files of all other work are removed.
+    Args:
+        paths: of the prefix.
+        lock: the journal's lock, which the caller must hold.
+        overwrite: whether work that is neither may be lost.
+        drops: kinds of work that may be lost without ``overwrite``, unless its files are complete.
 
     Raises:
-        FormatError: ``overwrite`` is False, and the work is neither a removal nor unfinished and among ``drops``.
+        FormatError: the killed writer's work may not be lost; or its journal is torn, and names none of the files.
     """
     if not os.fstat(lock).st_size:
         return
     try:
         head = JournalHead.read(paths)
     except FormatError:
-        # The head is torn, and says of no file that this package wrote it: only empty files may be removed.
+        # A torn head names no file of this package, so only empty files may be removed.
         if not overwrite or not all(_is_removable(path, None) for path in paths.unpublished.all):
             raise
         head = None
@@ -276,7 +289,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
                     f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
                     f" megatron-sft-idx rebuild {paths.prefix}"
                 )
-            # Behind the first rename or removal the replaced shard is not whole any more: the rest must follow.
+            # After the first rename or removal the replaced shard is not whole any more, so the rest must follow.
             written = [path for path in paths.all if paths.temporary(path) in head.files]
             if _pending(paths, head) != written or (
                 paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None
@@ -285,13 +298,13 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
         elif not overwrite and head.work not in drops:
             raise interrupted_error(paths, head)
     _remove_temporaries(paths, head)
-    # Last, since only files that the journal names may be removed.
+    # Last, because the journal must name the files as long as there are any to remove.
     with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
 
 
 def interrupted_error(paths: ShardPaths, head: JournalHead) -> FormatError:
-    """The error about what an interrupted writer left, with a remedy."""
+    """The error about what an interrupted writer left at a prefix, with a remedy."""
     return FormatError(f"{paths.journal}: {_INTERRUPTED[head.work]} {paths.prefix}")
 
 
@@ -299,13 +312,13 @@ def interrupted_error(paths: ShardPaths, head: JournalHead) -> FormatError:
 
 
 def rename_all(paths: ShardPaths, head: JournalHead, *, durable: bool) -> None:
-    """Remove what is replaced and rename the new files, as far as that was not done before a kill.
+    """Remove what is replaced and rename the new files, except what a killed writer had removed and renamed already.
 
-    The caller must hold the lock, and the journal must say DONE. The folder is synced wherever a later step must not
-    reach the disk before an earlier one.
+    The caller must hold the lock, and the journal must have a DONE block. The folder is synced wherever a later step
+    must not reach the disk before an earlier one.
 
     Raises:
-        FormatError: another file has appeared at one of the paths; the files not yet renamed and the journal stay.
+        FormatError: another file has appeared at one of the paths. Journal and files that are not renamed yet stay.
     """
     for path in _remove_replaced(paths, head, durable=durable):
         if path == paths.seq_idx:
@@ -316,9 +329,9 @@ def rename_all(paths: ShardPaths, head: JournalHead, *, durable: bool) -> None:
 
 
 def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> list[str]:
-    """Remove the ``.seq.idx`` of the shard that is replaced, then its columns that the new shard does not replace.
+    """Remove the ``.seq.idx`` of the shard that is replaced, then those of its columns that the new shard lacks.
 
-    Returns the paths of the files that have yet to be renamed. Errors as ``rename_all``.
+    Returns the paths of the files that are still to be renamed. Errors as of ``rename_all``.
     """
     assert head.replaced_inodes is not None
     pending = _pending(paths, head)
@@ -339,7 +352,7 @@ def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> 
 
 
 def _pending(paths: ShardPaths, head: JournalHead) -> list[str]:
-    """Paths of the files that have yet to be renamed: those whose temporary file the journal names."""
+    """Paths of the files that are still to be renamed: those whose temporary files the journal names."""
     return [
         path for path in with_named_columns(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()
     ]
@@ -356,13 +369,14 @@ def is_set_aside(paths: ShardPaths) -> bool:
 
 
 def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
-    """Publish shards that were set aside. All shards that they replace are removed before the first one appears.
+    """Publish shards that were set aside.
 
-    New shards beside old ones would open as a dataset that lacks some packs and repeats others.
+    All shards that they replace are removed before the first new one appears: new shards beside old ones would open as
+    a dataset that lacks some packs and repeats others.
 
     Raises:
-        FormatError: another file has appeared at one of the prefixes. ``rebuild`` publishes the rest, and so does
-            the next writer at these prefixes.
+        FormatError: another file has appeared at one of the prefixes. ``rebuild``, or the next writer at a prefix,
+            publishes the shards that are left.
     """
     for is_renaming in (False, True):
         for paths in shards:
@@ -378,23 +392,24 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
 
 
 class Publication:
-    """The temporary files of one shard in the making, its journal, and the lock on its prefix.
+    """The temporary files of one shard that is being written, its journal, and the lock on its prefix.
 
     Args:
         paths: where the shard will be, with the columns that it will have.
-        content: what the journal's head says beside what every head says.
+        content: what the head of the journal holds beside the entries of every head.
         work: ``build``, ``copy`` or ``rebuild``.
-        overwrite: whether a shard there may be replaced.
+        overwrite: whether a shard at the prefix may be replaced.
         durable: False skips fsync.
-        only: paths of the files that are written, and of columns that are removed; None for all files of ``paths``,
+        only: paths of the files that are written, and of the columns that are removed; None for all files of ``paths``,
             and all columns of the shard that is replaced.
         nbytes: how many bytes will be written at least; so much room must be free.
         drops: kinds of interrupted work that may be removed without ``overwrite``.
-        lock: the journal's lock, where the caller holds it (``locked_prefix``). Files at the prefix may then be any.
+        lock: the lock of the prefix, if the caller holds it (``locked_prefix``), as a rebuild does. Then files at the
+            prefix that belong to no recognisable shard may be replaced.
 
     Attributes:
-        is_resumed: whether an interrupted writer began it (``resume``).
-        closed: whether ``close`` was called: nothing more can be written.
+        is_resumed: whether an interrupted writer began the work (``resume``).
+        closed: whether nothing more can be written, because ``close`` was called.
 
     Raises:
         FormatError: something is at the prefix, or another process is writing there.
@@ -416,13 +431,13 @@ class Publication:
     ) -> None:
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        # Where no shard is, columns are looked for under the lock only: a look takes as long as the folder has files.
-        look_later = only is None and not os.path.lexists(paths.seq_idx)
-        check_free(paths, only=paths.all if look_later else only, strangers=False, **options)
+        # Looking for columns scans the whole folder. If no shard is there, that waits until the lock is held.
+        scan_later = only is None and not os.path.lexists(paths.seq_idx)
+        check_free(paths, only=paths.all if scan_later else only, refuse_strangers=False, **options)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
-            # Checked again under the lock, and before anything that a killed writer left is removed.
+            # Check again under the lock, and before anything that a killed writer left is removed.
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
                 finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
@@ -458,15 +473,19 @@ class Publication:
     def resume(
         cls, paths: ShardPaths, *, overwrite: bool, copied: bool = False, only: Collection[str] | None = None
     ) -> Publication:
-        """Lock what an interrupted writer left, to go on with it. Its files are opened when ``open`` asks for them.
+        """Go on with what an interrupted writer left; takes the lock. ``open`` opens the files.
 
-        ``overwrite`` and ``only`` must be as when it was begun. ``copied`` says that journal and temporary files were
-        copied here and have other inodes: the journal then names the files that lie beside it anew.
+        Args:
+            paths: of the prefix.
+            overwrite: as when the work was begun; and so is ``only``.
+            copied: whether journal and temporary files were copied to this folder, and so have other inodes. The
+                journal then names the files that lie beside it.
+            only: as of the class.
 
         Raises:
             FileNotFoundError: there is no journal.
-            CorruptShardError: its head is torn.
-            FormatError: a living writer is at work, or a temporary file is not the one that the journal names.
+            CorruptShardError: the head of the journal is torn.
+            FormatError: another writer is at work, or a temporary file is not the one that the journal names.
         """
         self, lock = cls.__new__(cls), lock_journal(paths, create=False)
         try:
@@ -495,7 +514,7 @@ class Publication:
         return self
 
     def require_owner(self) -> None:
-        """Refuse to write from a forked process: it shares the files' positions with the one that opened them."""
+        """FormatError in a forked process: it shares the positions of open files with the process that opened them."""
         if os.getpid() != self._process:
             raise FormatError(
                 f"{self.paths.prefix}: this writer belongs to process {self._process} and this is a fork of it;"
@@ -503,12 +522,12 @@ class Publication:
             )
 
     def open(self, path: str, *, keep: bool = False) -> OutputFile:
-        """The temporary file of the file that will be at ``path``; emptied unless ``keep``."""
+        """The temporary file of the file that will be at ``path``. Its content is removed unless ``keep``."""
         name = self.paths.temporary(path)
         if name not in self._files:
             try:
                 self._files[name] = OutputFile(name, durable=self.durable, append=True)
-            except FileNotFoundError:  # the interrupted writer had none: the journal must name the new one
+            except FileNotFoundError:  # the interrupted writer had not made it, so its journal does not name it
                 self._files[name] = OutputFile(name, durable=self.durable)
                 self._name_files()
         if not keep:
@@ -516,13 +535,13 @@ class Publication:
         return self._files[name]
 
     def drop(self, path: str) -> None:
-        """Remove the temporary file for ``path``: no new file will be there."""
+        """Remove the temporary file of ``path``, where no new file will be published then."""
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
 
     def _name_files(self) -> None:
-        """Enter the inodes of the temporary files that are there now into the journal."""
+        """Let the journal name the temporary files that are present."""
         self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
         self._append_inodes(FILE, self._head.files)
 
@@ -534,7 +553,7 @@ class Publication:
         self.journal.sync()
 
     def complete(self) -> None:
-        """Sync all files and enter DONE into the journal: only renames are left.
+        """Sync all files, then append DONE to the journal: only renames are left.
 
         Raises:
             FormatError: a file has appeared at the prefix since the work began.
@@ -555,7 +574,7 @@ class Publication:
         self._append_inodes(DONE, replaced)
 
     def set_aside(self) -> None:
-        """``complete``, then give up the lock: the shard stays under temporary names until ``publish_all``."""
+        """``complete``, then release the lock. The shard stays under temporary names until ``publish_all``."""
         self.complete()
         self.close()
 
@@ -567,7 +586,7 @@ class Publication:
     def finish(self) -> None:
         """Rename the files of a shard that is complete, and remove the journal.
 
-        A failure leaves the files that are not yet renamed, and the journal: the replaced shard may be gone already.
+        If that fails, the journal and the files that are not renamed yet stay, because the replaced shard may be gone.
         """
         try:
             rename_all(self.paths, self._head, durable=self.durable)
@@ -576,9 +595,9 @@ class Publication:
             self.close()
 
     def abandon(self) -> None:
-        """Remove the temporary files and the journal; does nothing where it is published or abandoned already.
+        """Remove the temporary files and the journal. Does nothing after ``close``, ``finish`` or ``abandon``.
 
-        In a forked process, it only closes: Python may collect there what the parent still writes with.
+        A forked process only closes them: its garbage collection must not remove what its parent still writes.
         """
         if self.closed:
             return
@@ -591,14 +610,14 @@ class Publication:
         self.close()
 
     def _end_journal(self) -> None:
-        """Remove the journal; where the caller holds its lock, only empty it."""
+        """Remove the journal; or empty it, if the lock is the caller's."""
         if self._borrowed:
             self.journal.truncate(0)
         else:
             unlink_locked(self.paths.journal, self._lock)
 
     def close(self) -> None:
-        """Close all files and give up the lock; what is on disk stays. May be called twice."""
+        """Close all files and release the lock; what is on disk stays. May be called twice."""
         if self.closed:
             return
         self.closed = True

@@ -19,7 +19,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_column_name
 from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.opening import Files, open_files, require_same
+from megatron_sft_idx.shard.opening import OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
     Backend,
@@ -92,7 +92,7 @@ class Shard:
         self._paths = ShardPaths.of(prefix)
         options = ReadOptions.of(self._paths.prefix, backend, advice=advice, huge_pages=huge_pages)
         self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, tuple(columns)
-        self._files: Files | None = open_files(self._paths, options, index_cache)
+        self._files: OpenFiles | None = open_files(self._paths, options, index_cache)
         self._shard_id = self._files.header.shard_id
         for name in self._chosen:
             self.columns.open(check_column_name(name))
@@ -105,7 +105,7 @@ class Shard:
         self._paths, self._options, self._files = ShardPaths(prefix), ReadOptions(*options), None
 
     @property
-    def files(self) -> Files:
+    def files(self) -> OpenFiles:
         """The open files. Of a shard that was unpickled they are opened now; two threads may both do so."""
         files = self._files
         if files is None:
@@ -352,7 +352,7 @@ class Shard:
         """Bytes of this shard that are mapped by huge pages right now, as the kernel counts them."""
         return huge_nbytes_of([self.files.tokens, self.files.loss])
 
-    def _normalise(self, files: Files, index: int) -> int:
+    def _normalise(self, files: OpenFiles, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
         if not 0 <= i < files.num_packs:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
@@ -377,7 +377,7 @@ class Shard:
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
         return CorruptShardError(path, offset, rule, f"pack {number}: {what}; {remedy}")
 
-    def _corrupt(self, files: Files, i: int) -> FormatError:
+    def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """The error about the offsets of pack ``i``."""
         rule, what, (first, last), total = "O2", "token", files.token_range_of(i), files.num_tokens
         if 0 <= first < last <= total:
@@ -402,7 +402,7 @@ def checked_packs(
     return packs
 
 
-def extents_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
+def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
     """Where packs lie, in the order in which they are read: of each pack its tokens, then its mask.
 
     Packs whose offsets point outside the files are left out; reading one is an error.

@@ -1,7 +1,6 @@
-"""What an interrupted build left at a prefix, and how a shard is made of it.
+"""What an interrupted build left at a prefix (``find_remains``), and how a shard is made of it (``recover``).
 
-The journal says which packs were written; the sizes of the files say how many of them are there. ``recover`` publishes
-those packs.
+The journal says which packs were written; the sizes of the temporary files say how many of them are there.
 """
 
 from __future__ import annotations
@@ -35,9 +34,13 @@ from megatron_sft_idx.storage.progress import Advance
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed build left at a prefix, with the number of packs that lie wholly in all files.
+    """What a killed build left at a prefix.
 
-    ``num_recorded`` counts all packs in the journal, those included whose data did not reach the disk.
+    Attributes:
+        paths: of the prefix.
+        head: of the journal.
+        num_packs: packs that lie wholly in all files; ``num_sequences`` and ``num_tokens`` are theirs.
+        num_recorded: packs in the journal, including those whose data did not reach the disk.
     """
 
     paths: ShardPaths
@@ -54,16 +57,19 @@ class Remains:
 
     @property
     def build_options(self) -> BuildOptions:
-        """What the build was begun with. CorruptShardError where the head does not say it."""
+        """The options of the build. CorruptShardError: the head does not hold them."""
         return BuildOptions.decode(self.head.content, self.paths.journal)
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
-    """Look what an interrupted build left at a prefix; changes nothing. None without a journal, or for a removal's.
+    """Find out what an interrupted build left at a prefix; changes nothing.
+
+    Returns:
+        None if there is no journal, or if the journal is that of a removal.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
-        FormatError: a living writer is at work there, or what was interrupted is a copy or a rebuild.
+        FormatError: a writer is at work there, or what was interrupted is a copy or a rebuild.
     """
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
@@ -73,7 +79,7 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 
 def read_remains(paths: ShardPaths) -> Remains:
-    """As ``find_remains``. The caller must hold the lock, and there must be a journal."""
+    """As ``find_remains``. The caller must hold the lock; there must be a journal, and not that of a removal."""
     if (head := JournalHead.read(paths)) is None:
         raise journal_error(paths.journal, "the journal's head is journal_error or changed")
     if head.replaced_inodes is not None:
@@ -82,10 +88,11 @@ def read_remains(paths: ShardPaths) -> Remains:
         return Remains(paths, head, *counts, counts[0])
     if head.work != "build":
         raise interrupted_error(paths, head)
-    rows_there = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
+    # How many tokens, sequences and packs lie wholly in the files.
+    present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in BuildOptions.decode(head.content, paths.journal).growing_files(paths):
         rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
-        rows_there[file.per] = min(rows_there[file.per], max(0, rows))
+        present[file.per] = min(present[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
@@ -96,18 +103,20 @@ def read_remains(paths: ShardPaths) -> Remains:
                 token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
                 sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
                 # Ends ascend, so the packs that fit are the first ones.
-                fits = (token_ends <= rows_there["token"]) & (sequence_ends <= rows_there["sequence"])
-                if fit := min(int(fits.sum()), rows_there["pack"] - packs):
+                fits = (token_ends <= present["token"]) & (sequence_ends <= present["sequence"])
+                if fit := min(int(fits.sum()), present["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
     return Remains(paths, head, packs, sequences, tokens, recorded)
 
 
 def complete_header(paths: ShardPaths) -> Header:
-    """The header of a shard whose journal says DONE; checks that every file is there, under either name, in its size.
+    """The header of a shard whose journal has a DONE block, after a check of the sizes of all files.
+
+    Each file may still have its temporary name, or be renamed already.
 
     Raises:
-        CorruptShardError: a file is missing, or has another size than the header says, or than a column's own does.
+        CorruptShardError: a file is missing, or has another size than the header, or a column's own header, says.
     """
 
     def present_name(path: str) -> str:
@@ -142,11 +151,11 @@ def recover(
 ) -> Header:
     """Publish the packs that an interrupted build left at a prefix.
 
-    A build that was complete but for renames is published as it is. Of any other build every pack is kept whose
-    journal record is complete and whose data is there; rules are checked, counts and checksums taken anew. The header
-    of such a shard says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has and how many
-    the journal records. Memory stays at a few MiB. Until the new shard is complete and synced nothing of the remains
-    is removed, so a recovery that is itself killed can be run again.
+    A build that was complete but for renames is published as it is. Of any other build, every pack is kept whose data
+    lies wholly in all files. Its rules are checked, and counts and checksums are taken anew. The header of such a shard
+    says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many the journal
+    records. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
+    a recovery that is itself killed can be run again.
 
     Args:
         prefix: the path the five files will share.
@@ -157,8 +166,8 @@ def recover(
         The header of the published shard.
 
     Raises:
-        CorruptShardError: the journal's head is torn, or it says that files are complete which are not.
-        FormatError: nothing to recover, a living writer, or a shard that may not be replaced.
+        CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
+        FormatError: there is nothing to recover, another writer is at work, or a shard may not be replaced.
     """
     paths = ShardPaths.of(prefix)
     try:
@@ -168,7 +177,8 @@ def recover(
     try:
         remains = read_remains(paths)
         if remains.is_complete:
-            # .seq.idx is renamed last: while it has its temporary name, another one is of the shard to be replaced.
+            # .seq.idx is renamed last. As long as the new one has its temporary name, a .seq.idx that is at the prefix
+            # belongs to the shard that is to be replaced.
             if not overwrite and os.path.lexists(paths.unpublished.seq_idx) and os.path.lexists(paths.seq_idx):
                 check_free(paths, overwrite=False)
             header = complete_header(paths)
@@ -189,10 +199,12 @@ def recover(
 
 
 def adopt_remains(paths: ShardPaths) -> None:
-    """Have a journal name the temporary files that lie beside it. The caller must know that all were copied here.
+    """Let the journal at a prefix name the temporary files that lie beside it.
+
+    The caller must know that all of them are the journal's own, and were copied here with it.
 
     Raises:
-        FormatError: there is no journal, or a living writer is at work there.
+        FormatError: there is no journal, or a writer is at work there.
     """
     try:
         Publication.resume(paths, overwrite=False, copied=True).close()
