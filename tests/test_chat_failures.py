@@ -54,6 +54,47 @@ def test_a_bad_row_is_named(name: str) -> None:
     assert name in ("reserved variable", "weights") or "t.jinja" in caught.value.reason
 
 
+def shown(outcome: object) -> object:
+    # Where Python notices that it recurses too deeply depends on how deep it is already.
+    if isinstance(outcome, ValueError):
+        return type(outcome), str(outcome).removesuffix(" while calling a Python object")
+    return outcome
+
+
+def alone(template: ChatTemplate, conversation: Conversation) -> object:
+    try:
+        return template.render_turns(conversation)
+    except ValueError as error:
+        return shown(error)
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("options", [{}, {"turns": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
+def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: dict[str, str]) -> None:
+    source, bad, _ = BAD_ROWS[name]
+    template = make(source, **options)
+    for rows in ([PAIR, bad, PAIR], [bad, bad], [PAIR, talk(user("u"), said("a")), PAIR, bad], []):
+        assert [*map(shown, template.render_each(rows))] == [alone(make(source, **options), row) for row in rows]
+
+
+def test_rows_behind_one_that_fails_do_not_keep_its_error_waiting() -> None:
+    """A job that ends at its first bad row renders none of those behind it, each of which may take seconds."""
+    seen: list[str] = []
+
+    def note(text: str) -> str:
+        seen.append(text)
+        return {"good": "", "late": ""}[text]
+
+    rows = [talk(user(text), said("a"), kwargs={"note": note}) for text in ("good", "bad", "late")]
+    outcomes = make(CHATML + "{{ note(messages[0].content) }}").render_each(rows)
+    assert isinstance(next(outcomes), list)
+    assert isinstance(next(outcomes), SequenceError)
+    assert "bad" in seen
+    assert "late" not in seen
+    assert isinstance(next(outcomes), list)
+    assert "late" in seen
+
+
 UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "syntax": (lambda: make("a\n{% if x %}"), "t.jinja: line 2: Unexpected end of template"),
     "unknown filter": (lambda: make("{{ x | nope }}"), "t.jinja: line 1: No filter named 'nope'"),

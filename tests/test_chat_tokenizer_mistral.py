@@ -125,4 +125,4 @@ def test_without_mistral_common_a_template_is_asked_for(monkeypatch: pytest.Monk
     encoder = RowEncoder(EncodingOptions(str(DATA / "tekken_240911.json")))
     assert encoder.template is None
     with pytest.raises(ValueError, match=r"no chat template; name one with --chat-template FILE"):
-        encoder._prepare(0, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        encoder._read(0, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})

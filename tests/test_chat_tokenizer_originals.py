@@ -25,7 +25,7 @@ from tokenizer_probe import probe
 
 from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer, originals
 from megatron_sft_idx.chat.tokenizer.tokens import byte_alphabet
-from megatron_sft_idx.chat.types import Rendered, Span
+from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
@@ -555,6 +555,7 @@ def test_rows_become_sequences_by_such_tokenizers(tmp_path: Path) -> None:
         encoder = RowEncoder(EncodingOptions(tokenizer.path, chat_template=template))
         assert encoder.describe()["tokenizer"]["fingerprint"] == tokenizer.fingerprint
         row = {"messages": [{"role": "user", "content": "привет"}, {"role": "assistant", "content": "the fox 😀"}]}
-        encoded = encoder.tokenizer.encode(encoder._prepare(0, row).rendered)[0]
+        assert encoder.template is not None
+        encoded = encoder.tokenizer.encode([encoder.template.render(Conversation(row["messages"], [0.0, 1.0]))])[0]
         trained = tokenizer.decode(encoded.input_ids[encoded.loss_mask > 0])
         assert trained.strip().startswith("the fox")

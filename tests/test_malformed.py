@@ -99,6 +99,20 @@ def test_first_bad_row_is_the_one_named_whatever_the_workers(tmp_path):
         nothing_made(tmp_path)
 
 
+def test_a_bad_row_is_named_though_a_later_one_shows_the_template_to_be_unusable(tmp_path):
+    """Rows are read, rendered and tokenised many at a time; what comes first in the file is still told first."""
+    picky = "{% if 'date' in m %}{{ strftime_now('%Y') }}{% elif 'odd' in m %}{{ raise_exception('odd') }}{% endif %}"
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}" + picky + "<|im_end|>{% endfor %}")
+    arguments = ("--chat-template", tmp_path / "t.jinja")
+    asks_date, odd = ({"messages": [{**ASK, key: 1}, ANSWER]} for key in ("date", "odd"))
+    for bad, says in (({"messages": []}, "messages is empty"), (odd, "refuses it: odd")):
+        done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, bad, asks_date])
+        clean_failure(done, f"{tmp_path / 'rows.jsonl'}:2: ", says)
+        done = preprocess(tmp_path / "x", *arguments, rows=[GOOD, asks_date, bad])
+        clean_failure(done, "asks for today's date", "--template-date")
+        nothing_made(tmp_path)
+
+
 def damaged_gzip(path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 1000)[:-30])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -98,24 +99,36 @@ class EncodedPiece:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-class _PreparedRow(NamedTuple):
-    """A row, ready to be tokenised.
+class _RowPlace(NamedTuple):
+    """What the columns of a row's sequences tell of it.
 
     Attributes:
         position: number of the row in its file.
-        rendered: its rendered texts: one, one a turn, or the two of a pair.
-        template: the template that rendered them; None for a row that came tokenised.
-        tokenized: the row that came tokenised, else None.
         label: of KTO, else None.
         content: hash of its content, where the column ``content`` is made.
     """
 
     position: int
-    rendered: list[Rendered]
-    template: ChatTemplate | None
-    tokenized: TokenizedRow | None
     label: int | None
     content: NDArray[np.uint32] | None
+
+
+class _Row(NamedTuple):
+    """A row on its way.
+
+    Attributes:
+        place: see there.
+        conversations: its one conversation, or the two of a pair; none in a row that came tokenised.
+        template: the template that renders them.
+        tokenized: the row that came tokenised, else None.
+        rendered: its rendered texts: one, one a turn, or the two of a pair.
+    """
+
+    place: _RowPlace
+    conversations: Sequence[Conversation]
+    template: ChatTemplate | None
+    tokenized: TokenizedRow | None
+    rendered: Sequence[Rendered] = ()
 
 
 class RowEncoder:
@@ -187,23 +200,14 @@ class RowEncoder:
 
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
-        options, rows, batch = self.options, 0, list[_PreparedRow]()
-        made: list[tuple[_PreparedRow, list[Encoded]]] = []
+        options, rows, waiting = self.options, 0, piece.rows()
+        made: list[tuple[_RowPlace, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
-        for position, data in piece.rows():
-            rows += 1
-            try:
-                if isinstance(data, SequenceError):
-                    raise data
-                batch.append(self._prepare(position, data))
-            except ValueError as error:
-                bad_rows.append(_at(error, piece.path, position))
-                if options.on_bad_row == "error":
-                    break
-            if len(batch) >= _BATCH_ROWS:
-                made += self._encode_batch(piece, batch, bad_rows)
-                batch = []
-        made += self._encode_batch(piece, batch, bad_rows)
+        while batch := list(islice(waiting, _BATCH_ROWS)):
+            rows += len(batch)
+            made += self._encode_batch(piece, self._rendered(piece, batch, bad_rows), bad_rows)
+            if bad_rows and options.on_bad_row == "error":
+                break
         bad_rows.sort(key=lambda error: error.position or 0)
         weight = options.source_weights[file] if options.source_weights else 1.0
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
@@ -222,32 +226,67 @@ class RowEncoder:
             content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
-    def _prepare(self, position: int, data: Any) -> _PreparedRow:
-        options, label, tokenized, template = self.options, None, None, None
-        rendered: list[Rendered] = []
+    def _read(self, position: int, data: Any) -> _Row:
+        options, label = self.options, None
         sources: Sequence[Conversation | TokenizedRow]
+        if isinstance(data, SequenceError):
+            raise data
         if options.rows.kind in ("preference", "kto"):
             sources, label = read_judged(data, options.rows)
         else:
             sources = (to_sequence_source(data, options.rows),)
-        for source in sources:
-            if isinstance(source, TokenizedRow):
-                tokenized = source
+        place = _RowPlace(position, label, row_hash(sources, label) if options.content else None)
+        conversations = [source for source in sources if isinstance(source, Conversation)]
+        if not conversations:
+            return _Row(place, [], None, next(source for source in sources if isinstance(source, TokenizedRow)))
+        template = self.tools_template if conversations[0].tools else self.template
+        if template is None:
+            raise FormatError(
+                f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
+            )
+        return _Row(place, conversations, template, None)
+
+    def _rendered(self, piece: Piece, batch: Sequence[tuple[int, Any]], bad_rows: list[SequenceError]) -> list[_Row]:
+        """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.
+
+        Every row takes a step before the next step begins, whose code then stays in the processor's caches.
+        """
+        read: list[_Row | ValueError] = []
+        conversations: dict[ChatTemplate, list[Conversation]] = {}
+        for position, data in batch:
+            try:
+                row = self._read(position, data)
+            except ValueError as error:
+                read.append(error)
                 continue
-            template = self.tools_template if source.tools else self.template
-            if template is None:
-                raise FormatError(
-                    f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
-                )
-            rendered += template.render_turns(source)
-        if len(sources) == 2 and len(rendered) != 2:
-            raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
-        content = row_hash(sources, label) if options.content else None
-        return _PreparedRow(position, rendered, template, tokenized, label, content)
+            read.append(row)
+            if row.template is not None:
+                conversations.setdefault(row.template, []).extend(row.conversations)
+        texts = {template: template.render_each(those) for template, those in conversations.items()}
+        good: list[_Row] = []
+        for (position, _), one in zip(batch, read, strict=True):
+            try:
+                if isinstance(one, ValueError):
+                    raise one
+                rendered: list[Rendered] = []
+                # All of a pair are taken, and only then looked at: a bad one spoils the row.
+                for outcome in [next(texts[one.template]) for _ in one.conversations if one.template]:
+                    if isinstance(outcome, ValueError):
+                        raise outcome
+                    rendered += outcome
+                if len(one.conversations) == 2 and len(rendered) != 2:
+                    raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+            except ValueError as error:
+                bad_rows.append(_at(error, piece.path, position))
+                if self.options.on_bad_row == "error":
+                    break
+                continue
+            good.append(one._replace(rendered=rendered))
+        return good
 
     def _encode_batch(
-        self, piece: Piece, batch: Sequence[_PreparedRow], bad_rows: list[SequenceError]
-    ) -> Iterator[tuple[_PreparedRow, list[Encoded]]]:
+        self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
+    ) -> Iterator[tuple[_RowPlace, list[Encoded]]]:
         """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for row in batch:
@@ -269,11 +308,11 @@ class RowEncoder:
                             raise ValueError("the row has no tokens; a sequence holds at least one")
                         made.append(outcome)
             except ValueError as error:
-                bad_rows.append(_at(error, piece.path, row.position))
+                bad_rows.append(_at(error, piece.path, row.place.position))
                 continue
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
-            yield row, made
+            yield row.place, made
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
