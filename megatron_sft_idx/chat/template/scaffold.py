@@ -20,7 +20,7 @@ from jinja2 import nodes
 from megatron_sft_idx.chat.template.words import ASKED, SAID, called
 from megatron_sft_idx.chat.types import MaskOptions
 
-MOST_KNOWN = 1 << 14
+MAX_REMEMBERED = 1 << 14
 """Kinds of messages and turns that are remembered at most."""
 
 
@@ -59,7 +59,7 @@ class Rules:
         piece: what markers are compared in, never in parts of it: a control token, a tag, a word, one character of
             the rest.
         prompted: whether the template knows of generation prompts at all.
-        known: edges by the kind of turn and the template text at them.
+        learnt_edges: edges by the kind of turn and the template text at them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Rules:
         tokens = "".join(f"{re.escape(text)}|" for text in self.ends)
         self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
         self.prompted = "add_generation_prompt" in source
-        self.known: dict[tuple[Any, ...], Edge] = {}
+        self.learnt_edges: dict[tuple[Any, ...], Edge] = {}
         # Strings that the template looks for in what it is given, such as </think> and /no_think.
         tested = {
             compare.expr.value
@@ -109,7 +109,7 @@ class Rules:
         reasons = bool(message.get("reasoning_content"))
         shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
         if (number := self._shapes.get(shape)) is None:
-            if len(self._shapes) >= MOST_KNOWN:
+            if len(self._shapes) >= MAX_REMEMBERED:
                 self._shapes.clear()
             number = self._shapes[shape] = next(self._numbers)
         return number

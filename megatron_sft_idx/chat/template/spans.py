@@ -22,15 +22,15 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.scaffold import MOST_KNOWN, Edge, Edges, Rules, Written
-from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
+from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, Edge, Edges, Rules, Written
+from megatron_sft_idx.chat.template.trace import Segment, Traced
 from megatron_sft_idx.chat.template.words import (
-    Anchor,
-    Wording,
+    DataMark,
+    Utterance,
     content_of,
     locate,
-    pieces_of,
     squeezed,
+    utterances_of,
     words_called_with,
 )
 from megatron_sft_idx.errors import SequenceError
@@ -107,7 +107,7 @@ class SpanFinder:
         self._written: dict[int, list[Segment]] = {}
         segments = [] if traced is None else traced.segments
         if traced is not None and traced.outer:  # a frame opened inside another one
-            segments = without_glances(traced, messages)
+            segments = _without_glances(traced, messages)
         for segment in segments:
             self._written.setdefault(segment.message, []).append(segment)
 
@@ -116,7 +116,7 @@ class SpanFinder:
         return Edges(self._rules, self._text, self._messages, self._render)
 
     @cached_property
-    def _places(self) -> list[Anchor] | None:
+    def _places(self) -> list[DataMark] | None:
         """The data of the messages in the text; looked for once, at the price of another render."""
         return locate(self._messages, self._tools, self._text, self._render)
 
@@ -126,7 +126,7 @@ class SpanFinder:
         Raises:
             SequenceError: the template leaves out some of the message's words, or nothing tells where they are.
         """
-        pieces = pieces_of(self._messages[message])
+        pieces = utterances_of(self._messages[message])
         segments = self._own(message, pieces)
         traced = bool(segments)
         found = self._standing(pieces, segments)
@@ -162,7 +162,7 @@ class SpanFinder:
         Raises:
             SequenceError: the template leaves out some of the message's words, or the markers do.
         """
-        pieces = pieces_of(self._messages[message])
+        pieces = utterances_of(self._messages[message])
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._standing(pieces, segments)
         self._require_words(message, pieces, segments, found)
@@ -177,7 +177,7 @@ class SpanFinder:
     def require_words(self, messages: Sequence[int]) -> None:
         """Require what assistant messages say somewhere in the text."""
         for message in messages:
-            pieces, segments = pieces_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
+            pieces, segments = utterances_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
             self._require_words(message, pieces, segments, self._standing(pieces, segments))
 
     def blocks(self) -> dict[int, Ranges]:
@@ -212,13 +212,13 @@ class SpanFinder:
 
     def _stands_alone(self, message: int, start: int, stop: int) -> bool:
         """Whether a stretch outside the loops holds the words of an answer that no loop wrote."""
-        pieces = pieces_of(self._messages[message])
+        pieces = utterances_of(self._messages[message])
         answers = self._messages[message].get("role") == "assistant" and message not in self._written
         return answers and bool(pieces) and all(self._text.find(one.text, start, stop) >= 0 for one in pieces)
 
     # Where a message's text is
 
-    def _own(self, message: int, pieces: list[Wording]) -> list[Segment]:
+    def _own(self, message: int, pieces: list[Utterance]) -> list[Segment]:
         """What the message wrote in the one iteration that holds its words."""
         written = self._written.get(message, [])
         if len(written) == 1:
@@ -234,7 +234,7 @@ class SpanFinder:
         # Blank leftovers after another message's text are nobody's words.
         return [one for one in written if self._text[one.start : one.stop].strip()]
 
-    def _placed(self, message: int, pieces: list[Wording]) -> list[Segment]:
+    def _placed(self, message: int, pieces: list[Utterance]) -> list[Segment]:
         """The text around a message's data, found by marks in it: from the data before to the data behind."""
         places = self._places
         if places is None:
@@ -269,7 +269,7 @@ class SpanFinder:
 
     # Whether its words are there
 
-    def _standing(self, pieces: list[Wording], segments: list[Segment]) -> list[tuple[int, Wording]]:
+    def _standing(self, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
         """Those pieces that stand in the text letter for letter, and where at first."""
         found = []
         for piece in pieces:
@@ -280,7 +280,7 @@ class SpanFinder:
         return found
 
     def _require_words(
-        self, message: int, pieces: list[Wording], segments: list[Segment], found: list[tuple[int, Wording]]
+        self, message: int, pieces: list[Utterance], segments: list[Segment], found: list[tuple[int, Utterance]]
     ) -> None:
         """Require the message's words, those that were not ``found`` in another spelling."""
         if len(found) < len(pieces):
@@ -311,7 +311,7 @@ class SpanFinder:
         )
 
     def _require_calls(
-        self, message: int, pieces: list[Wording], segments: list[Segment], how: tuple[str, str] = _LEAVES
+        self, message: int, pieces: list[Utterance], segments: list[Segment], how: tuple[str, str] = _LEAVES
     ) -> None:
         """Require each call's name for itself: an answer that speaks of the function is no call of it."""
         names = [piece.text for piece in pieces if piece.kind == "call"]
@@ -342,10 +342,10 @@ class SpanFinder:
     # Its edges
 
     def _edges_of(
-        self, message: int, segments: list[Segment], found: list[tuple[int, Wording]], traced: bool
+        self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int]:
         """Where the trained text of a message starts and stops."""
-        text, known = self._text, self._rules.known
+        text, known = self._text, self._rules.learnt_edges
         low = segments[0][0]
         begin, end, _, _ = segments[-1]
         high = begin + len(text[begin:end].rstrip())
@@ -373,7 +373,7 @@ class SpanFinder:
         ):
             start, stop, ended = self._learnt(message, segments, found, traced)
             late = text[end:stop] if stop > high else ""
-            if len(known) >= MOST_KNOWN:
+            if len(known) >= MAX_REMEMBERED:
                 known.clear()
             known[key] = Edge(text[low:start], text[stop:high], late, ended)
         else:
@@ -383,7 +383,7 @@ class SpanFinder:
             self.notes["no_end_of_turn"] += 1
         return start, stop
 
-    def _beside(self, found: list[tuple[int, Wording]], said: int, high: int) -> str:
+    def _beside(self, found: list[tuple[int, Utterance]], said: int, high: int) -> str:
         """What stands in a turn between its words and behind them: all of it is the template's."""
         if len(found) < 2:
             return self._text[said:high]
@@ -398,7 +398,7 @@ class SpanFinder:
         return [words for words in map(content_of, others) if len(words) >= _TELLING]
 
     def _learnt(
-        self, message: int, segments: list[Segment], found: list[tuple[int, Wording]], traced: bool
+        self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int, bool]:
         """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
         text, rules, last = self._text, self._rules, segments[-1]
@@ -409,7 +409,7 @@ class SpanFinder:
             for place in places
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
-        words = [place.at for place in mine if not place.stops and place.piece >= 0]
+        words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # A called function may be named like something in a header: where its arguments start is certain.
         first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
@@ -433,7 +433,7 @@ class SpanFinder:
 
     def _said_before(self, message: int, first: int) -> int:
         """How many characters of a content stand before its first words in the text: a tag around reasoning."""
-        for piece in pieces_of(self._messages[message]):
+        for piece in utterances_of(self._messages[message]):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
                 content = content if isinstance(content, str) else content[0]["text"]
@@ -452,7 +452,9 @@ class SpanFinder:
             first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
         head = self._text[low:start] if first == message else ""
         if first != message and (written := self._written.get(first)):
-            words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
+            words = [
+                at for piece in utterances_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0
+            ]
             head = self._text[written[0].start : min(words, default=written[0].stop)]
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
         return head, roles[min(behind)[1]] == "assistant" if behind else None
@@ -481,7 +483,7 @@ class SpanFinder:
     def _check_words(self, message: int, spans: Ranges) -> None:
         """Refuse where another's words lie in a turn beside its own, as far as they are long enough to tell."""
         text = "\n".join(self._text[start:stop] for start, stop in spans)
-        own = [piece.text for piece in pieces_of(self._messages[message]) if piece.kind != "call"]
+        own = [piece.text for piece in utterances_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
             text = text.replace(words, "\n", 1)
         for index, other in enumerate(self._messages):
@@ -498,7 +500,7 @@ class SpanFinder:
 
     # What the options leave of it
 
-    def _without_cuts(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
+    def _without_cuts(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
         if self._keeps_all:
             return spans
         options = self._rules.options
@@ -512,13 +514,13 @@ class SpanFinder:
             spans = [(start, stop) for start, stop in spans if start < stop]
         return spans
 
-    def _stretches(self, message: int, found: list[tuple[int, Wording]], spans: Ranges, kind: str) -> Ranges:
+    def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
         """Where the pieces of one kind stand, for certain: (start, stop), ascending.
 
         A piece that occurs twice in what the message wrote is looked up in a marked render.
         """
         result: Ranges = []
-        pieces = pieces_of(self._messages[message])
+        pieces = utterances_of(self._messages[message])
         low, high = spans[0][0], spans[-1][1]
         for first, piece in found:
             if piece.kind != kind:
@@ -529,7 +531,7 @@ class SpanFinder:
                 marked = [
                     place.at
                     for place in self._places or ()
-                    if (place.message, place.piece, place.stops) == wanted and low <= place.at < high
+                    if (place.message, place.utterance, place.stops) == wanted and low <= place.at < high
                 ]
                 if marked:
                     at = marked[0]
@@ -538,7 +540,7 @@ class SpanFinder:
             result.append((at, at + len(piece.text)))
         return sorted(result)
 
-    def _thinking(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
+    def _thinking(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
         said = self._stretches(message, found, spans, "content")
         thought = self._stretches(message, found, spans, "reasoning")
@@ -552,7 +554,7 @@ class SpanFinder:
         closing = _CLOSING.match(self._text, high, limit)
         return [(low, closing.end() if closing else high)]
 
-    def _calls(self, message: int, found: list[tuple[int, Wording]], spans: Ranges) -> Ranges:
+    def _calls(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
         said = sorted(
             self._stretches(message, found, spans, "content") + self._stretches(message, found, spans, "reasoning")
@@ -568,6 +570,52 @@ class SpanFinder:
     def _past_thinking(self, start: int, stop: int) -> int:
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
+
+
+def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    """The segments of a text, where some frames only glance at a message while another message is written.
+
+    While a template writes one message it may loop over the others merely to look something up, such as the name of a
+    call. Text written during such a glance belongs to the message that is being written. But that inner loop may also
+    write another message in full, such as a tool's results. The two are told apart by ``_writers``: a frame that is its
+    message's writer keeps its text, any other frame inside a frame is a glance.
+    """
+    if not any(segment.frame in traced.outer for segment in traced.segments):
+        return traced.segments
+    writers = _writers(traced, messages)
+    result: list[Segment] = []
+    for segment in traced.segments:
+        start, owner, message = segment.start, segment.frame, segment.message
+        while owner in traced.outer and writers.get(message) != owner:
+            # A glance at an answer belongs to the outer frame's message; a glance at anything else is nobody's.
+            outer = traced.outer[owner]
+            owner = outer if messages[message].get("role") == "assistant" else -1
+            message = traced.frames[outer]
+        if owner < 0:
+            continue
+        if result and result[-1].stop == start and result[-1].frame == owner:
+            start = result.pop().start
+        result.append(Segment(start, segment.stop, owner, message))
+    return result
+
+
+def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The one frame that writes each message, by the message's position.
+
+    A message may have several frames. Its writer is one that is not inside another message's frame, if there is one;
+    among those, the one that holds most of the message's utterances; among equals, the first that opened. A message of
+    which no utterance stands in any frame has no writer.
+    """
+    written: dict[int, str] = {}
+    for segment in traced.segments:
+        written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
+    best: dict[int, tuple[bool, int, int]] = {}
+    for frame, text in sorted(written.items()):  # in the order in which they opened
+        message = traced.frames[frame]
+        claim = (frame not in traced.outer, sum(piece.text in text for piece in utterances_of(messages[message])))
+        if text.strip() and (message not in best or claim > best[message][:2]):
+            best[message] = (*claim, frame)
+    return {message: frame for message, (_, held, frame) in best.items() if held}
 
 
 def _end_piece(text: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -28,7 +28,6 @@ from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
 from megatron_sft_idx.chat.template.environment import GENERATION, MARK, TemplateEnvironment, nests
-from megatron_sft_idx.chat.template.words import pieces_of
 from megatron_sft_idx.errors import FormatError
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; those from 0 on open the frame of that number
@@ -404,48 +403,3 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         elif event == _LEAVE or stack or depth:
             raise Untraceable("the template cut marked text apart")
     return Traced(text, segments, generated, frames, outer)
-
-
-def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """The segments of a text in which one message's frame opened inside another's.
-
-    While it writes a message, a template may loop over the others only to look something up, such as the name of a
-    call. What it writes during such a glance belongs to the message that it is writing. It may also write another
-    message there, such as a tool's results: the frame that holds a message's words, and is the first to, is that
-    message's own.
-    """
-    if not any(segment.frame in traced.outer for segment in traced.segments):
-        return traced.segments
-    writers = _writers(traced, messages)
-    result: list[Segment] = []
-    for segment in traced.segments:
-        start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.outer and writers.get(message) != owner:
-            # A glance at an answer belongs to the outer frame's message; a glance at anything else is nobody's.
-            outer = traced.outer[owner]
-            owner = outer if messages[message].get("role") == "assistant" else -1
-            message = traced.frames[outer]
-        if owner < 0:
-            continue
-        if result and result[-1].stop == start and result[-1].frame == owner:
-            start = result.pop().start
-        result.append(Segment(start, segment.stop, owner, message))
-    return result
-
-
-def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The frame that writes each message, for messages of which a frame holds any words.
-
-    Of several frames of one message it is the best, and among equals the first. A frame is better that is not inside
-    another message's; then the one whose text holds more pieces of the message's words.
-    """
-    written: dict[int, str] = {}
-    for segment in traced.segments:
-        written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    best: dict[int, tuple[bool, int, int]] = {}
-    for frame, text in sorted(written.items()):  # in the order in which they opened
-        message = traced.frames[frame]
-        claim = (frame not in traced.outer, sum(piece.text in text for piece in pieces_of(messages[message])))
-        if text.strip() and (message not in best or claim > best[message][:2]):
-            best[message] = (*claim, frame)
-    return {message: frame for message, (_, held, frame) in best.items() if held}

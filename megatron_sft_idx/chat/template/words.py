@@ -1,15 +1,15 @@
-"""What messages say, the form in which a template writes it well, and where in its text that went.
+"""What messages say, the form in which a template takes them, and where their strings went in the rendered text.
 
 Templates disagree about their input. Some write a dict of tool-call arguments as JSON, some paste text; some want
-contents as lists of parts; most want a content that is not there left out, some want ``""`` and a few want None.
-``learn_style`` finds out the first two from a template's own renderings, ``prepared`` puts messages into a form.
-``pieces_of`` lists what an assistant message says: the words that must be found again in the rendered text. They are
-compared stripped, because templates trim.
+contents as lists of content parts; most want a missing content to be left out, some want ``""`` and a few want None.
+``learn_style`` finds out which form a template takes by rendering made-up conversations, and ``prepared`` puts messages
+into that form. ``utterances_of`` lists what an assistant message says, which must be found again in the rendered text.
 
-Where strings of the data went is found by rendering them altered, in few rows. ``locate`` tells which of the text comes
-from which message, without tracing; ``ControlTokens`` which control tokens in the text were spelt by the data. Either
-way strings get marks, the template renders them, and the marks are taken out again; the answer holds only if what is
-left is the plain text.
+Two questions are answered by rendering a conversation once more with its strings altered. ``locate`` tells which of the
+text comes from which message, without tracing. ``ControlTokens`` tells which control tokens in the text were spelt by
+the data. Both put marks into the strings, have the template render these, and take the marks out again. The answer
+holds only if the text without marks is the plain text, character for character. Such a rendering costs as much as the
+first one, so callers ask only about rows that need it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -31,7 +32,7 @@ NULL_FORMS: tuple[tuple[str, object], ...] = (
     ("content_empty", ""),
     ("content_none", None),
 )
-"""What stands for a content that a message lacks, and the note that counts it: as transformers has it first."""
+"""The note that counts it, and the value that stands for a missing content; the first is what transformers does."""
 
 _CLOSED = re.compile(
     r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
@@ -40,19 +41,21 @@ _CLOSED = re.compile(
 _THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 _SENTINELS = tuple(chr(base) for base in range(0xF1000, 0xF1040, 2))
 ASKED, SAID, _CALLED, _RESULT = "zqasked", "zqsaid", "zqcalled", "zqresult"
+"""Words of made-up messages, which no template writes by itself: a question, an answer, a function, its result."""
+
 _USER = {"role": "user", "content": ASKED}
 _ASSISTANT = {"role": "assistant", "content": SAID}
 _TOOL = {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": "abcdefghi"}
 
 
-class Wording(NamedTuple):
-    """One stretch of words.
+class Utterance(NamedTuple):
+    """One thing that an assistant message says.
 
     Attributes:
         kind: ``"reasoning"``, ``"content"`` or ``"call"`` (a called function's name).
         text: the words, stripped, never empty.
         field: the message's field that holds them; for calls ``"tool_calls"``.
-        offset: where the words start in that field; for calls the call's number.
+        offset: the character of that field at which ``text`` starts; for calls the number of the call, from 0.
     """
 
     kind: str
@@ -61,17 +64,17 @@ class Wording(NamedTuple):
     offset: int
 
 
-def pieces_of(message: Mapping[str, Any]) -> list[Wording]:
-    """List what a message says, in the order in which templates write it.
+def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
+    """List what an assistant message says, in the order in which templates write it: reasoning, content, calls.
 
-    Reasoning that is part of ``content`` (``<think>...</think>`` before the answer) is told apart from the answer, as
-    the templates of reasoning models do.
+    Reasoning that stands in ``content`` (``<think>...</think>`` before the answer) is an utterance of its own, as it is
+    to the templates of reasoning models.
     """
-    pieces: list[Wording] = []
+    utterances: list[Utterance] = []
     if not message.keys().isdisjoint(REASONING_FIELDS):
         for field in REASONING_FIELDS:
             if message.get(field) is not None:
-                _add(pieces, "reasoning", message[field], field, 0)
+                _add(utterances, "reasoning", message[field], field, 0)
                 break
     content = message.get("content")
     if type(content) is list and len(content) == 1:  # as `in_text_parts` makes it
@@ -79,28 +82,31 @@ def pieces_of(message: Mapping[str, Any]) -> list[Wording]:
     if type(content) is str:
         inline = _CLOSED.match(content) if "</" in content or "[/THINK]" in content else None
         if inline is not None and (inline[3] is None or inline[1] in (None, inline[3])):
-            _add(pieces, "reasoning", inline[2], "content", inline.start(2))
-            _add(pieces, "content", content[inline.end() :], "content", inline.end())
+            _add(utterances, "reasoning", inline[2], "content", inline.start(2))
+            _add(utterances, "content", content[inline.end() :], "content", inline.end())
         else:
-            _add(pieces, "content", content, "content", 0)
+            _add(utterances, "content", content, "content", 0)
     calls = message.get("tool_calls")
     for number, call in enumerate(calls) if calls else ():
         name = called(call).get("name")
         if isinstance(name, str) and name:
-            pieces.append(Wording("call", name, "tool_calls", number))
-    return pieces
+            utterances.append(Utterance("call", name, "tool_calls", number))
+    return utterances
 
 
 def called(call: Any) -> Mapping[str, Any]:
-    """The name and arguments of a call, which may stand in its ``function``."""
+    """The dict that holds a call's name and arguments: its ``function`` or the call itself; {} for anything else."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    found = function if isinstance(function, Mapping) else call
-    return found if isinstance(found, Mapping) else {}
+    holder = function if isinstance(function, Mapping) else call
+    return holder if isinstance(holder, Mapping) else {}
 
 
 def words_called_with(message: Mapping[str, Any]) -> list[str]:
-    """The words in the arguments of a message's calls, however a template writes what is between them."""
-    found: list[str] = []
+    """The runs of letters and digits in the arguments of a message's calls, in order, keys included.
+
+    Templates write them as JSON, XML or plain text, so nothing else of the arguments can be looked for.
+    """
+    words: list[str] = []
     for call in message.get("tool_calls") or ():
         arguments = called(call).get("arguments")
         if isinstance(arguments, str):
@@ -108,15 +114,15 @@ def words_called_with(message: Mapping[str, Any]) -> list[str]:
                 arguments = json.loads(arguments)
             except ValueError:
                 arguments = [arguments]
-        waiting = [arguments]
+        waiting = [arguments]  # last is next
         while waiting:
             value = waiting.pop()
             if isinstance(value, str):
-                found += re.findall(r"[A-Za-z0-9]{2,}", value)
+                words += re.findall(r"[A-Za-z0-9]{2,}", value)
             elif isinstance(value, (Mapping, list, tuple)):
                 items = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else value
                 waiting.extend(reversed(items))
-    return found
+    return words
 
 
 def content_of(message: Mapping[str, Any]) -> str:
@@ -131,23 +137,23 @@ def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _add(pieces: list[Wording], kind: str, text: object, field: str, offset: int) -> None:
+def _add(utterances: list[Utterance], kind: str, text: object, field: str, offset: int) -> None:
     if isinstance(text, str):
         words = text.strip()
         if words:
-            pieces.append(Wording(kind, words, field, offset if words is text else offset + text.index(words[0])))
+            utterances.append(Utterance(kind, words, field, offset if words is text else offset + text.index(words[0])))
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The forms of input that a template writes well.
+    """The form in which a template takes messages.
 
     Attributes:
-        text_arguments: tool-call arguments as JSON text come out legible, not as JSON inside a JSON string.
-        parsed_arguments: tool-call arguments as a dict come out legible, not as a Python repr.
-        in_parts: contents must be lists of text parts; the template loses strings.
-        writes_arguments: arguments come out at all, as far as a made-up call tells.
-        null_forms: what may stand for a content that a call lacks, in the order in which to try them.
+        text_arguments: whether it writes tool-call arguments well that are JSON text, not as a JSON string of JSON.
+        parsed_arguments: whether it writes tool-call arguments well that are a dict, not as Python's repr of a dict.
+        in_parts: whether contents must be lists of content parts, because the template loses strings.
+        writes_arguments: whether the arguments of a made-up call are found in its text.
+        null_forms: what may stand for the missing content of a call, as in ``NULL_FORMS``, in the order to try.
     """
 
     text_arguments: bool = True
@@ -160,14 +166,15 @@ class Style:
 def prepared(
     messages: Sequence[dict[str, Any]], style: Style, notes: dict[str, int], missing: object = ABSENT
 ) -> list[dict[str, Any]]:
-    """Put messages into a template's form, each an object of its own; the given ones stay as they are.
+    """Put messages into the form that a template takes; the given messages are not changed.
 
-    Reasoning goes under every name that templates read it by, as in transformers.
+    Reasoning is put under the two names that templates read, ``reasoning_content`` and ``thinking``. No two messages of
+    the result are the same object, since tracing knows messages by their identity.
 
     Args:
         messages: a conversation.
-        style: the template's form.
-        notes: counts conversions.
+        style: that form.
+        notes: counts by name; those of converted arguments are added to it.
         missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
     """
     result: list[dict[str, Any]] = []
@@ -227,7 +234,7 @@ def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fitting(arguments: object, as_text: bool) -> object:
-    """Arguments in the form a template writes well, or None where they are in it already."""
+    """The arguments of a call as JSON text or as a dict; None where they are in that form, or cannot be put into it."""
     if as_text and isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     if not as_text and isinstance(arguments, str):
@@ -246,12 +253,12 @@ def _tool_call(arguments: object) -> dict[str, Any]:
 
 
 def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
-    """Find out in which form the template takes contents and arguments.
+    """Find out in which form a template takes contents and arguments, by rendering made-up conversations.
 
-    Where no form fares better than the one the data has, the data goes in as it is.
+    Where no form is written better than the others, messages stay in the form that the data has.
 
     Args:
-        render: the template; None where it refuses the messages.
+        render: renders messages; returns None where the template refuses them.
     """
     in_parts = False
     for history in ([_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER]):
@@ -268,7 +275,7 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     written = "zqvalue" in pasted or "zqvalue" in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
-    # Some templates call no function in a message without a content, and say nothing of it.
+    # Some templates leave out the calls of a message without a content, without an error.
     number = min((number for text, number in ((pasted, as_text), (parsed, as_object)) if text), default=0)
     null_forms = NULL_FORMS
     if number == 2 or (number == 1 and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")):
@@ -279,7 +286,11 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
 def _rendered_call(
     render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool
 ) -> tuple[str, int]:
-    """What becomes of a call in the first form of it that the template writes at all, and which of them that is."""
+    """A made-up call, rendered with the first of ``NULL_FORMS`` for which the template writes its arguments.
+
+    Returns:
+        The text and the number of that form; ("", 0) where the template writes the arguments in no form.
+    """
     for number, (_, missing) in enumerate(NULL_FORMS):
         for closing in ([_TOOL, _ASSISTANT], []):
             history = prepared([_USER, _tool_call(arguments), *closing], Style(in_parts=in_parts), {}, missing)
@@ -292,20 +303,20 @@ def _rendered_call(
 # Where strings of the data went
 
 
-class Anchor(NamedTuple):
-    """Where one string of the data starts or stops in a rendered text.
+class DataMark(NamedTuple):
+    """A character of a rendered text at which one string of the data starts or stops.
 
     Attributes:
-        at: the character.
-        message: position of the message it is from.
-        piece: for reasoning and content of the assistant its number among ``pieces_of``, else -1.
-        string: its number among all strings.
+        at: position of that character.
+        message: position of the message that holds the string; -1 for a description of a tool.
+        utterance: for reasoning and content of the assistant, its number in ``utterances_of(message)``; else -1.
+        string: number of the string among all that were marked.
         stops: whether the string stops here, rather than starts.
     """
 
     at: int
     message: int
-    piece: int
+    utterance: int
     string: int
     stops: bool
 
@@ -315,20 +326,20 @@ def locate(
     tools: list[dict[str, Any]] | None,
     text: str,
     render: Callable[..., str | None],
-) -> list[Anchor] | None:
-    """Find the data of every message in ``text``: contents, reasoning and string arguments of calls.
+) -> list[DataMark] | None:
+    """Find in ``text`` where the strings of every message lie: contents, reasoning, arguments of calls, tools.
 
-    Descriptions of tools are found as well, as data of message -1.
+    Whitespace at either end of a string does not count as part of it.
 
     Args:
         messages: the conversation as the template saw it.
-        tools: the functions that can be called.
-        text: what the template made of it.
-        render: renders altered ``messages`` and ``tools``; None where the template refuses them.
+        tools: schemas of the functions that can be called, whose descriptions are looked for too.
+        text: the plain rendering of these.
+        render: renders altered ``messages`` and ``tools``; returns None where the template refuses them.
 
     Returns:
-        Ascending places; a string that the template writes twice has two. None where marks change what the template
-        does, even where they are put only beside letters and digits.
+        Marks by ascending position, two for each time that the template writes a string. None where marks change what
+        the template does, even where they are put only beside letters and digits.
     """
     sentinel = next((one for one in _SENTINELS if one not in text), None)
     if sentinel is None:
@@ -339,74 +350,84 @@ def locate(
     for gently in (False, True):
         marker = _DataMarker(sentinel, close, gently)
         altered = [marker.message(index, message) for index, message in enumerate(messages)]
-        marked = render(messages=altered, tools=tools and [marker.described(tool) for tool in tools])
+        marked = render(messages=altered, tools=tools and [marker.tool(tool) for tool in tools])
         if marked is not None and pattern.sub("", marked) == text:
             break
     else:
         return None
-    places: list[Anchor] = []
+    found: list[DataMark] = []
     removed = 0
     for match in pattern.finditer(marked):
-        place, beyond = marker.marks[int(match[1])]
+        mark, margin = marker.marks[int(match[1])]
         at = match.start() - removed
         removed += len(match[0])
-        if place.stops and text.startswith(beyond, at):
-            at += len(beyond)
-        elif not place.stops and text.endswith(beyond, 0, at):
-            at -= len(beyond)
-        places.append(place._replace(at=at))
-    return places
+        if mark.stops and text.startswith(margin, at):
+            at += len(margin)
+        elif not mark.stops and text.endswith(margin, 0, at):
+            at -= len(margin)
+        found.append(mark._replace(at=at))
+    return found
 
 
 class _DataMarker:
-    """Puts marks around the strings of messages; ``gently``, only beside letters and digits, which few look for."""
+    """Puts marks around the strings of messages.
+
+    Args:
+        sentinel: the character that opens a mark.
+        close: the character that closes it.
+        gently: put marks only beside letters and digits. Templates look at the first and last character of a string,
+            such as a bracket, more often than at a letter.
+
+    Attributes:
+        marks: each mark that was put, with its ``margin``: the characters between it and its end of the string.
+    """
 
     def __init__(self, sentinel: str, close: str, gently: bool) -> None:
-        self.marks: list[tuple[Anchor, str]] = []  # with what lies between the mark and the end of the string it is for
+        self.marks: list[tuple[DataMark, str]] = []
         self._sentinel, self._close, self._gently = sentinel, close, gently
 
     def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a message with its data marked."""
+        """A copy of message number ``index`` with its strings marked."""
         copy = dict(message)
         if message.get("role") == "assistant":
-            pieces = [(number, piece) for number, piece in enumerate(pieces_of(message)) if piece.kind != "call"]
-            for number, piece in reversed(pieces):  # from the back, so that offsets stay true
-                value = copy[piece.field]
+            numbered = [(number, one) for number, one in enumerate(utterances_of(message)) if one.kind != "call"]
+            for number, (_, text, source, start) in reversed(numbered):  # from the back, so that offsets stay true
+                value = copy[source]
                 words = value[0]["text"] if isinstance(value, list) else value
-                stop = piece.offset + len(piece.text)
-                words = words[: piece.offset] + self._around(piece.text, index, number) + words[stop:]
+                words = words[:start] + self._marked(text, index, number) + words[start + len(text) :]
                 value = [{**value[0], "text": words}] if isinstance(value, list) else words
-                for field in REASONING_FIELDS if piece.field in REASONING_FIELDS else (piece.field,):
+                for field in REASONING_FIELDS if source in REASONING_FIELDS else (source,):
                     if copy.get(field) is not None:
                         copy[field] = value
             if copy.get("tool_calls"):
                 copy["tool_calls"] = [
-                    with_arguments(call, lambda given: self._arguments(given, index)) for call in copy["tool_calls"]
+                    with_arguments(call, lambda arguments: self._arguments(arguments, index))
+                    for call in copy["tool_calls"]
                 ]
         elif copy.get("content"):
             content = copy["content"]
             if isinstance(content, list):
-                copy["content"] = [{**part, "text": self._around(part["text"], index)} for part in content]
+                copy["content"] = [{**part, "text": self._marked(part["text"], index)} for part in content]
             else:
-                copy["content"] = self._around(content, index)
+                copy["content"] = self._marked(content, index)
         return copy
 
-    def described(self, value: Any, under: str = "") -> Any:
-        """A copy of a tool with its descriptions marked, wherever they are."""
+    def tool(self, value: Any, key: str = "") -> Any:
+        """A copy of a tool's schema, or of the value of ``key`` in it, with every ``description`` marked."""
         if isinstance(value, dict):
-            return {key: self.described(item, key) for key, item in value.items()}
+            return {name: self.tool(item, name) for name, item in value.items()}
         if isinstance(value, list):
-            return [self.described(item) for item in value]
-        return self._around(value, -1) if under == "description" and isinstance(value, str) else value
+            return [self.tool(item) for item in value]
+        return self._marked(value, -1) if key == "description" and isinstance(value, str) else value
 
     def _arguments(self, arguments: Any, index: int) -> Any:
-        """The arguments of a call, marked; None where there are none."""
+        """The arguments of a call with their strings marked, in the form that they have; None where there are none."""
         if not isinstance(arguments, str):
             return self._strings(arguments, index) if arguments else None
         try:
             return json.dumps(self._strings(json.loads(arguments), index), ensure_ascii=False) if arguments else None
         except ValueError:
-            return self._around(arguments, index)
+            return self._marked(arguments, index)
 
     def _strings(self, value: Any, index: int) -> Any:
         """A JSON-like value with its strings marked."""
@@ -414,9 +435,10 @@ class _DataMarker:
             return {key: self._strings(item, index) for key, item in value.items()}
         if isinstance(value, list):
             return [self._strings(item, index) for item in value]
-        return self._around(value, index) if isinstance(value, str) else value
+        return self._marked(value, index) if isinstance(value, str) else value
 
-    def _around(self, text: str, index: int, piece: int = -1) -> str:
+    def _marked(self, text: str, index: int, utterance: int = -1) -> str:
+        """A string of message ``index`` between two marks; as it is where nothing in it may be marked."""
         first, last = len(text) - len(text.lstrip()), len(text.rstrip())
         start, stop = first, last
         if self._gently:
@@ -425,19 +447,22 @@ class _DataMarker:
         if start >= stop:
             return text
         number = len(self.marks)
-        self.marks.append((Anchor(0, index, piece, number, False), text[first:start]))
-        self.marks.append((Anchor(0, index, piece, number, True), text[stop:last]))
+        self.marks.append((DataMark(0, index, utterance, number, False), text[first:start]))
+        self.marks.append((DataMark(0, index, utterance, number, True), text[stop:last]))
         marks = [f"{self._sentinel}{number + end}{self._close}" for end in (0, 1)]
         return f"{text[:start]}{marks[0]}{text[start:stop]}{marks[1]}{text[stop:]}"
 
 
 class ControlTokens:
-    """Finds control tokens that the data spells.
+    """Finds the tokenizer's control tokens where the data, and not the template, spells them.
 
-    The tags around reasoning are let through in what the assistant says: there they are meant.
+    In assistant messages the tags around reasoning do not count: there they are meant as control tokens.
 
     Args:
-        texts: what control tokens look like; empty ones are ignored.
+        texts: the texts of the control tokens; empty ones are ignored.
+
+    Attributes:
+        texts: the same without repetitions, longest first.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -448,17 +473,17 @@ class ControlTokens:
         self._assistant = re.compile("|".join(map(re.escape, untagged)) or "(?!)")
         self._firsts = tuple(sorted({text[0] for text in longest_first}))
         self._firsts_utf8 = tuple(first.encode("utf-8", "surrogatepass") for first in self._firsts)
-        # JSON writes these tokens as they are.
-        self._plain_letters = not any(re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first)
+        # Whether JSON writes all of these tokens without an escape, so that they can be looked for in JSON text.
+        self._plain_in_json = not any(re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first)
 
     def among(self, value: Any) -> set[str]:
         """The control tokens spelt anywhere in a JSON-like value, keys included."""
         found: set[str] = set()
         try:
-            text = orjson.dumps(value) if self._plain_letters else None
+            text = orjson.dumps(value) if self._plain_in_json else None
         except (TypeError, ValueError):
             text = None
-        # A quick look at the JSON text settles nearly every row.
+        # For nearly every row the JSON text shows quickly that it spells none.
         if text is None or (
             any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode()) is not None
         ):
@@ -484,25 +509,25 @@ class ControlTokens:
     def spelt(
         self, data: Mapping[str, Any], text: str, render: Callable[[Mapping[str, Any]], str | None]
     ) -> tuple[list[tuple[int, int]], set[str]]:
-        """Find where control tokens spelt by the data ended up in ``text``.
+        """Find where in ``text`` the control tokens stand that the data spells.
 
         Args:
             data: the template variables that hold strings of the data.
-            text: what the template made of them.
-            render: renders altered data; None where the template refuses it.
+            text: their plain rendering.
+            render: renders altered ``data``; returns None where the template refuses it.
 
         Returns:
-            Ascending ``(start, stop)`` ranges, and the control tokens that the template itself reads in the
-            data (such as a ``</think>`` that it splits an answer at): those mean what the template makes of
-            them.
+            The ascending ``(start, stop)`` ranges of these tokens; and the control tokens that the template itself
+            looks for in the data, such as a ``</think>`` at which it splits an answer. The latter have no ranges: they
+            are the template's to interpret, and stay control tokens.
         """
         tokens = self.among(data)
         ranges = self._ranges(data, tokens, text, render) if tokens else []
         if ranges is not None:
             return ranges, set()
-        kept = {token for token in tokens if self._ranges(data, {token}, text, render) is not None}
-        ranges = self._ranges(data, kept, text, render) if kept else []
-        return (ranges, tokens - kept) if ranges is not None else ([], tokens)
+        unread = {token for token in tokens if self._ranges(data, {token}, text, render) is not None}
+        ranges = self._ranges(data, unread, text, render) if unread else []
+        return (ranges, tokens - unread) if ranges is not None else ([], tokens)
 
     def _ranges(
         self,
@@ -511,29 +536,24 @@ class ControlTokens:
         text: str,
         render: Callable[[Mapping[str, Any]], str | None],
     ) -> list[tuple[int, int]] | None:
+        """The ranges of these tokens; None where the template writes other text if they are renamed in the data."""
         nonce = "Zq"
         while nonce in text or nonce in repr(data):
             nonce += "Zq"
         order = sorted(tokens, key=lambda token: (-len(token), token))
         # Letters and digits pass through tojson, escaping and trimming alike.
         names = {token: f"{nonce}{number}x" for number, token in enumerate(order)}
-        altered = render(_replaced(data, names, order))
+        altered = render(_renamed(data, names, order))
         if altered is None:
             return None
-        pieces: list[str] = []
-        ranges: list[tuple[int, int]] = []
-        length = 0
-        for number, piece in enumerate(re.split(f"{nonce}([0-9]+)x", altered)):
-            restored = order[int(piece)] if number % 2 else piece
-            if number % 2:
-                ranges.append((length, length + len(restored)))
-            pieces.append(restored)
-            length += len(restored)
-        return ranges if "".join(pieces) == text else None
+        split = re.split(f"{nonce}([0-9]+)x", altered)  # text and numbers of tokens in turn
+        split[1::2] = [order[int(number)] for number in split[1::2]]
+        ends = [*accumulate(map(len, split))]
+        return list(zip(ends[:-1:2], ends[1::2], strict=True)) if "".join(split) == text else None
 
 
-def _replaced(value: Any, names: Mapping[str, str], order: Sequence[str]) -> Any:
-    """A copy of a JSON-like value with other names for its control tokens."""
+def _renamed(value: Any, names: Mapping[str, str], order: Sequence[str]) -> Any:
+    """A copy of a JSON-like value with control tokens replaced by their ``names``, in this ``order``."""
     if isinstance(value, str):
         for token in order:
             value = value.replace(token, names[token])
@@ -541,7 +561,7 @@ def _replaced(value: Any, names: Mapping[str, str], order: Sequence[str]) -> Any
     if isinstance(value, dict):
         if value.get("role") == "assistant":
             order = [token for token in order if not _THINKING_TAG.fullmatch(token)]
-        return {_replaced(key, names, order): _replaced(item, names, order) for key, item in value.items()}
+        return {_renamed(key, names, order): _renamed(item, names, order) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_replaced(item, names, order) for item in value]
+        return [_renamed(item, names, order) for item in value]
     return value
