@@ -1,4 +1,4 @@
-"""Columns of a shard: how one is attached to a published shard, found, opened and read by rows."""
+"""Columns of a shard: attaching one to a published shard, and finding, opening and reading those that it has."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ from megatron_sft_idx.storage.remote import RemoteArray, open_store
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.reader import Shard
 
-# ---- written ----
-
+# ---- writing ----
 
 _KIND = Kind("a column of a shard", is_column)
 
@@ -63,19 +62,19 @@ def write_column(
     Args:
         prefix: of the shard, on a local disk.
         name: small letters, digits and underscores.
-        values: [rows] or [rows, width]: one row for each token, sequence or pack of the shard, in its order; or, for
-            what does not fit in memory, an iterable of such arrays of some rows each. The dtype is that of the first.
-        per: ``token``, ``sequence`` or ``pack``.
-        alignment: what row j of a token column is about: ``token`` j, or the ``label`` at j, which is token j + 1.
-        metadata: JSON object that is stored with it.
+        values: [rows] or [rows, width]: one row for each token, sequence or pack of the shard, in the shard's order. If
+            they do not fit in memory, an iterable of such arrays, of some rows each; the first decides on the dtype.
+        per: what has one row: ``token``, ``sequence`` or ``pack``.
+        alignment: what row j of a column of tokens is about: ``token`` j, or the ``label`` at j, which is token j + 1.
+        metadata: JSON object that is stored with the column.
         overwrite: replace a column of this name that was attached before.
 
     Returns:
-        Its header.
+        The header of the column.
 
     Raises:
-        FormatError: the shard was written with a column of this name, or another file is in the way; the number of
-            rows does not fit the shard; the format has no such name, dtype or shape.
+        FormatError: the shard was written with a column of this name, or another file has its name; the number of rows
+            does not fit the shard; the format allows no such name, dtype or shape.
         ShardNotFoundError: there is no such shard.
         OSError: the disk says no.
     """
@@ -125,11 +124,11 @@ def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
     return array
 
 
-# ---- read ----
+# ---- reading ----
 
 
 class UnmappedRows:
-    """The rows of a column that is not mapped: a slice is read when it is asked for. ``items`` has one item a row."""
+    """The rows of a column that is not mapped; each slice is read anew. ``items`` has one item a row."""
 
     def __init__(self, items: Array, spec: ColumnSpec) -> None:
         self._items, self._spec = items, spec
@@ -152,8 +151,8 @@ class ShardColumn:
 
     Attributes:
         name: of the column.
-        header: of its file.
-        items: its rows as they are stored, one item each; of dtype void where a row has several values.
+        header: of the column's file.
+        items: the rows, one item each; of dtype void if a row has several values.
     """
 
     name: str
@@ -162,18 +161,18 @@ class ShardColumn:
 
     @cached_property
     def values(self) -> NDArray[Any] | UnmappedRows:
-        """Its rows: a view of a memory map, or where it is not mapped, ``UnmappedRows``."""
+        """The rows, [rows] or [rows, width]: a view if the file is mapped, else ``UnmappedRows``."""
         is_mapped = isinstance(self.items, np.ndarray)
         return _as_rows(self.items[:], self.spec) if is_mapped else UnmappedRows(self.items, self.spec)
 
     @cached_property
     def items_in_memory(self) -> NDArray[Any]:
-        """All ``items``: a view where they are mapped, else read once and kept in memory."""
+        """All ``items``: a view if the file is mapped, else read once and kept in memory."""
         return self.items[:]
 
     @property
     def spec(self) -> ColumnSpec:
-        """Dtype and width of a row, what has one row (token, sequence or pack), and metadata."""
+        """What the column is: dtype and width of a row, what has one row, and metadata."""
         return self.header.spec
 
     def __len__(self) -> int:
@@ -220,7 +219,7 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
 
 
 def _shard_of(path: str) -> bytes | None:
-    """Id of the shard that the column at a path belongs to; None where no file is, or one that is no column.
+    """Id of the shard that the column at a path belongs to; None if there is no column.
 
     Errors as of ``ColumnHeader.decode``.
     """
@@ -229,7 +228,7 @@ def _shard_of(path: str) -> bytes | None:
 
 
 def is_of_another_shard(path: str, shard_id: bytes) -> bool:
-    """Whether a column at a path belongs to another shard, or is too damaged to tell; False for what is no column."""
+    """Whether a column is at a path, and belongs to another shard or is too damaged to tell."""
     try:
         return _shard_of(path) not in (None, shard_id)
     except FormatError:
@@ -237,9 +236,10 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 class ShardColumns(Mapping[str, ShardColumn]):
-    """The columns of a shard by name, those that it lists and those that were attached; opened when asked for."""
+    """The columns of a shard by name, those that it lists and those that were attached; each is opened on first use."""
 
-    # It holds no reference to its Shard, which holds one to it: without a cycle, a Shard's files close at once.
+    # This object may hold no reference to the Shard that holds it: without a cycle, files are closed at once when the
+    # last reference to the Shard goes.
     def __init__(self, paths: ShardPaths, header: Header, backend: Backend) -> None:
         self._paths, self._header, self._backend = paths, header, backend
         self._opened: dict[str, ShardColumn] = {}
@@ -266,7 +266,7 @@ class ShardColumns(Mapping[str, ShardColumn]):
 
 
 def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
-    """The number of the pair that each sequence belongs to, [sequences]; None where the shard has no column ``pair``.
+    """The number of the pair that each sequence belongs to, [sequences]; None if the shard has no column ``pair``.
 
     Raises:
         CorruptShardError: the column does not make pairs of the sequences (rule C10).
@@ -286,9 +286,9 @@ def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Names of a shard's columns: of those that it lists, and of those at its prefix whose headers name this shard.
+    """Names of a shard's columns: those that it lists, and those of columns at its prefix whose headers have its id.
 
-    ``beside`` names the columns whose files lie at the prefix, as ``columns_beside`` does; None to look for them.
+    ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
 
     Raises:
         CorruptShardError: a file that begins as a column does is damaged.
@@ -302,9 +302,9 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
-    """For each prefix the names in files ``PREFIX.NAME.col``, unread: they may be no columns, or of another shard.
+    """The names in file names ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
 
-    Each local folder is looked at once.
+    The files are not read: they may not be columns, or be columns of another shard.
     """
     names: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
     local: dict[str, dict[str, str]] = {}  # prefixes by folder and file name

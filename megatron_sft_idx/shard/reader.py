@@ -1,4 +1,4 @@
-"""Reading one shard: a pack is found by its offsets, in the same time in a shard of any size, and returned as views."""
+"""Reading one shard. A pack is found by its offsets, in the same time in a shard of any size, and returned as views."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Pack(TypedDict):
     """One pack.
 
     ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
-    whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: 0, the other starts, length.
-    The columns that the shard was opened with are further keys.
+    whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: where each sequence begins, then
+    the pack's length. Columns that the shard was opened with are further keys.
     """
 
     input_ids: NDArray[Any]
@@ -50,27 +50,27 @@ class Pack(TypedDict):
 class Shard:
     """One shard, opened for reading.
 
-    Opening costs the same for any number of packs: the header is read and the sizes of the five files are checked.
+    Opening takes the same time for any number of packs: the header is read and the sizes of the five files are checked.
     ``shard[i]`` is a ``Pack`` of read-only views into the memory maps; they stay valid when the shard is gone, and
-    when another shard is published over it. A shard pickles as its path and id, and whoever unpickles it opens the
-    files again on first use. Threads may share one.
+    when another shard is published over it. A shard pickles as its path and id, and opens its files again on first use
+    after it was unpickled. Threads may share one.
 
-    Of a shard at ``s3://`` or ``msc://`` the index files are fetched when it is opened, unless the cache has them; a
-    pack is two requests, for its tokens and its mask. Where the shard is replaced after that, reading is an error.
+    If a shard lies at ``s3://`` or ``msc://``, its index files are fetched when it is opened, unless the cache has
+    them. Reading a pack then takes two requests, for tokens and mask, and is an error if the shard has been replaced.
 
     Args:
-        prefix: the path the five files share; or, of a shard that is not published yet, their paths.
-        backend: ``mmap``, also called ``os``; ``pread`` where mapping is slow or refused (slices are then copies);
-            ``reopen`` to hold neither maps nor descriptors, where shards are thousands: files are opened for each
-            slice, and the index arrays are read into memory, which takes as long as there are packs. Or
-            ``ReadOptions``, which say the next two as well, and what each default is good for.
-        advice: what the kernel is told of the order of reads: ``normal``, ``sequential`` or ``random``.
-        huge_pages: ask for huge pages; ``huge_pages()`` says what came of it.
-        copy: hand out writable copies instead of read-only views.
+        prefix: the path that the five files share; or ``ShardPaths``, for a shard that is not published yet.
+        backend: how bytes are read. ``mmap``, also called ``os``, maps the files. ``pread`` is for file systems on
+            which mapping is slow or refused; slices are then copies. ``reopen`` is for thousands of shards: it holds
+            neither maps nor descriptors, but opens a file for each slice; it reads the index arrays into memory, in a
+            time that grows with the packs. ``ReadOptions`` may be given instead, in place of the next two as well.
+        advice: the order of reads that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
+        huge_pages: ask for huge pages; the method ``huge_pages`` says how many the kernel has given.
+        copy: return writable copies instead of read-only views.
         index_cache: local folder for copies of the index files of a remote shard; None for what ``SFT_IDX_CACHE``
             names, else ``megatron-sft-idx`` in the user's cache folder.
-        columns: names of columns that packs come with: ``shard[i]["source"]`` has a row a sequence of the pack or a
-            token of it, or is the row of the pack, as the column has it.
+        columns: names of columns that are read with each pack. ``shard[i]["source"]`` has one row for each sequence or
+            token of the pack, or is the one row of the pack, depending on what the column has rows for.
 
     Raises:
         ShardNotFoundError: some of the five files are missing, or a column that was asked for.
@@ -106,7 +106,7 @@ class Shard:
 
     @property
     def files(self) -> OpenFiles:
-        """The open files. Of a shard that was unpickled they are opened now; two threads may both do so."""
+        """The open files. They are opened now if the shard was unpickled; two threads may both do so."""
         files = self._files
         if files is None:
             files = open_files(self._paths, self._options, self._index_cache)
@@ -126,7 +126,7 @@ class Shard:
 
     @property
     def backend(self) -> Backend:
-        """How bytes are read."""
+        """How bytes are read: ``mmap``, ``pread`` or ``reopen``."""
         return self._options.backend
 
     @property
@@ -141,26 +141,26 @@ class Shard:
 
     @cached_property
     def index(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]:
-        """Sequence offsets, token offsets, starts and the number of tokens; views where mapped, else kept in memory."""
+        """Sequence offsets, token offsets, starts, number of tokens. Arrays that are not mapped are kept in memory."""
         files = self.files
         return files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
 
     @property
     def sequence_offsets(self) -> NDArray[np.int64]:
-        """CSR offsets of the sequences by pack, int64 [packs + 1]; a view where mapped, else a copy of the whole."""
+        """Where each pack's sequences begin, int64 [packs + 1]; a view if the file is mapped, else a copy of all."""
         return self.files.sequence_offsets[:]
 
     @property
     def token_offsets(self) -> NDArray[np.int64]:
-        """Where each pack begins, in tokens, int64 [packs + 1]; a view where mapped, else a copy of the whole."""
+        """Where each pack's tokens begin, int64 [packs + 1]; a view if the file is mapped, else a copy of all."""
         return self.files.token_offsets[:]
 
     def __len__(self) -> int:
         return self.files.num_packs
 
     def __repr__(self) -> str:
-        held = f": {counts_text(self._files.header)}" if self._files is not None else ""
-        return f"<{type(self).__name__} {self.prefix}{held}; backend {self.backend}>"
+        counts = f": {counts_text(self._files.header)}" if self._files is not None else ""
+        return f"<{type(self).__name__} {self.prefix}{counts}; backend {self.backend}>"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...
@@ -229,7 +229,7 @@ class Shard:
         return tokens.copy() if self._copy else tokens
 
     def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes ``[offset, offset + nbytes)`` of the token file: by pointer and size, without a copy where mapped.
+        """Bytes ``[offset, offset + nbytes)`` of the token file; a view if it is mapped.
 
         Raises:
             IndexError: the range reaches outside the file.
@@ -248,7 +248,7 @@ class Shard:
         return raw.copy() if self._copy else raw
 
     def token_range(self, index: int | np.integer[Any]) -> tuple[int, int]:
-        """Where a pack begins and ends among all tokens. IndexError, CorruptShardError as in ``__getitem__``."""
+        """Where a pack begins and ends among all tokens of the shard. Errors as of ``__getitem__``."""
         files = self.files
         i = self._normalise(files, operator.index(index))
         start, stop = files.token_range_of(i)
@@ -264,22 +264,22 @@ class Shard:
         return [(ids[a:b], mask[a:b]) for a, b in pairwise(bounds)]
 
     def check_ends(self) -> None:
-        """CorruptShardError unless the offsets cover the files from end to end; two values of each are read."""
+        """CorruptShardError unless the offsets cover the files from end to end. Reads two values of each array."""
         header = self.header
-        for rule, what, offsets, total, base in (
+        for rule, unit, offsets, total, base in (
             ("O1", "sequence", self.files.sequence_offsets, header.num_sequences, header.nbytes),
             ("O2", "token", self.files.token_offsets, header.num_tokens, header.token_offsets_offset),
         ):
             first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
             if (first, last) != (0, total):
-                detail = f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}"
+                detail = f"{unit} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}"
                 raise CorruptShardError(self._paths.seq_idx, base, rule, detail)
 
     def pack_bounds(self) -> NDArray[np.int64]:
-        """``token_offsets``, checked.
+        """``token_offsets``, once they are checked.
 
         Raises:
-            CorruptShardError: they do not divide all tokens into packs no longer than the header's longest (O1, O2).
+            CorruptShardError: they do not divide all tokens into packs that are at most ``longest_pack`` long (O1, O2).
         """
         self.check_ends()
         offsets, longest = self.token_offsets, self.header.longest_pack
@@ -302,9 +302,9 @@ class Shard:
             raise self.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
-        """Announce which packs are read next; returns at once.
+        """Ask the kernel to read packs in the background, because they are read next; return at once.
 
-        The kernel is asked for all of them now, so announce what will be read within moments. Packs may be read in
+        It is asked for all of them now, so the caller should name what it reads within moments. Packs may be read in
         another order, which is only slower.
 
         Raises:
@@ -324,11 +324,11 @@ class Shard:
             announce(Extents([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
 
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
-        """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.
+        """Drop packs ``[start, stop)`` from the memory of this process and from the page cache of the machine.
 
-        Numbers are as in a slice; with all packs, index arrays are dropped too. The next read is cold, unless another
-        process has the pages mapped. Views that were handed out stay valid. Does nothing to a shard in an object store,
-        nor to the pages of files that were removed.
+        Numbers are as in a slice. If they are all packs, the index arrays are dropped too. The next read comes from the
+        disk, unless another process has the pages mapped. Views that were returned before stay valid. Nothing happens
+        to a shard in an object store, nor to the pages of files that were removed.
         """
         files, paths = self.files, self._paths
         start, stop, _ = slice(start, stop).indices(files.num_packs)
@@ -342,14 +342,14 @@ class Shard:
             drop_pages(paths.seq_idx, files.token_offsets)  # the map holds both arrays of offsets
 
     def _token_span(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens of packs ``[start, stop)``, cut to the file where offsets are damaged."""
+        """Where packs ``[start, stop)`` begin and end among all tokens; inside the file even if offsets are damaged."""
         files = self.files
         bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
         first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
         return first, last
 
     def huge_pages(self) -> int:
-        """Bytes of this shard that are mapped by huge pages right now, as the kernel counts them."""
+        """Bytes of tokens and masks that are mapped by huge pages at the moment, as the kernel counts them."""
         return huge_nbytes_of([self.files.tokens, self.files.loss])
 
     def _normalise(self, files: OpenFiles, index: int) -> int:
@@ -361,13 +361,14 @@ class Shard:
     def pack_error(self, reason: str, pack: int | None = None) -> FormatError:
         """The error about a pack that breaks a rule, with file and byte.
 
-        ``reason`` is what a native kernel says: ``shard S, pack N: what (rule R)``. ``pack`` is the number of the pack
-        in this shard; None where that is N.
+        Args:
+            reason: the message of a native kernel, such as ``shard 0, pack 7: what is wrong (rule O2)``.
+            pack: the number of the pack in this shard; None if it is the one in ``reason``.
         """
         match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
         if match is None:
             return FormatError(f"{self.prefix}: {reason}; {self._paths.index_remedy}")
-        number, what, rule = int(match[1]) if pack is None else pack, match[2], match[3]
+        number, breach, rule = int(match[1]) if pack is None else pack, match[2], match[3]
         if rule.startswith("O"):
             header = self.header
             base = header.nbytes if rule == "O1" else header.token_offsets_offset
@@ -375,14 +376,14 @@ class Shard:
         else:
             path, offset = self._paths.starts, 4 * self.files.sequence_range_of(number)[0]
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
-        return CorruptShardError(path, offset, rule, f"pack {number}: {what}; {remedy}")
+        return CorruptShardError(path, offset, rule, f"pack {number}: {breach}; {remedy}")
 
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """The error about the offsets of pack ``i``."""
-        rule, what, (first, last), total = "O2", "token", files.token_range_of(i), files.num_tokens
+        rule, unit, (first, last), total = "O2", "token", files.token_range_of(i), files.num_tokens
         if 0 <= first < last <= total:
-            rule, what, (first, last), total = "O1", "sequence", files.sequence_range_of(i), files.num_sequences
-        reason = f"{what} offsets {first}, {last}, expected ascending and at most {total}"
+            rule, unit, (first, last), total = "O1", "sequence", files.sequence_range_of(i), files.num_sequences
+        reason = f"{unit} offsets {first}, {last}, expected ascending and at most {total}"
         return self.pack_error(f"shard 0, pack {i}: {reason} (rule {rule})")
 
 
@@ -392,10 +393,14 @@ class Shard:
 def checked_packs(
     indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
 ) -> NDArray[np.int64]:
-    """Numbers of packs, 0 to ``total`` - 1; negative ones count from the end. IndexError, naming ``prefix``: none."""
+    """Numbers of packs as int64 [packs], where negative ones, which count from the end, are replaced.
+
+    Raises:
+        IndexError: one is outside the ``total`` packs. The message names ``prefix``.
+    """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, np.int64)
-    packs = indices.astype(np.int64)  # first: sums of narrow integers would not fit
+    packs = indices.astype(np.int64)  # before the sum below, which a narrower dtype might not hold
     packs[packs < 0] += total
     if (outside := (packs < 0) | (packs >= total)).any():
         raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
@@ -403,24 +408,24 @@ def checked_packs(
 
 
 def extents_of(shards: Sequence[OpenFiles], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Extents:
-    """Where packs lie, in the order in which they are read: of each pack its tokens, then its mask.
+    """Where packs lie in their files, in the order in which they are read: of each pack the tokens, then the mask.
 
     Packs whose offsets point outside the files are left out; reading one is an error.
 
     Args:
-        shards: each holds at least one of the packs.
-        slots: for each pack, which of ``shards`` it is in, int64 [packs].
+        shards: the files of shards, each of which holds at least one of the packs.
+        slots: for each pack, which of ``shards`` holds it, int64 [packs].
         packs: the number of each pack in its shard, int64 [packs].
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
     by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
     for files, positions in zip(shards, by_shard, strict=True):
-        own = packs[positions]
-        first = int(own.min())
-        offsets = files.token_offsets[first : int(own.max()) + 2]
-        begins, ends = offsets[own - first], offsets[own - first + 1]
-        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
-        starts[positions], counts[positions] = begins, np.where(sound, ends - begins, 0)
+        numbers = packs[positions]
+        first = int(numbers.min())
+        offsets = files.token_offsets[first : int(numbers.max()) + 2]
+        begins, ends = offsets[numbers - first], offsets[numbers - first + 1]
+        inside = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
+        starts[positions], counts[positions] = begins, np.where(inside, ends - begins, 0)
     readable = counts > 0
     array_numbers = np.repeat(2 * slots[readable], 2)
     array_numbers[1::2] += 1

@@ -1,4 +1,4 @@
-"""Many shards read as one: which shards a path names, and how the packs of all of them are found and read."""
+"""Many shards read as one: which shards a path names (``find_prefixes``), and all their packs (``ShardSet``)."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remo
 from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
 from megatron_sft_idx.storage.remote.transport import request_pool
 
-# An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
-# process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
+# At most so many shards are mapped. An open shard holds four maps, or with pread five descriptors. Some cluster file
+# systems refuse a process more than about 590 maps, some of which torch and Megatron need; 256 descriptors is a common
+# limit.
 MAPPED_SHARDS = 32
-# The most bytes (tokens, masks and index arrays) of a set that is read into memory: its shards are too many to map.
+# A set of more shards is read into memory if its tokens, masks and index arrays have at most so many bytes.
 MEMORY_NBYTES = 1 << 30
 # Remote shards that are opened at once, each with a few requests.
 OPENED_AT_ONCE = 16
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
-# Suffixes of the file by which a whole shard is found, and of files by which one that lacks files, or an interrupted
-# build, is found. Not .bin and .idx, which stock datasets have too.
+# A whole shard is found by its .seq.idx. A shard that lacks files, or an interrupted build, is found by any of the
+# others; .bin and .idx are not among them, because stock datasets have these too.
 _JOURNAL = ".journal"
-_WHOLE, _IN_PART = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
+_WHOLE_SUFFIXES, _PARTIAL_SUFFIXES = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
 
 _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None", tuple[str, ...]]
 
@@ -51,23 +52,24 @@ _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None", tuple[str, 
 
 
 def natural_key(path: str) -> tuple[list[str | int], str]:
-    """Sort key that compares runs of digits as numbers: ``part-9`` comes before ``part-10``."""
-    parts: list[str | int] = list(re.split(r"(\d+)", path))
-    parts[1::2] = map(int, parts[1::2])
-    return parts, path
+    """Sort key that compares digits in a row as one number: ``part-9`` comes before ``part-10``."""
+    texts_and_numbers: list[str | int] = list(re.split(r"(\d+)", path))
+    texts_and_numbers[1::2] = map(int, texts_and_numbers[1::2])
+    return texts_and_numbers, path
 
 
 def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
 
-    A folder names the shards right in it. A glob names the shards of which it matches the prefix or a file, and those
-    right in the folders that it matches. Both give them in the order of ``natural_key``; a list keeps its own order. In
-    an object store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is
-    returned whether there is a shard or not: opening it says what is missing.
+    A folder names the shards that lie in it, but not in folders below. A glob names the shards whose prefix, or one of
+    whose files, it matches, and those in the folders that it matches. Shards of a folder or glob come in the order of
+    ``natural_key``; a list keeps its own order. In an object store a folder is the beginning of some keys, and may be
+    named without a slash at its end. A prefix is returned whether a shard is there or not: opening it says what is
+    missing.
 
     Args:
         source: a prefix, a folder, a glob, or a list of these.
-        incomplete: also find shards that lack files, and on a disk interrupted builds.
+        incomplete: also find shards that lack files, and interrupted builds on a disk.
 
     Raises:
         ShardNotFoundError: a folder or a glob names no shard.
@@ -77,23 +79,23 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         if not len(source):
             raise FormatError("an empty list of shards; name at least one")
         return [prefix for entry in source for prefix in find_prefixes(entry, incomplete=incomplete)]
-    path, marks = os.fspath(source), _IN_PART if incomplete else _WHOLE
+    path, suffixes = os.fspath(source), _PARTIAL_SUFFIXES if incomplete else _WHOLE_SUFFIXES
     remote, is_glob = is_remote(path), glob.has_magic(path)
     is_folder = path.endswith("/") if remote else os.path.isdir(path)
     if not is_folder:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
-        files = [prefix + mark for mark in marks]
+        files = [prefix + suffix for suffix in suffixes]
         if any(request_pool().map(object_exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
             return [prefix]
     if not remote:
-        paths = [entry.path for entry in os.scandir(path)] if is_folder else _matching_local(path, marks)
+        paths = [entry.path for entry in os.scandir(path)] if is_folder else _matching_local(path, suffixes)
     elif is_glob:
-        paths = matching_objects(path + "*") if is_folder else matching_objects(path, "/*", *marks)
+        paths = matching_objects(path + "*") if is_folder else matching_objects(path, "/*", *suffixes)
     else:
         paths = objects_in_folder(path)
-    marked = (entry for entry in paths if entry.endswith(marks))
-    # Journals lie on disks only, as builds do.
-    if prefixes := {_prefix(entry) for entry in marked if not entry.endswith(_JOURNAL) or is_journal(entry)}:
+    files_of_shards = (file for file in paths if file.endswith(suffixes))
+    # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
+    if prefixes := {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}:
         return sorted(prefixes, key=natural_key)
     if is_glob and not (is_folder and not remote):
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
@@ -106,14 +108,14 @@ def _prefix(path: str) -> str:
     return ShardPaths.of(path.removesuffix(_JOURNAL)).prefix
 
 
-def _matching_local(pattern: str, marks: tuple[str, ...]) -> list[str]:
-    """Paths of files, by which shards are found: those that the pattern matches as prefix, file or folder."""
-    paths = [path for mark in marks for path in glob.glob(pattern + mark)]
+def _matching_local(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Paths of files with these suffixes of shards whose prefix, or a file, or folder the pattern matches."""
+    paths = [path for suffix in suffixes for path in glob.glob(pattern + suffix)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
             paths += [entry.path for entry in os.scandir(path)]
         else:
-            paths += [file for mark in marks if os.path.exists(file := _prefix(path) + mark)]
+            paths += [file for suffix in suffixes if os.path.exists(file := _prefix(path) + suffix)]
     return paths
 
 
@@ -121,13 +123,13 @@ def _matching_local(pattern: str, marks: tuple[str, ...]) -> list[str]:
 
 
 def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
-    """The sum of all counts before each one, and the sum of all: int64 [counts + 1]."""
+    """For each count the sum of those before it, then the sum of all: int64 [counts + 1]."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ArraysInMemory:
-    """The arrays of all shards of a set end to end, in memory and read-only. Each shard's part is filled when needed.
+    """The arrays of all shards of a set end to end, in memory and read-only; each shard is read when first needed.
 
     Attributes:
         tokens: ids of all packs [tokens].
@@ -136,8 +138,8 @@ class ArraysInMemory:
         sequence_offsets: where each pack begins in ``starts``, int64 [packs + 1].
         token_offsets: where each pack begins in ``tokens``, int64 [packs + 1].
         tokens_before: tokens in all shards before each one, int64 [shards + 1].
-        items: both offsets as memoryviews, whose single values are read several times faster.
-        is_read: for each shard a byte, 1 once its parts of the arrays are filled.
+        items: both arrays of offsets as memoryviews, whose single values are read several times faster.
+        is_read: for each shard a byte, 1 once its values are in the arrays.
     """
 
     tokens: NDArray[Any]
@@ -153,33 +155,32 @@ class ArraysInMemory:
 class ShardSet:
     """Shards read as one: their packs are numbered through all shards, in order.
 
-    Opening reads the header of each shard; the other files are opened when first needed. How that is done depends
-    on the set:
+    The constructor reads the header of each shard. The other files of a shard are opened when they are first needed:
 
-    - few shards are mapped, as long as the system allows one map more;
-    - many shards of few bytes are each read into memory when first needed (``in_memory``), unless columns are wanted;
-    - of all others the index arrays are read into memory; for tokens and masks the files are opened at each read, and
-      closed again.
+    - A few shards are mapped, as long as the system allows one more map.
+    - Many shards of few bytes are read into memory (``in_memory``), unless columns are wanted.
+    - Of many shards of many bytes, the index arrays are read into memory. Files of tokens and masks are opened for each
+      read, and closed again.
 
-    So thousands of shards take no map and no descriptor. A set pickles as its prefixes and a fingerprint; unpickled
-    where other shards lie at the prefixes, it raises FormatError. Threads may share one.
+    So thousands of shards take no map and no descriptor. A set pickles as its prefixes and a fingerprint, and raises
+    FormatError if it is unpickled where other shards lie at the prefixes. Threads may share one.
 
     Args:
         prefixes: of the shards, in order.
-        backend: of ``Shard``. ``mmap`` and ``pread`` are for few shards; with ``reopen`` no more than the index arrays
-            are kept in memory, however small the set. Or ``ReadOptions``.
+        backend: as of ``Shard``. ``mmap`` and ``pread`` are for few shards; with ``reopen`` no more than the index
+            arrays are kept in memory, however small the set. Or ``ReadOptions``.
         same_capacity: refuse shards of different capacities. Pass False for sequences that will be packed later.
-        alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
-        index_cache: as for ``Shard``.
-        columns: names of the columns that packs and batches come with. Every shard must have them, of one kind.
+        alike: refuse shards that cannot be trained on together, because of different tokenizers or token dtypes.
+        index_cache: as of ``Shard``.
+        columns: names of the columns that are read with packs. Every shard must have them, of one kind.
 
     Attributes:
         prefixes: of the shards, in order.
-        remote: whether some shards lie in an object store.
+        remote: whether any of the shards lies in an object store.
 
     Raises:
-        ShardNotFoundError: a shard is not there.
-        FormatError: a header breaks a rule, or the shards do not go together.
+        ShardNotFoundError: a shard is missing.
+        FormatError: a header breaks a rule, or the shards cannot be read together.
     """
 
     def __init__(
@@ -205,11 +206,11 @@ class ShardSet:
         if alike and same_capacity:
             remedy = "pack them again for one --seq-length, or let training pack them when it starts"
             self.agree_on("capacity is", lambda header: header.capacity, remedy)
-        _ = self.headers, self.columns  # looked at now
+        _ = self.headers, self.columns  # raise their errors now
 
     @classmethod
     def open(cls, source: Source, **options: Any) -> ShardSet:
-        """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
+        """Open the shards that ``find_prefixes`` finds. Other arguments as of the constructor; errors as of both."""
         return cls(find_prefixes(source), **options)
 
     def _set_fields(
@@ -222,12 +223,12 @@ class ShardSet:
     ) -> None:
         self.prefixes, self._options, self._index_cache, self._chosen = prefixes, options, index_cache, columns
         self.remote = any(map(is_remote, prefixes))
-        self._expected = fingerprint  # empty where any content will do
+        self._expected_fingerprint = fingerprint  # empty if any content is accepted
         # Open shards by number. Threads may add entries at once; a lock might be copied by a fork while it is taken.
         self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> _State:
-        # One string, since a path holds no zero byte: thousands of strings would pickle larger.
+        # One string, since a path holds no zero byte. Thousands of strings would make a larger pickle.
         return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
@@ -252,16 +253,19 @@ class ShardSet:
         return shards
 
     def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
-        """FormatError where two shards differ in a value of their headers; None is not compared."""
+        """FormatError if two shards differ in a value of their headers; None is not compared.
+
+        ``what``, such as ``capacity is``, stands before the two values in the message.
+        """
         require_alike(self.prefixes, map(value_of, self.headers), what, remedy)
 
     @cached_property
     def headers(self) -> list[Header]:
         """Header of each shard."""
-        # A remote header takes a request or two, a local one less time than handing it to a thread.
+        # A header in a store takes a request or two; one on disk takes less time than the change to a thread.
         map_headers = request_pool().map if self.remote else map
         headers = list(map_headers(read_header, self.prefixes))
-        if self._expected not in (b"", _digest(headers)):
+        if self._expected_fingerprint not in (b"", _digest(headers)):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
                 f"{self.prefixes[0]}{others}: the content is another one than when this dataset was opened; another"
@@ -271,11 +275,11 @@ class ShardSet:
 
     @cached_property
     def columns(self) -> dict[str, list[ColumnSpec]]:
-        """For each column that was asked for, its spec in each shard.
+        """For each column that is read with packs, its spec in each shard.
 
         Raises:
-            ShardNotFoundError: a shard has no such column.
-            FormatError: it is of another kind in another shard.
+            ShardNotFoundError: a shard lacks the column.
+            FormatError: the column is of different kinds in two shards.
         """
         names = self._chosen
 
@@ -292,18 +296,18 @@ class ShardSet:
 
     @property
     def _fingerprint(self) -> bytes:
-        if not self._expected:
-            self._expected = _digest(self.headers)
-        return self._expected
+        if not self._expected_fingerprint:
+            self._expected_fingerprint = _digest(self.headers)
+        return self._expected_fingerprint
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the shards' ids in their order, hex; it does not depend on where they lie."""
+        """Hash of the shards' ids in their order, hex. It does not depend on where the shards lie."""
         return self._fingerprint.hex()
 
     @cached_property
     def packs_before(self) -> NDArray[np.int64]:
-        """Packs in all shards before each one, and in all of them: int64 [shards + 1]."""
+        """For each shard the packs in the shards before it, then the packs in all shards: int64 [shards + 1]."""
         return running_sums(header.num_packs for header in self.headers)
 
     @cached_property
@@ -313,7 +317,7 @@ class ShardSet:
 
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
-        """As ``packs_before``, of sequences."""
+        """As ``packs_before``, but of sequences."""
         return running_sums(header.num_sequences for header in self.headers)
 
     @property
@@ -322,7 +326,7 @@ class ShardSet:
         return int(self.sequences_before[-1])
 
     def total(self, count: str) -> int:
-        """Sum over all shards of a count in their headers, such as ``num_tokens``."""
+        """The sum over all shards of a count that headers have, such as ``num_tokens``."""
         return sum(int(getattr(header, count)) for header in self.headers)
 
     # ---- how shards are opened ----
@@ -333,7 +337,7 @@ class ShardSet:
 
     @cached_property
     def in_memory(self) -> ArraysInMemory | None:
-        """The arrays of all shards, where the set is read into memory; else None. ``read_into_memory`` fills them."""
+        """Arrays for all shards, which ``read_into_memory`` fills; None if the set is not read into memory."""
         headers = self.headers
         same_dtypes = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         if self._mapped or self.remote or self._options.backend == "reopen" or not same_dtypes or self._chosen:
@@ -344,7 +348,7 @@ class ShardSet:
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
         sequence_offsets, token_offsets = (_read_only(np.empty(len(self) + 1, np.int64)) for _ in range(2))
-        # Pages of an array take no memory until they are written.
+        # An array takes no memory until values are written to it.
         return ArraysInMemory(
             _read_only(np.empty(tokens, headers[0].token_dtype)),
             _read_only(np.empty(tokens, headers[0].mask_dtype)),
@@ -357,16 +361,16 @@ class ShardSet:
         )
 
     def read_into_memory(self, arrays: ArraysInMemory, numbers: Iterable[int]) -> None:
-        """Fill ``arrays`` with those of the shards ``numbers`` that are not in it yet. Threads may do so at once.
+        """Read those shards of these numbers that are not in ``arrays`` yet. Several threads may do so at once.
 
         Raises:
-            FormatError: a rule of a shard's index is broken, or the shard is another one now.
+            FormatError: a rule of a shard's index is broken, or another shard was published over it.
         """
         for number in numbers:
             if arrays.is_read[number]:
                 continue
             shard = self._open(number, ReadOptions("reopen"))
-            shard.sequence_bounds()  # the rules
+            shard.sequence_bounds()  # raises the error about a broken rule
             packs = slice(self._packs_before[number], self._packs_before[number + 1] + 1)
             sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*arrays.tokens_before[number:][:2])
             for array, items, values in (
@@ -381,7 +385,7 @@ class ShardSet:
             arrays.is_read[number] = 1
 
     def _open(self, number: int, options: ReadOptions) -> Shard:
-        """Open a shard. FormatError where another shard was published over it."""
+        """Open a shard. FormatError: another shard was published over it."""
         columns = self._chosen
         shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, columns=columns)
         require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
@@ -393,36 +397,36 @@ class ShardSet:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
             try:
                 shard = self._open(number, options)
-            except OSError as refused:
-                # The process may have no more maps.
-                if options.backend != "mmap" or refused.errno != errno.ENOMEM:
+            except OSError as error:
+                # The system may refuse the process one more map.
+                if options.backend != "mmap" or error.errno != errno.ENOMEM:
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
             self._shards[number] = shard
         return shard
 
     def open_shards(self, numbers: Sequence[int]) -> list[Shard]:
-        """Several shards, open. Remote ones are opened at once, since each takes several requests in a row."""
+        """Several shards, open. Remote ones are opened in parallel, because each takes several requests in a row."""
         if not self.remote or len({*numbers} - self._shards.keys()) < 2:
             return [self.shard(number) for number in numbers]
-        # Not in the pool of requests, for whose threads these wait.
+        # A pool of its own: opening a shard waits for threads of the pool of requests.
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
             return list(pool.map(self.shard, numbers))
 
     # ---- packs ----
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""
+        """The shard of each pack, and the pack's number in that shard; ``packs`` must be 0 to ``len(self) - 1``."""
         if len(self.prefixes) == 1:
             return np.zeros(len(packs), np.int64), packs
-        # "right": empty shards have the same boundary as the shard behind them, which holds the pack.
+        # "right", because an empty shard begins at the same pack as the shard behind it, which holds that pack.
         shards = np.searchsorted(self.packs_before, packs, side="right") - 1
         return shards, packs - self.packs_before[shards]
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Announce which packs are read next, in order, as ``Shard.schedule`` does.
+        """Ask the kernel to read packs in the background, as ``Shard.schedule`` does.
 
-        Does nothing where shards are read into memory, or lie in an object store.
+        Does nothing if the set is read into memory, or a shard lies in an object store.
 
         Raises:
             IndexError: no such pack.
@@ -442,7 +446,7 @@ class ShardSet:
         return f"{type(self).__name__}({list(self.prefixes)!r})"
 
     def __getitem__(self, index: int | np.integer[Any]) -> Pack:
-        """One pack; negative indices count from the end of the last shard. IndexError where there is none."""
+        """One pack; negative indices count from the end of the last shard. IndexError: there is no such pack."""
         i, total = operator.index(index), self._packs_before[-1]
         if not -total <= i < total:
             raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
@@ -479,13 +483,13 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def columns_of_sets(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
-    """For each column its spec in each shard of several sets. FormatError where shards differ in its kind."""
+    """For each column its spec in each shard of several sets. FormatError: shards differ in its kind."""
     columns = {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
     return require_alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
 
 
 def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
-    """``columns``: for each, its spec in each shard. FormatError where shards differ in its kind."""
+    """Return ``columns``, which are specs by name, one for each prefix. FormatError: a column is of different kinds."""
     remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():
         require_alike(prefixes, map(_kind, specs), f"column {name} is", remedy)
@@ -493,7 +497,7 @@ def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[Colum
 
 
 def require_alike(prefixes: Sequence[str], values: Iterable[Any], what: str, remedy: str) -> None:
-    """FormatError where two shards have different values; a shard whose value is None is not compared."""
+    """FormatError if two shards have different values; a shard whose value is None is not compared."""
     recorded = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
     for prefix, value in recorded:
         if value != recorded[0][1]:
@@ -503,8 +507,8 @@ def require_alike(prefixes: Sequence[str], values: Iterable[Any], what: str, rem
 def _kind(spec: ColumnSpec) -> str:
     """The kind of a column, for messages."""
     items = f" x {spec.width}" if spec.width > 1 else ""
-    belongs = f", aligned to {spec.alignment}s" if spec.per == "token" else ""
-    return f"{spec.dtype}{items} a {spec.per}{belongs}"
+    alignment = f", aligned to {spec.alignment}s" if spec.per == "token" else ""
+    return f"{spec.dtype}{items} a {spec.per}{alignment}"
 
 
 def _digest(headers: Sequence[Header]) -> bytes:

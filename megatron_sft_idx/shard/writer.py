@@ -1,7 +1,7 @@
 """Writing a shard: packs are checked and appended to its data files; the shard is published whole, or not at all.
 
-Data files and columns grow while packs come, and are hashed and counted on the way. The indexes are written last, from
-the journal, so that memory stays bounded for any number of packs.
+Data files and columns are hashed and counted while they grow. The indexes are written last, from the journal, so that
+memory stays bounded for any number of packs.
 """
 
 from __future__ import annotations
@@ -48,36 +48,37 @@ MaskAlignment = Literal["label", "token"]
 
 # The version of this writer, stored in the JSON block. It must be raised when the same input gives other bytes.
 FORMAT_WRITER = 1
-# Tokens that are staged before they are written. So many stay in the processor's caches between check, write and
-# checksum; with a quarter of it the calls of each flush make writing take a fifth longer.
+# So many tokens are staged before they are written. They stay in the processor's caches between check, write and
+# checksum. With a quarter of them, the calls that each flush makes let writing take a fifth longer.
 STAGE_TOKENS = 1 << 18
-# Packs handled at once: a few MiB of arrays.
+# The indexes are written for so many packs at once, which takes a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
 
 
 class ShardWriter:
     """Writes a shard pack by pack.
 
-    A context manager: leaving it publishes the files together, leaving it by an exception publishes nothing and
-    removes what was written. A killed writer leaves temporary files and a journal, never something that looks like
-    a shard. Memory stays at a few MiB for any number of packs.
+    It is a context manager. When its block ends, the files are published together; when an exception ends the block,
+    nothing is published and what was written is removed. A killed writer leaves temporary files and a journal, never
+    something that looks like a shard. Memory stays at a few MiB for any number of packs.
 
     Args:
-        prefix: the path the five files will share; its folder is made where it is missing.
+        prefix: the path that the five files will share; its folder is made if it is missing.
         token_dtype: int32, or uint16 for vocabularies below 65500.
         mask_dtype: uint8 for masks of 0 and 1, float32 for weights.
         capacity: most token positions a pack may hold; None sets it to the longest pack.
         sequence_multiple: count each sequence as its length rounded up to this against the capacity.
         pad_id: the tokenizer's padding id, kept for readers.
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
-        metadata: JSON object for the header: fingerprints, options, counts. Nothing that changes from run to run.
-        columns: what is written beside the tokens, by name; ``add_pack`` takes the values. The JSON block lists them
-            under ``columns``.
+        metadata: JSON object for the header: fingerprints, options, counts. Nothing that differs between two jobs of
+            the same input and options.
+        columns: the columns that are written beside the tokens, by name; ``add_pack`` takes their values. The JSON
+            block lists them under ``columns``.
         durable: False skips fsync, for files that are thrown away anyway.
 
     Raises:
-        FormatError: an argument the format does not allow, or something is at the prefix and ``overwrite`` is False.
-        OSError: the disk says no.
+        FormatError: an argument that the format does not allow; or something is at the prefix that may not be replaced.
+        OSError: an error of the disk.
     """
 
     def __init__(
@@ -117,18 +118,18 @@ class ShardWriter:
             options.sequence_multiple,
             STAGE_TOKENS,
         )
-        self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
+        self._staged_columns: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         with self._all_or_nothing():
             self._files = GrowingFiles(publication, options)
 
     @property
     def prefix(self) -> str:
-        """The path the files will share."""
+        """The path that the files will share."""
         return self.paths.prefix
 
     @property
     def paths(self) -> ShardPaths:
-        """The files; ``paths.unpublished`` until they are published."""
+        """Where the files will be; until they are published, they are at ``paths.unpublished``."""
         return self._publication.paths
 
     @property
@@ -138,27 +139,27 @@ class ShardWriter:
 
     @property
     def num_packs(self) -> int:
-        """Packs added so far."""
+        """Number of packs that were added."""
         return self._stage.num_packs
 
     @property
     def num_sequences(self) -> int:
-        """Sequences added so far."""
+        """Number of sequences in them."""
         return self._stage.num_sequences
 
     @property
     def num_tokens(self) -> int:
-        """Tokens added so far."""
+        """Number of tokens in them."""
         return self._stage.num_tokens
 
     @property
     def num_trained_tokens(self) -> int:
-        """Positions trained on so far."""
+        """Number of positions whose label-aligned mask is above zero."""
         return self._stage.num_trained_tokens
 
     @property
     def dropped_first_tokens(self) -> int:
-        """Token-aligned masks that were set on a sequence's first token, which nothing predicts."""
+        """How many sequences had a token-aligned mask set on their first token, which nothing predicts."""
         return self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
@@ -173,7 +174,7 @@ class ShardWriter:
             self.finalize()
 
     def __del__(self) -> None:
-        # Never finalized and never left through ``with``.
+        # The caller neither finalized the writer nor used it as a context manager.
         if "_publication" in self.__dict__ and not self._publication.closed:
             self.abandon()
 
@@ -192,19 +193,19 @@ class ShardWriter:
             tokens: ids [length].
             loss_mask: 0/1 or weights [length]. ``label``-aligned: position j says whether predicting token j + 1 of
                 the same sequence counts, so it is 0 at every sequence's end. ``token``-aligned: position j says
-                whether token j is trained on; it is shifted here, and a mask set on a sequence's first token, which
-                nothing predicts, is dropped and counted in ``dropped_first_tokens``.
+                whether token j is trained on. Such a mask is shifted; where it is set on the first token of a sequence,
+                which nothing predicts, it is dropped and counted in ``dropped_first_tokens``.
             seq_starts: start of each sequence in the pack [sequences], the first 0.
             mask_alignment: which of the two ``loss_mask`` is.
-            columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], one row
-                a token or a sequence of the pack, or one for the pack.
+            columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], with one
+                row for each token or sequence of the pack, or one row for the pack.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._staged):
-            # The fast way, for arrays of the dtypes that the stage takes. It keeps nothing of a pack that it refuses;
-            # a pack of other dtypes, one that breaks a rule or one that must wait for a flush goes to add_packs.
+        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._staged_columns):
+            # The fast way, for arrays of the dtypes that the stage takes. The stage keeps nothing of a pack that it
+            # refuses because of its dtypes, a broken rule or lack of room; add_packs deals with such a pack.
             self._require_ready(mask_alignment)
             try:
                 added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
@@ -229,10 +230,10 @@ class ShardWriter:
 
         Args:
             tokens: ids of all packs [sum of lengths].
-            loss_mask: their masks [sum of lengths].
-            seq_starts: positions inside each pack [sum of sequence counts].
-            pack_lengths: tokens in each pack [packs]; None, as for the next, where all of it is one pack.
-            pack_sequences: sequences in each pack [packs].
+            loss_mask: masks of all packs [sum of lengths].
+            seq_starts: start of each sequence in its pack [sum of sequence counts].
+            pack_lengths: tokens in each pack [packs]; None if there is one pack.
+            pack_sequences: sequences in each pack [packs]; None if there is one pack.
             mask_alignment: as in ``add_pack``.
             columns: as in ``add_pack``, for all packs end to end.
 
@@ -244,7 +245,7 @@ class ShardWriter:
         def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
             try:
                 return convert(values)
-            except (ValueError, TypeError, RuntimeError) as error:  # the latter two of tensors that numpy cannot take
+            except (ValueError, TypeError, RuntimeError) as error:  # TypeError, RuntimeError: tensors numpy cannot take
                 raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
         starts = array(integer_array, seq_starts, "seq_starts")
@@ -255,12 +256,12 @@ class ShardWriter:
         try:
             if mask.size != ids.size:
                 raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
-            given, specs = columns or {}, self._options.columns
-            if given.keys() != specs.keys():
-                expected = ", ".join(sorted(specs)) or "none"
-                raise ValueError(f"columns {', '.join(sorted(given)) or 'none'}; this writer was opened for {expected}")
+            columns, specs = columns or {}, self._options.columns
+            if columns.keys() != specs.keys():
+                names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
+                raise ValueError(f"columns {names}; this writer was opened for {expected}")
             rows = {"token": ids.size, "sequence": starts.size, "pack": lengths.size}
-            beside = {name: spec.array(name, given[name], rows[spec.per]) for name, spec in specs.items()}
+            arrays = {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         try:
@@ -268,15 +269,15 @@ class ShardWriter:
                 self.flush()
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
-        for name, values in beside.items():
-            self._staged[name].append(values.copy())  # the caller may change its array before it is written
+        for name, values in arrays.items():
+            self._staged_columns[name].append(values.copy())  # the caller may change its array before the flush
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
 
         Raises:
-            FormatError: the other shard lacks one of them, or was written with one that this writer does not take; or
-                its offsets and starts do not divide its files (rules O1, O2, P2 to P4).
+            FormatError: the other shard lacks such a column, or was written with another one; or its offsets and starts
+                do not divide its files (rules O1, O2, P2 to P4).
             SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
         """
         columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
@@ -293,11 +294,11 @@ class ShardWriter:
         """Check, count and hash the first packs that an interrupted build wrote, as if they had just been added.
 
         Args:
-            num_packs: the most packs to take in.
-            progress: called with the tokens taken in since the last call.
+            num_packs: replay at most so many packs.
+            progress: called with the tokens replayed since the last call.
 
         Returns:
-            How many packs were taken in. A pack that breaks a rule ends it: its bytes never reached the disk.
+            How many packs were replayed: those before one that breaks a rule, whose bytes did not reach the disk.
         """
         for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
             ends = np.append(0, np.cumsum(lengths))
@@ -308,7 +309,7 @@ class ShardWriter:
         return self.num_packs
 
     def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
-        """Take in some packs, one by one where one breaks a rule; whether all were taken in."""
+        """Replay a run of packs, up to the first that breaks a rule. Returns whether none does."""
         rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(lengths)}
         raw = self._files.next_rows(rows)
         tokens = np.frombuffer(raw[0], self._options.token_dtype)
@@ -319,12 +320,12 @@ class ShardWriter:
         except ValueError:
             each = zip(np.split(lengths, len(lengths)), np.split(sequences, len(lengths)), strict=True)
             return len(lengths) > 1 and all(self._replay_run(*one) for one in each)
-        self._files.take_in(raw)
+        self._files.count_rows(raw)
         self._stage.clear()
         return True
 
     def flush(self) -> None:
-        """Write what is staged, then record it in the journal."""
+        """Write the staged packs to the files, then record them in the journal."""
         stage = self._stage
         if not len(stage.records):
             return
@@ -333,10 +334,10 @@ class ShardWriter:
             paths = self.paths
             for path, data in ((paths.tokens, stage.tokens), (paths.loss, stage.mask), (paths.starts, stage.starts)):
                 self._files.write(path, data)
-            for name, staged in self._staged.items():
-                for values in staged:
+            for name, arrays in self._staged_columns.items():
+                for values in arrays:
                     self._files.write(paths.column(name), values)
-                staged.clear()
+                arrays.clear()
             records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
             for start in range(0, len(records), MAX_RECORDS):
                 self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
@@ -344,7 +345,7 @@ class ShardWriter:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Abandon the build where the block fails: the files may not go together any more."""
+        """Abandon the build if the block fails, because then the files may not belong together any more."""
         try:
             yield
         except BaseException:
@@ -352,7 +353,7 @@ class ShardWriter:
             raise
 
     def complete(self) -> Header:
-        """Write the indexes. Then a ``Shard`` can be opened at ``paths.unpublished``, and no packs can be added.
+        """Write the indexes. Then no more packs can be added, and a ``Shard`` can be opened at ``paths.unpublished``.
 
         Raises:
             FormatError: the metadata is not JSON.
@@ -362,7 +363,7 @@ class ShardWriter:
         if self._header is None:
             with self._all_or_nothing():
                 self.flush()
-                options, stage, unknown = self._options, self._stage, FileDigest(0, bytes(16))
+                options, stage, no_digest = self._options, self._stage, FileDigest(0, bytes(16))
                 header = Header(
                     num_packs=stage.num_packs,
                     num_sequences=stage.num_sequences,
@@ -376,7 +377,7 @@ class ShardWriter:
                     longest_pack=stage.longest_pack,
                     most_sequences=stage.most_sequences,
                     pad_id=options.pad_id,
-                    digests=(unknown, unknown, unknown, unknown),
+                    digests=(no_digest, no_digest, no_digest, no_digest),
                     arrays_checksum=bytes(16),
                     metadata={**self.metadata, "format_writer": FORMAT_WRITER},
                     rebuilt=self._publication.is_resumed,
@@ -385,7 +386,7 @@ class ShardWriter:
         return self._header
 
     def finalize(self) -> Header:
-        """Write the indexes, unless they are, and publish the shard.
+        """Write the indexes, unless ``complete`` has, and publish the shard.
 
         Returns:
             The header of the published shard.
@@ -419,11 +420,11 @@ class ShardWriter:
             )
 
     def suspend(self) -> None:
-        """Stop, and leave the packs that are written to ``recover``; staged packs are lost."""
+        """Stop writing. ``recover`` can publish the packs that are on disk; those that are staged are lost."""
         self._publication.close()
 
     def abandon(self) -> None:
-        """Publish nothing, and remove what was written; the files of an interrupted build stay. May be called twice."""
+        """Publish nothing, and remove what was written, unless ``is_resumed``. May be called twice."""
         if self._publication.is_resumed:
             self._publication.close()
         else:
@@ -436,39 +437,39 @@ class ShardWriter:
 class GrowingFiles:
     """The files of a shard that grow as packs come, each with its hash: tokens, masks, starts, and columns.
 
-    Of an interrupted build, the rows that the files hold must be taken in (``next_rows``, ``take_in``) before any are
-    written.
+    If the build was interrupted, the caller must count the rows that the files hold already (``next_rows``,
+    ``count_rows``) before it writes others.
     """
 
     def __init__(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._columns = publication, options.columns
         self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
-        for kind in options.growing_files(publication.paths):
-            file = publication.open(kind.path, keep=publication.is_resumed)
-            if file.nbytes < kind.begin:
-                file.write(bytes(kind.begin - file.nbytes))
-            self._files[kind.path] = kind, HashedFile(file)
+        for growing in options.growing_files(publication.paths):
+            file = publication.open(growing.path, keep=publication.is_resumed)
+            if file.nbytes < growing.begin:
+                file.write(bytes(growing.begin - file.nbytes))
+            self._files[growing.path] = growing, HashedFile(file)
 
     def write(self, path: str, values: NDArray[Any] | memoryview) -> None:
-        """Append rows, in the dtype in which they are stored, to the file that will have this path."""
+        """Append rows to the file that will be at this path. They must have the dtype in which they are stored."""
         self._files[path][1].write(values if isinstance(values, memoryview) else values.reshape(-1))
 
     def next_rows(self, rows: Mapping[str, int]) -> list[bytes]:
-        """Read, from each file, the next rows of an interrupted build: as many tokens, sequences and packs as given."""
+        """Read from each file the rows behind those that are counted; ``rows`` says of how many tokens, and so on."""
         return [
-            hashed.file.read_at(kind.begin + hashed.nbytes, rows[kind.per] * kind.row_nbytes)
-            for kind, hashed in self._files.values()
+            hashed.file.read_at(growing.begin + hashed.nbytes, rows[growing.per] * growing.row_nbytes)
+            for growing, hashed in self._files.values()
         ]
 
-    def take_in(self, raw: Iterable[bytes]) -> None:
-        """Count and hash the rows that ``next_rows`` gave as part of the files."""
+    def count_rows(self, raw: Iterable[bytes]) -> None:
+        """Count and hash the rows that ``next_rows`` read."""
         for (_, hashed), data in zip(self._files.values(), raw, strict=True):
             hashed.update(data)
 
     def finish(self, header: Header) -> Header:
         """Write the indexes, from the packs that the journal records, and the headers of the columns.
 
-        ``header`` needs no digests, checksums or list of columns; it is returned with them.
+        Returns ``header`` with the right digests, checksum and list of columns.
         """
         paths, packs = self._publication.paths, JournalPacks(self._publication.journal.path, header.num_packs)
         code, dtype = token_dtype_of(header.token_dtype)
@@ -487,26 +488,26 @@ class GrowingFiles:
         header = dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
         header = write_seq_idx(self._publication.open(paths.seq_idx), packs, header)
         # Bytes behind those of the packs are the torn end of what a killed writer wrote.
-        for kind, hashed in self._files.values():
-            hashed.file.truncate(kind.begin + hashed.nbytes)
+        for growing, hashed in self._files.values():
+            hashed.file.truncate(growing.begin + hashed.nbytes)
         return header
 
 
 class PackChunk(NamedTuple):
-    """Consecutive packs: ``lengths`` in tokens and ``sequences`` counted, both int64 [packs]."""
+    """Consecutive packs: of each its length in tokens, and its number of sequences, int64 [packs]."""
 
     lengths: NDArray[np.int64]
     sequences: NDArray[np.int64]
 
 
 class JournalPacks:
-    """The first packs that a journal records, in chunks of some 32 thousand; can be iterated several times."""
+    """The first packs that a journal records, in chunks of some 32 thousand. It can be iterated several times."""
 
     def __init__(self, journal: str, num_packs: int) -> None:
         self._journal, self._num_packs = journal, num_packs
 
     def __iter__(self) -> Iterator[PackChunk]:
-        records: list[NDArray[np.uint32]] = []  # of the next chunk
+        records: list[NDArray[np.uint32]] = []  # those of the next chunk
         count, remaining = 0, self._num_packs
         with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
@@ -522,12 +523,12 @@ class JournalPacks:
 
 
 def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
-    # Column by column: nothing else as large is held beside the result.
-    return PackChunk(*(np.concatenate([each[:, column] for each in records], dtype=np.int64) for column in (0, 1)))
+    # One field after the other, so that no array of both is in memory beside the result.
+    return PackChunk(*(np.concatenate([each[:, field] for each in records], dtype=np.int64) for field in (0, 1)))
 
 
 def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:
-    """Running sums of counts, times ``scale``: for each chunk what lies before each item, then the total alone."""
+    """Offsets from counts: for each chunk the sums before its items, times ``scale``; at last an array of the total."""
     total = 0
     for chunk in counts:
         offsets = _native.offsets_from_lengths(chunk, scale, total)
@@ -539,7 +540,7 @@ def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[ND
 def write_idx(
     file: OutputFile, packs: Iterable[PackChunk], dtype_code: int, itemsize: int, num_packs: int
 ) -> FileDigest:
-    """Write Megatron's ``.idx``. ``packs`` is iterated twice; ``itemsize`` is that of a token, in bytes."""
+    """Write Megatron's ``.idx``. ``packs`` is iterated twice; ``itemsize`` is the size of a token in bytes."""
     out = HashedFile(file)
     out.write(pack_idx_header(dtype_code, num_packs))
     for chunk in packs:
