@@ -201,7 +201,7 @@ def test_any_conversation_of_any_style_keeps_its_allowance(data: st.DataObject) 
     messages = [{**one, "content": letter * length} for one in turns(style, count)]
     template = make(style.source)._template
     template.plain({**SPECIAL, "messages": messages, "tools": TOOLS if style.calls else None})
-    assert template._environment.allowance.left > 0
+    assert template._environment.allowance.remaining > 0
 
 
 def test_tools_are_written_whole() -> None:
@@ -218,7 +218,7 @@ def test_the_conversations_own_size_is_looked_at_once_the_base_is_spent() -> Non
     allowance = Allowance()
     allowance.start({"messages": [user("a" * 100_000)]})
     allowance.spend(BASE + 1_000_000)
-    assert allowance.left > 0
+    assert allowance.remaining > 0
     with pytest.raises(Overspent):
         allowance.spend(BASE)
     allowance.start({"messages": [user("a")]})

@@ -35,9 +35,9 @@ def nearly_spent(units: int) -> Allowance:
 def test_what_is_weighed_is_told_even_where_the_base_runs_out(left: int) -> None:
     value = {"a": "b" * 100_000, "c": ["d"] * 500}
     allowance = Allowance()
-    allowance.left = ENOUGH
+    allowance.remaining = ENOUGH
     assert nearly_spent(left).weigh(value) == allowance.weigh(value) > 100_000
-    assert ENOUGH - allowance.left == allowance.weigh(value)
+    assert ENOUGH - allowance.remaining == allowance.weigh(value)
 
 
 def test_a_refusal_takes_no_more_than_the_conversation_allows() -> None:
@@ -79,10 +79,10 @@ MAKING: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
 def test_methods_are_paid_by_what_they_make(name: str, data: st.DataObject) -> None:
     text = data.draw(WORDS) * data.draw(st.sampled_from([1, 40]))
     allowance = Allowance()
-    allowance.left = ENOUGH
+    allowance.remaining = ENOUGH
     made = call_method(allowance, text, name, data.draw(MAKING[name]), {})
     held = sys.getsizeof(made) + (sum(map(sys.getsizeof, made)) if isinstance(made, list) else 0)
-    assert ENOUGH - allowance.left >= held - sys.getsizeof("\u0416")
+    assert ENOUGH - allowance.remaining >= held - sys.getsizeof("\u0416")
 
 
 A_TEXT = "{% set a = 'a' * 8000000 %}{% set b = 'b' * 8000000 ~ 'a' %}"

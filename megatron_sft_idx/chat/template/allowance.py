@@ -1,13 +1,14 @@
-"""What one rendering may write and how much it may do: the text of values, and a count of what is spent.
+"""What one rendering of a template may write, and how much it may do: an allowance of units that it spends.
 
-A template is somebody else's program. Two things keep it from spoiling a corpus or a machine. What it writes must be
-text, a number or a plain container of those: the default text of anything else, such as a method whose parentheses
-were forgotten, holds an address and would be other text in every run. And each rendering has an *allowance* of units,
-about one for a byte that it makes and some for a step that it takes; who asks for more is refused before it is made.
-Units are counted and never timed, so the same row is refused, or not, on any machine.
+A template is somebody else's program. Two rules keep it from spoiling a corpus or a machine. First, what it writes must
+be text, a number or a plain container of those. Anything else, such as a method whose parentheses were forgotten, has a
+default text that holds a memory address and differs from process to process. Second, each rendering has an *allowance*
+of units. It pays about one unit for each byte that it makes, and some for each step that it takes; an operation that
+costs more than remains is refused before it makes anything. Units are counted and never timed, so a row is refused on
+every machine or on none.
 
-The allowance is far beyond what conversations need: a base for every rendering, and on top, looked at only once the
-base is spent, a multiple of the conversation's own size.
+The allowance is far beyond what conversations need. Every rendering has the same base; once that is spent, a multiple
+of the conversation's own size is added, once.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from jinja2.runtime import Macro, Undefined
 from jinja2.utils import Namespace
 
 BASE = 1 << 27
-"""Units of every rendering."""
+"""Units that every rendering begins with."""
 
 PER_UNIT_OF_DATA = 128
-"""Further units for each unit that the conversation itself weighs."""
+"""Further units, once the base is spent, for each unit that ``Allowance.weigh`` counts of the conversation."""
 
 GENEROUS = 1 << 29
-"""Up to here four times that: a template may write down anew, for each message, all that was said before."""
+"""Further units are four times as many, but no more than this: small conversations may be written again per message."""
 
 COMPILING = 1 << 14
-"""Units for what is computed from constants while a template is compiled."""
+"""Units for compiling a template, during which Jinja computes expressions of constants."""
 
 ITEM = 16
-"""Units of one step, and of one item beside what it refers to."""
+"""Units of one step, or of one item of a container, without the value that it refers to."""
 
 POINTER = 8
-"""Units of one place in a list."""
+"""Units of one item that is copied from one list to another."""
 
 MAX_NUMBER = 1 << (1 << 16)
 """Whole numbers stay below this, and above its negative."""
 
-_AHEAD = 1 << 18  # loops whose price is below this are paid when they begin
-_SMALL = 256  # characters: texts up to this length are paid as if they were narrow
-_QUOTED = 12  # the most bytes that Python's quoting makes of a character
+_PAID_AT_ONCE = 1 << 18  # units: loops up to this price are paid when they begin
+_SHORT_TEXT = 256  # characters: texts up to this length are paid as if each character took one byte
+_QUOTED = 12  # the most bytes that Python's repr makes of a character
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[Any, ...] = (list, tuple, *_VIEWS)
@@ -53,35 +54,39 @@ _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 
 
 class Overspent(TemplateError):  # noqa: N818 - a refusal: the row is at fault with this template
-    """A rendering asked for more than its allowance, or for something whose price cannot be told."""
+    """A rendering asked for more than its allowance, or for something that has no price."""
 
 
 class NotText(TemplateError):  # noqa: N818 - as above
-    """A template writes something that has no text of its own."""
+    """A template writes a value that is no text, number or plain container of those."""
 
 
 class Allowance:
-    """What is left to the rendering that is under way; one at a time.
+    """What the one rendering that is under way may still spend; ``start`` begins the next one.
+
+    Most methods do an operation for a compiled template and pay for it. Any of them raises ``Overspent`` where too few
+    units remain, and those that make text raise ``NotText``.
 
     Attributes:
-        left: units.
-        nests: whether the template may have made a list or dict of others, which can be much larger than it looks.
+        remaining: units.
+        nests: whether the template may have put lists or dicts into others. Such a value can be much larger than all
+            that it holds, so its size must be found by going through it.
     """
 
     def __init__(self) -> None:
-        self.left = COMPILING
+        self.remaining = COMPILING
         self.nests = self._template_nests = True
         self._data: Mapping[str, Any] | None = None
 
     def start(self, variables: Mapping[str, Any]) -> None:
-        """Begin a rendering of ``variables``."""
-        self.left = BASE
+        """Begin a rendering with these template variables."""
+        self.remaining = BASE
         self.nests = self._template_nests
         self._data = variables
 
     def compile(self, nests: bool) -> None:
-        """Begin to compile a template, which ``nests`` or never does."""
-        self.left = COMPILING
+        """Begin to compile a template; ``nests`` holds for its renderings."""
+        self.remaining = COMPILING
         self.nests, self._template_nests = True, nests
         self._data = None
 
@@ -89,21 +94,26 @@ class Allowance:
         """Take units off.
 
         Raises:
-            Overspent: they are not there.
+            Overspent: fewer remain.
         """
-        self.left -= units
-        if self.left < 0:
-            self.overspent()
+        self.remaining -= units
+        if self.remaining < 0:
+            self.extend_or_refuse()
 
-    def overspent(self) -> None:
-        """Add what the conversation's size allows, once; refuse where that is not enough."""
+    def extend_or_refuse(self) -> None:
+        """Add what the conversation's size allows, at most once a rendering. To be called when ``remaining`` < 0.
+
+        Raises:
+            Overspent: ``remaining`` is still negative.
+        """
         if self._data is not None:
             data, self._data = self._data, None
-            bounds = Allowance()
-            bounds.left = 1 << 62
-            more = PER_UNIT_OF_DATA * bounds.weigh([one for one in data.values() if type(one) in (str, list, dict)])
-            self.left += max(more, min(4 * more, GENEROUS))
-        if self.left < 0:
+            unlimited = Allowance()
+            unlimited.remaining = 1 << 62
+            values = [value for value in data.values() if type(value) in (str, list, dict)]
+            more = PER_UNIT_OF_DATA * unlimited.weigh(values)
+            self.remaining += max(more, min(4 * more, GENEROUS))
+        if self.remaining < 0:
             raise Overspent(
                 "it takes more loop iterations, other steps or characters for one conversation than any should"
             )
@@ -111,18 +121,20 @@ class Allowance:
     # Sizes
 
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
-        """Spend what it takes to go through a value and all that is in it, as often as it is in it.
+        """Spend units for the size of a value: for each item of its containers and each byte of its texts.
+
+        An item that a value holds several times is counted each time.
 
         Args:
-            value: what a template holds.
+            value: any value of a template.
             factor: units for each byte of text.
-            written: require that all of it has a text of its own.
+            written: whether the value is to be written as text, so that everything in it must have a text of its own.
 
         Returns:
-            The units that were spent. What ``left`` drops by is another number where ``overspent`` adds to it.
+            The units that were spent. (``remaining`` may drop by less: spending can extend the allowance.)
 
         Raises:
-            NotText: something in it has no text of its own, and it is to be ``written``.
+            NotText: something in a value that is to be ``written`` has no text of its own.
         """
         waiting = [value]
         take = waiting.pop
@@ -145,7 +157,7 @@ class Allowance:
             elif isinstance(one, Namespace):
                 waiting.append(vars(one))
             elif written and kind not in _NUMBERS and not isinstance(one, Undefined):
-                raise NotText(f"the template writes {_called(one)}")
+                raise NotText(f"the template writes {_description(one)}")
             if units > 1 << 12:
                 self.spend(units)
                 spent += units
@@ -153,64 +165,63 @@ class Allowance:
         self.spend(units)
         return spent + units
 
-    def weighed(self, value: Any) -> Any:
-        """The value, having spent what it takes to compare it."""
+    def paid_operand(self, value: Any) -> Any:
+        """The same value, having paid for comparing it."""
         kind = type(value)
         if kind is str:
-            self.left -= len(value) >> 3
-            if self.left < 0:
-                self.overspent()
+            self.remaining -= len(value) >> 3
+            if self.remaining < 0:
+                self.extend_or_refuse()
         elif kind not in _NUMBERS:
             self.weigh(value)
         return value
 
-    def key(self, value: Any) -> Any:
-        """The value, having made sure that hashing it takes no long time and no deep stack."""
+    def checked_key(self, value: Any) -> Any:
+        """The same value, which may be hashed: a tuple is paid for, and one of tuples is refused."""
         if type(value) is not str and isinstance(value, tuple):
             self.weigh(value)
-            if any(isinstance(part, tuple) for part in value):
+            if any(isinstance(item, tuple) for item in value):
                 raise Overspent("a key of tuples within tuples")
         return value
 
     # Loops
 
-    def iterated(self, iterable: Any, weight: int) -> Any:
-        """What a loop goes through, every item of which costs ``weight`` units."""
-        if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _AHEAD:
-            self.left -= units
-            if self.left < 0:
-                self.overspent()
-            return iterable
-        return iterable if isinstance(iterable, Undefined) else self.each(iterable, weight)
+    def paid_iterable(self, iterable: Any, weight: int) -> Any:
+        """What a ``for`` loop iterates over, whose every iteration costs ``weight`` units.
 
-    def each(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
-        """The items, each paid for when it is taken."""
-        items = iter(iterable)  # at once: what cannot be gone through is an error here
+        Short loops are paid here, long ones and those of unknown length iteration by iteration.
+        """
+        if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _PAID_AT_ONCE:
+            self.remaining -= units
+            if self.remaining < 0:
+                self.extend_or_refuse()
+            return iterable
+        return iterable if isinstance(iterable, Undefined) else self.paid_items(iterable, weight)
+
+    def paid_items(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
+        """Iterates over something and pays ``weight`` units for each item when it is taken."""
+        items = iter(iterable)  # before the first item is asked for, so that what cannot be iterated over fails here
 
         def paid() -> Iterator[Any]:
             for item in items:
-                self.left -= weight
-                if self.left < 0:
-                    self.overspent()
+                self.remaining -= weight
+                if self.remaining < 0:
+                    self.extend_or_refuse()
                 yield item
 
         return paid()
 
-    def listed(self, iterable: Any, weight: int = 4 * ITEM) -> list[Any]:
-        """A list of what a template goes through."""
+    def paid_list(self, iterable: Any, weight: int = 4 * ITEM) -> list[Any]:
+        """A list of the items, each paid with ``weight`` units."""
         if isinstance(iterable, Sized):
             self.spend(len(iterable) * weight)
             return list(iterable)  # type: ignore[call-overload, no-any-return]
-        return list(self.each(iterable, weight))
+        return list(self.paid_items(iterable, weight))
 
     # Text
 
     def text(self, value: Any) -> str:
-        """The text of a value that a template writes: as ``str`` has it.
-
-        Raises:
-            NotText: it is no text, number or plain container of those.
-        """
+        """The text of a value that a template writes, as a plain ``str``."""
         if isinstance(value, str):
             return str(value)
         if type(value) not in _NUMBERS:
@@ -220,25 +231,25 @@ class Allowance:
         return text
 
     def soft_text(self, value: Any) -> str:
-        """The text of a value, which stays ``Markup`` if it is."""
+        """The text of a value; a string, and so ``Markup``, stays the same object."""
         if isinstance(value, str):
             self.spend(8 * text_bytes(value))  # what escaping may make of it
             return value
         return self.text(value)
 
     def joined(self, parts: Any, separator: str = "") -> str:
-        """The parts, each of them text, as one text."""
+        """The join of strings, which must be all that ``parts`` holds."""
         if type(parts) is not list:
-            parts = self.listed(parts)
+            parts = self.paid_list(parts)
         units = sum(map(len, parts)) + len(separator) * len(parts)
-        if units > _SMALL and not (separator.isascii() and all(map(str.isascii, parts))):
+        if units > _SHORT_TEXT and not (separator.isascii() and all(map(str.isascii, parts))):
             units *= 4
-        self.left -= units
-        if self.left < 0:
-            self.overspent()
+        self.remaining -= units
+        if self.remaining < 0:
+            self.extend_or_refuse()
         return separator.join(parts)
 
-    def concatenated(self, *parts: Any) -> str:
+    def concatenate(self, *parts: Any) -> str:
         """``a ~ b ~ c``."""
         for part in parts:
             if type(part) is not str:
@@ -247,32 +258,32 @@ class Allowance:
 
     # Operators
 
-    def added(self, *parts: Any) -> Any:
+    def add(self, *operands: Any) -> Any:
         """``a + b + c``."""
-        for part in parts:
-            if type(part) is not str:
+        for operand in operands:
+            if type(operand) is not str:
                 break
         else:
-            return self.joined([*parts])
-        made, *others = parts
+            return self.joined([*operands])
+        result, *others = operands
         for other in others:
-            made = made + other
-            if isinstance(made, str):
-                self.spend(text_bytes(made))
-            elif isinstance(made, (list, tuple)):
+            result = result + other
+            if isinstance(result, str):
+                self.spend(text_bytes(result))
+            elif isinstance(result, (list, tuple)):
                 self.nests = True
-                self.spend(POINTER * len(made))
-        return self.number(made)
+                self.spend(POINTER * len(result))
+        return self.checked_number(result)
 
-    def subtracted(self, left: Any, right: Any) -> Any:
+    def subtract(self, left: Any, right: Any) -> Any:
         """``left - right``."""
-        result = self.number(left - right)
+        result = self.checked_number(left - right)
         if isinstance(result, (set, frozenset)):
             raise NotText("the template makes a set, whose order differs from run to run; make a list with a loop")
         return result
 
-    def number(self, value: Any) -> Any:
-        """The value, if it is no whole number beyond all use."""
+    def checked_number(self, value: Any) -> Any:
+        """The same value; a whole number of ``MAX_NUMBER`` or more, of either sign, is refused."""
         if type(value) is int and not -MAX_NUMBER < value < MAX_NUMBER:
             raise Overspent(f"a number of {value.bit_length()} bits is too large for a chat template")
         return value
@@ -281,65 +292,61 @@ class Allowance:
         """``item in holder``."""
         kind = type(holder)
         if kind is str:
-            self.left -= len(holder) >> 2
-            if self.left < 0:
-                self.overspent()
+            self.remaining -= len(holder) >> 2
+            if self.remaining < 0:
+                self.extend_or_refuse()
         elif kind is dict:
-            self.key(item)
+            self.checked_key(item)
         elif isinstance(holder, (list, tuple)) and type(item) in (str, *_NUMBERS):
             self.spend(len(holder) * (ITEM + (len(item) >> 3 if type(item) is str else 0)))
         elif isinstance(holder, (dict, *_CONTAINERS)):
-            self.weigh((holder, self.key(item)))
+            self.weigh((holder, self.checked_key(item)))
         elif not isinstance(holder, (Undefined, str, range)) or not isinstance(item, (str, int)):
-            return item in self.each(holder)
+            return item in self.paid_items(holder)
         return item in holder
 
-    def cut(self, part: Any) -> Any:
-        """What was cut out of something."""
-        if isinstance(part, str):
-            self.spend(text_bytes(part))
-        elif isinstance(part, (list, tuple)):
-            self.spend(POINTER * len(part))
-        return part
+    def paid_slice(self, result: Any) -> Any:
+        """The same value, which slicing has made, having paid for it."""
+        if isinstance(result, str):
+            self.spend(text_bytes(result))
+        elif isinstance(result, (list, tuple)):
+            self.spend(POINTER * len(result))
+        return result
 
-    def filled(self, template: str, values: Sequence[Any]) -> None:
-        """Pay for ``template % values``, where each ``%`` may name any of the values.
-
-        Raises:
-            NotText: a value has no text of its own.
-        """
+    def pay_for_percent_format(self, template: str, values: Sequence[Any]) -> None:
+        """Pay for ``template % values``, as if each ``%`` wrote all of the values."""
         weight = self.weigh(values, _QUOTED, written=True)
         weight += 4 * max(numbers_in(template), sum_of_numbers(values) if "*" in template else 0)
         self.spend(text_bytes(template) + template.count("%") * weight)
 
 
 def text_bytes(text: str) -> int:
-    """The most bytes that hold a text."""
+    """The most bytes that Python takes for the characters of a text, which it stores at one width."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 def numbers_in(text: str) -> int:
-    """The sum of the whole numbers in a format: what it asks for by itself, in characters."""
+    """The sum of the whole numbers in a format string: at least as many characters as its widths pad to."""
     return sum(int(digits) if len(digits) < 19 else 1 << 62 for digits in re.findall(r"\d+", text))
 
 
 def sum_of_numbers(values: Iterable[Any]) -> int:
-    """The sum of the whole numbers among arguments, none of them negative."""
-    return sum(abs(one) for one in values if isinstance(one, int))
+    """The sum of the whole numbers among arguments, without their signs."""
+    return sum(abs(value) for value in values if isinstance(value, int))
 
 
-def _called(value: Any) -> str:
-    """What a value without a text is, for a sentence."""
+def _description(value: Any) -> str:
+    """Words for a value without a text of its own, to end an error message."""
     if hasattr(value, "__next__") and type(value).__module__ == "builtins":  # generators and iterators, not loops
         return "values that are still to come: was `| list` forgotten?"
     name = getattr(value, "__name__", None) or getattr(value, "name", None)
-    known = f" ({name})" if isinstance(name, str) and name.isidentifier() else ""
+    shown = f" ({name})" if isinstance(name, str) and name.isidentifier() else ""
     if isinstance(value, Macro):
-        what = "a macro"
+        kind = "a macro"
     elif isinstance(value, (BuiltinMethodType, MethodType)):
-        what = "a method"
-    elif isinstance(value, (FunctionType, type)) or (callable(value) and known):
-        what = "a function"
+        kind = "a method"
+    elif isinstance(value, (FunctionType, type)) or (callable(value) and shown):
+        kind = "a function"
     else:
         return f"an object of type {type(value).__name__}, which has no text of its own"
-    return f"{what}{known}: were parentheses forgotten?"
+    return f"{kind}{shown}: were parentheses forgotten?"

@@ -1,16 +1,16 @@
-"""The sandbox that chat templates run in.
+"""The sandbox that chat templates run in, and the Python code that they are compiled to.
 
-Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, set up as
-transformers sets it up (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``,
-``strftime_now``, a ``tojson`` that does not escape HTML), so that the same template gives the same text. What
-differs is deliberate: nothing random, no clock, an allowance for what a rendering may do and write (``allowance``),
-and short cuts for the attribute look-ups and calls that chat templates make thousands of times on plain dicts, strings
-and lists.
+Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, set up as transformers
+sets it up (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``, ``strftime_now``, a ``tojson`` that
+does not escape HTML), so that the same template gives the same text. Three differences are deliberate. A template gets
+nothing random and no clock. An allowance limits what one rendering may do and write (``allowance``). Look-ups and calls
+that chat templates make thousands of times on plain dicts, strings and lists take short cuts.
 
-Jinja writes a template as Python. What ``CountingGenerator`` writes differently is what can grow or go on: joining,
-adding, slicing, comparing and searching go through the allowance; every loop pays for its iterations by the size of its
-body, and every macro and block for its own when it is entered. Where a value is exactly a dict or a list and the answer
-certain, the code takes it at once, as the sandbox would; all else still goes there.
+Jinja compiles a template to Python. ``CountingGenerator`` writes that code: an operation that can make a large value or
+take long (joining, adding, slicing, comparing, searching) becomes a call of a method that pays for it from the
+allowance; a loop pays for every iteration by the size of its body, a macro or block whenever it is entered.
+``TemplateEnvironment`` is the sandbox in which the code runs. A short cut may be taken only where the value is exactly
+a dict, list or string and the sandbox would give the same answer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron_sft_idx.chat.template.prices import METHOD_FACTORS, SHORT_ARGUMENT
 from megatron_sft_idx.errors import FormatError
 
 GENERATION = "_generation"
-"""The method name by which ``{% generation %}`` blocks are known in a syntax tree."""
+"""The method name that marks a ``{% generation %}`` block in a syntax tree."""
 
 MARK = "trace "
-"""What the names of the filters begin with by which tracing marks a template."""
+"""How the names of filters begin that tracing puts into a syntax tree. No template may call them."""
 
 MAX_REPEATED = 1 << 24
 """The longest string or list that ``*`` may make, in items."""
@@ -50,18 +50,19 @@ MAX_MESSAGE = 2000
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _VIEWS = frozenset({"items", "keys", "values"})
-_COMPARING = frozenset(
+_COMPARING_TESTS = frozenset(
     ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
 )
-_OF_ALLOWANCE = (
-    "added", "concatenated", "contains", "cut", "iterated", "key", "soft_text", "spend", "subtracted", "text",
-    "weighed",
+_ALLOWANCE_METHODS = (
+    "add", "checked_key", "concatenate", "contains", "paid_iterable", "paid_operand", "paid_slice", "soft_text",
+    "spend", "subtract", "text",
 )  # fmt: skip
+"""Methods of ``Allowance`` that compiled templates call on the environment."""
 
-_NODE = 24
-"""Units of a node of the syntax tree, each time that the body around it is gone through."""
+_NODE_UNITS = 24
+"""Units of a node of the syntax tree, each time that the body which holds it is executed."""
 
-_ENTERS = 2048
+_ENTRY_UNITS = 2048
 """Further units of a macro, a block or a recursive loop, each time that it is entered."""
 
 _LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
@@ -69,7 +70,9 @@ _DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"})
 _NESTING_FILTERS = frozenset({"batch", "slice", "groupby", "dictsort", "map", "sum"})
 _NESTING_NAMES = frozenset({"dict", "varargs", "kwargs", "cycler"})
-_COMPARED = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
+_PYTHON_OPERATORS = {
+    "eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in",
+}  # fmt: skip
 
 
 class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
@@ -77,7 +80,7 @@ class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the
 
 
 class _Generation(Extension):
-    """Parses ``{% generation %}`` into a call block, which ``trace`` turns into marks."""
+    """Parses a ``{% generation %}`` block as a call of ``GENERATION``, which ``trace`` replaces by marks."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -117,55 +120,63 @@ class _TemplateDict:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         if args and not isinstance(args[0], Mapping):
-            pairs = self._allowance.listed(args[0])
-            args = ([(self._allowance.key(key), value) for key, value in pairs], *args[1:])
-        for some in (*args, kwargs):
-            self._allowance.spend(4 * POINTER * len(some))
+            pairs = self._allowance.paid_list(args[0])
+            args = ([(self._allowance.checked_key(key), value) for key, value in pairs], *args[1:])
+        for items in (*args, kwargs):
+            self._allowance.spend(4 * POINTER * len(items))
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(map(self._allowance.key, self._allowance.listed(keys)), value)
+        return dict.fromkeys(map(self._allowance.checked_key, self._allowance.paid_list(keys)), value)
+
+
+# The Python code of a template
 
 
 class CountingGenerator(CodeGenerator):
-    """The generator for an environment that has the methods of ``Allowance``."""
+    """Writes a template's syntax tree as Python code that pays for what it does.
+
+    The methods ``visit_...`` are Jinja's interface: each writes one kind of node. The code may rely on ``environment``
+    being a ``TemplateEnvironment``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._prices: dict[int, int] = {}  # by the identity of what a loop goes through, or of a body that is entered
+        # Units by the id() of a node that a loop iterates over, for each iteration, or of a body, for each entry.
+        self._prices: dict[int, int] = {}
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Write a node; what a loop goes through with its price."""
+        """Write a node; one that a loop iterates over is written so that each iteration is paid."""
         price = self._prices.pop(id(node), None)
         if price is None:
             return super().visit(node, *args, **kwargs)
-        self.write("environment.iterated(")
+        self.write("environment.paid_iterable(")
         super().visit(node, *args, **kwargs)
         return self.write(f", {price})")
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        """Write statements, those of a body that pays when it is entered with their price."""
+        """Write the statements of a body; one that pays on entry pays before its first statement."""
         price = self._prices.get(id(nodes))
         if price is not None:
             self.writeline(f"environment.spend({price})")
         super().blockvisit(nodes, frame)
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's names
-        """Find out first where a dict's missing item may be None as well as undefined."""
-        self._asked = set(_asked(node))
+        """Write the template, having found the prices of its blocks and the look-ups whose result may be None."""
+        self._none_for_missing = set(_none_for_missing(node))
         for block in node.find_all(nodes.Block):
-            self._prices[id(block.body)] = _ENTERS + _price(block.body)
+            self._prices[id(block.body)] = _ENTRY_UNITS + _body_units(block.body)
         super().visit_Template(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
-        """Write a loop, which pays for each iteration; a recursive one is entered anew from within."""
-        price = _price([*node.body, *([node.test] if node.test else [])])
-        self._prices[id(node.body if node.recursive else node.iter)] = price + (_ENTERS if node.recursive else 0)
+        """Write a loop, which pays for each iteration; the body of a recursive loop is a function, paid on entry."""
+        price = _body_units([*node.body, *([node.test] if node.test else [])])
+        self._prices[id(node.body if node.recursive else node.iter)] = price + (_ENTRY_UNITS if node.recursive else 0)
         super().visit_For(node, frame)
 
     def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> tuple[Frame, Any]:
-        """Write the body of a macro or of a call block."""
-        self._prices[id(node.body)] = _ENTERS + _price([*node.body, *node.defaults])
+        """Write the body of a macro or of a call block, which pays on entry."""
+        self._prices[id(node.body)] = _ENTRY_UNITS + _body_units([*node.body, *node.defaults])
         return super().macro_body(node, frame)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -180,135 +191,137 @@ class CountingGenerator(CodeGenerator):
         else:
             self.write(") is str else environment.text(written))")
 
-    def _put(self, frame: Frame, *parts: str | nodes.Node) -> None:
-        """Write code, and expressions in between."""
-        for part in parts:
-            if isinstance(part, str):
-                self.write(part)
+    def _write_code(self, frame: Frame, *code: str | nodes.Node) -> None:
+        """Write Python code: strings as they are, nodes as code for their value."""
+        for text_or_node in code:
+            if isinstance(text_or_node, str):
+                self.write(text_or_node)
             else:
-                self.visit(part, frame)
+                self.visit(text_or_node, frame)
 
-    def _called(self, function: str, arguments: Sequence[nodes.Expr], frame: Frame) -> None:
-        self._put(frame, f"environment.{function}(", *(part for one in arguments for part in (one, ", ")), ")")
+    def _write_call(self, method: str, arguments: Sequence[nodes.Expr], frame: Frame) -> None:
+        """Write a call of a method of the environment."""
+        commas = (code for argument in arguments for code in (argument, ", "))
+        self._write_code(frame, f"environment.{method}(", *commas, ")")
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a + b + c``."""
-        parts: list[nodes.Expr] = [node.right]
+        others: list[nodes.Expr] = [node.right]  # last operand first
         first = node.left
         while isinstance(first, nodes.Add):
-            parts.append(first.right)
+            others.append(first.right)
             first = first.left
-        if len(parts) == 1 and (_is_number(first) or _is_number(node.right)):
-            self._put(frame, "(", first, " + ", node.right, ")")
+        if len(others) == 1 and (_is_number(first) or _is_number(node.right)):
+            self._write_code(frame, "(", first, " + ", node.right, ")")
         else:
-            self._called("added", [first, *reversed(parts)], frame)
+            self._write_call("add", [first, *reversed(others)], frame)
 
     @optimizeconst
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a - b``."""
         if _is_number(node.left) or _is_number(node.right):
-            self._put(frame, "(", node.left, " - ", node.right, ")")
+            self._write_code(frame, "(", node.left, " - ", node.right, ")")
         else:
-            self._called("subtracted", [node.left, node.right], frame)
+            self._write_call("subtract", [node.left, node.right], frame)
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         """Write ``a ~ b``."""
         if not (frame.eval_ctx.volatile or frame.eval_ctx.autoescape):
-            self._called("concatenated", node.nodes, frame)
+            self._write_call("concatenate", node.nodes, frame)
             return
         self.write("(markup_join if context.eval_ctx.autoescape else str_join)((")
-        for part in node.nodes:
-            self._called("soft_text", [part], frame)
+        for operand in node.nodes:
+            self._write_call("soft_text", [operand], frame)
             self.write(", ")
         self.write("))")
 
     @optimizeconst
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Write a comparison: as it is where one side is small, else paid for."""
+        """Write a comparison, which pays for its operands unless one of two is small."""
         operands = [node.expr, *(operand.expr for operand in node.ops)]
         operators = [operand.op for operand in node.ops]
-        if operators in (["in"], ["notin"]) and not _is_listed(operands[1]):
+        if operators in (["in"], ["notin"]) and not _is_constant_list(operands[1]):
             self.write("(not " if operators == ["notin"] else "(")
-            self._called("contains", operands, frame)
+            self._write_call("contains", operands, frame)
             self.write(")")
             return
-        free = len(operands) == 2 and (any(map(_is_small, operands)) or _is_listed(operands[1]))
+        free = len(operands) == 2 and (any(map(_is_small, operands)) or _is_constant_list(operands[1]))
         self.write("(")
         for operator, operand in zip(["", *operators], operands, strict=True):
-            self.write(f" {_COMPARED[operator]} " if operator else "")
+            self.write(f" {_PYTHON_OPERATORS[operator]} " if operator else "")
             if free:
                 self.visit(operand, frame)
             else:
-                self._called("weighed", [operand], frame)
+                self._write_call("paid_operand", [operand], frame)
         self.write(")")
 
     @optimizeconst
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
-        """Take a dict's item, or what a loop says of itself."""
+        """Write ``a.b``: a dict's item or an attribute of ``loop`` at once, all else through the sandbox."""
         name, attribute = self.temporary_identifier(), node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in _LOOP_ATTRIBUTES:
-            taken, known = f"{name}.{attribute}", "LoopContext"
+            quick, condition = f"{name}.{attribute}", "LoopContext"
         elif attribute in _DICT_ATTRIBUTES:
             super().visit_Getattr(node, frame)
             return
-        elif node in self._asked:
-            taken, known = f"{name}.get({attribute!r})", "dict"
+        elif node in self._none_for_missing:
+            quick, condition = f"{name}.get({attribute!r})", "dict"
         else:
-            taken, known = f"{name}[{attribute!r}]", f"dict and {attribute!r} in {name}"
-        other = f" else environment.getattr({name}, {attribute!r}))"
-        self._put(frame, f"({taken} if type({name} := ", node.node, f") is {known}{other}")
+            quick, condition = f"{name}[{attribute!r}]", f"dict and {attribute!r} in {name}"
+        safe = f" else environment.getattr({name}, {attribute!r}))"
+        self._write_code(frame, f"({quick} if type({name} := ", node.node, f") is {condition}{safe}")
 
     @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Write ``a[b:c]``, paid for; take a dict's item by its name, or a list's by its number."""
+        """Write ``a[b]`` or ``a[b:c]``; a dict's item by a constant name and a list's by a number are taken at once."""
         if isinstance(node.arg, nodes.Slice):
-            self._put(frame, "environment.cut(", node.node, "[", node.arg, "])")
+            self._write_code(frame, "environment.paid_slice(", node.node, "[", node.arg, "])")
             return
         name, key = self.temporary_identifier(), self.temporary_identifier()
         if isinstance(node.arg, nodes.Const) and type(node.arg.value) is str:
             key = repr(node.arg.value)
-            self._put(frame, f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}")
+            self._write_code(frame, f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}")
         else:
             inside = f") is int) and -len({name}) <= {key} < len({name})"
-            taken = f"({name}[{key}] if (type({name} := "
-            self._put(frame, taken, node.node, f") is list) & (type({key} := ", node.arg, inside)
+            quick = f"({name}[{key}] if (type({name} := "
+            self._write_code(frame, quick, node.node, f") is list) & (type({key} := ", node.arg, inside)
         self.write(f" else environment.getitem({name}, {key}))")
 
     @optimizeconst
     def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802
-        """Ask whether a value is a string, without a call."""
+        """Write a test; that for a string needs no call."""
         if node.name == "string":
-            self._put(frame, "isinstance(", node.node, ", str)")
+            self._write_code(frame, "isinstance(", node.node, ", str)")
         else:
             super().visit_Test(node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        """Write a dict, whose keys are hashed."""
+        """Write a dict, whose keys must not be slow to hash."""
         self.write("{")
         for item in node.items:
             if isinstance(item.key, nodes.Const):
                 self.visit(item.key, frame)
             else:
-                self._called("key", [item.key], frame)
-            self._put(frame, ": ", item.value, ", ")
+                self._write_call("checked_key", [item.key], frame)
+            self._write_code(frame, ": ", item.value, ", ")
         self.write("}")
 
     @optimizeconst
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Write a call; that of a method without a look-up of its own."""
+        """Write a call; that of a method as ``call_method``, which saves looking the method up first."""
         if forward_caller or not isinstance(node.node, nodes.Getattr):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
         scopes = f"{'_loop_vars' if frame.loop_frame else None}, {'_block_vars' if frame.block_frame else None}"
-        self._put(frame, "environment.call_method(context, ", node.node.node, f", {node.node.attr!r}, {scopes}")
+        self._write_code(frame, "environment.call_method(context, ", node.node.node, f", {node.node.attr!r}, {scopes}")
         self.signature(node, frame)
         self.write(")")
 
 
 def _is_number(node: nodes.Node) -> bool:
-    """Whether it is a number that is not large, whatever the data are."""
+    """Whether an expression is a small number, whatever the conversation holds."""
     if isinstance(node, nodes.Getattr):
         return isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in _LOOP_NUMBERS
     if isinstance(node, nodes.Filter):
@@ -318,49 +331,56 @@ def _is_number(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and type(node.value) in (int, float)
 
 
-def _is_listed(node: nodes.Node) -> bool:
-    """Whether these are constants in a list, which is short."""
+def _is_constant_list(node: nodes.Node) -> bool:
+    """Whether an expression is a list or tuple of constants, which is short."""
     return isinstance(node, (nodes.List, nodes.Tuple)) and all(isinstance(item, nodes.Const) for item in node.items)
 
 
 def _is_small(node: nodes.Node) -> bool:
-    """Whether comparing with it is one step, whatever it is compared with."""
+    """Whether comparing anything with an expression takes one step."""
     return isinstance(node, nodes.Const) or _is_number(node)
 
 
 def nests(tree: nodes.Template) -> bool:
-    """Whether a template may put lists or dicts into others: by a literal, a filter, or the arguments of a macro."""
+    """Whether a template may put lists or dicts into others: by a literal, a filter, or the arguments of a macro.
+
+    Only then can a value be much larger than the conversation, by holding one list many times.
+    """
     for node in tree.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Name, nodes.Call)):
         if isinstance(node, nodes.Filter):
-            found = node.name in _NESTING_FILTERS
+            nesting = node.name in _NESTING_FILTERS
         elif isinstance(node, nodes.Name):
-            found = node.name in _NESTING_NAMES
+            nesting = node.name in _NESTING_NAMES
         elif isinstance(node, nodes.Dict):
-            found = not all(isinstance(item.value, nodes.Const) for item in node.items)
+            nesting = not all(isinstance(item.value, nodes.Const) for item in node.items)
         elif isinstance(node, nodes.Call):
-            found = isinstance(node.node, nodes.Getattr) and node.node.attr == "fromkeys"
+            nesting = isinstance(node.node, nodes.Getattr) and node.node.attr == "fromkeys"
         else:
             assert isinstance(node, (nodes.List, nodes.Tuple))
-            found = not _is_listed(node) and getattr(node, "ctx", "load") == "load"
-        if found:
+            nesting = not _is_constant_list(node) and getattr(node, "ctx", "load") == "load"
+        if nesting:
             return True
     return False
 
 
-def _price(body: Sequence[nodes.Node]) -> int:
-    """What it takes to go through statements once, and through what is in them."""
-    return ITEM + _NODE * sum(1 + sum(1 for _ in node.find_all(nodes.Node)) for node in body)
+def _body_units(body: Sequence[nodes.Node]) -> int:
+    """The units that one execution of these statements costs, without the loops and macros that pay for themselves."""
+    return ITEM + _NODE_UNITS * sum(1 + sum(1 for _ in node.find_all(nodes.Node)) for node in body)
 
 
-def _asked(template: nodes.Template) -> Iterator[nodes.Node]:
-    """Expressions of which only that counts whether they are true, a string, or the same as a constant string."""
+def _none_for_missing(template: nodes.Template) -> Iterator[nodes.Node]:
+    """The expressions whose value may be None where it should be undefined, because the template cannot tell.
+
+    It only asks whether they are true, are a string, or equal a constant string. Compiled code may then use
+    ``dict.get``.
+    """
     for node in template.find_all((nodes.If, nodes.CondExpr, nodes.Not, nodes.Or, nodes.Test, nodes.Compare)):
         if isinstance(node, (nodes.If, nodes.CondExpr)):
-            yield from _tested(node.test)
+            yield from _truth_operands(node.test)
         elif isinstance(node, nodes.Not):
-            yield from _tested(node.node)
+            yield from _truth_operands(node.node)
         elif isinstance(node, nodes.Or):
-            yield from _tested(node.left)
+            yield from _truth_operands(node.left)
         elif isinstance(node, nodes.Test) and node.name == "string":
             yield node.node
         elif isinstance(node, nodes.Compare) and all(
@@ -370,21 +390,33 @@ def _asked(template: nodes.Template) -> Iterator[nodes.Node]:
             yield node.expr
 
 
-def _tested(node: nodes.Node) -> Iterator[nodes.Node]:
-    """The expressions that decide whether one is true, and of which nothing else counts then."""
+def _truth_operands(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The operands of ``and`` and ``or`` in a condition, of which only the truth counts; else the condition itself."""
     if isinstance(node, (nodes.And, nodes.Or)):
-        yield from _tested(node.left)
-        yield from _tested(node.right)
+        yield from _truth_operands(node.left)
+        yield from _truth_operands(node.right)
     else:
         yield node
+
+
+# The sandbox in which that code runs
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox with the names and filters that chat templates expect.
 
     The overridden look-ups answer the common cases (exact dicts, strings, lists, ``loop`` and namespaces) as
-    the sandbox would, and leave everything else to it. What compiled templates do is taken off ``allowance``; its
-    methods are the environment's too, because compiled templates have the environment at hand.
+    the sandbox would, and leave everything else to it. It also has the methods of ``Allowance`` that compiled templates
+    call, because the environment is the one object that their code can reach.
+
+    Args:
+        template_date: the day, ``YYYY-MM-DD``, that ``strftime_now`` tells; None refuses templates that ask for it.
+
+    Attributes:
+        allowance: what the rendering under way may still do. One environment serves one rendering at a time.
+
+    Raises:
+        FormatError: ``template_date`` is not a date.
     """
 
     code_generator_class = CountingGenerator
@@ -395,18 +427,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.allowance = allowance = Allowance()
         self.concat = allowance.joined  # type: ignore[method-assign]
         self.finalize: Callable[..., Any] = allowance.soft_text
-        for name in _OF_ALLOWANCE:
+        for name in _ALLOWANCE_METHODS:
             setattr(self, name, getattr(allowance, name))
         self.filters = counted_filters(allowance, self.filters)
         tests: dict[str, Any] = {**self.tests}
-        for name in _COMPARING:
-            self.tests[name] = _counted_test(tests[name], allowance.weighed)
+        for name in _COMPARING_TESTS:
+            self.tests[name] = _counted_test(tests[name], allowance.paid_operand)
         for name in ("lower", "upper"):
             self.tests[name] = _counted_test(tests[name], allowance.soft_text)
         self.tests["in"] = allowance.contains
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = self._raise_exception
-        self.globals["strftime_now"] = _clock(template_date, allowance)
+        self.globals["strftime_now"] = _strftime_now(template_date, allowance)
         self.globals["dict"] = _TemplateDict(allowance)
         self.globals["namespace"] = _TemplateNamespace
         self._methods = {
@@ -440,7 +472,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Call a filter that a template names in a string, as in ``map("trim")``.
 
         Raises:
-            TemplateRuntimeError: there is no such filter; the marks of tracing are none that a template may call.
+            TemplateRuntimeError: there is no such filter, or it is a mark of tracing, which no template may call.
         """
         if isinstance(name, str) and name.startswith(MARK):
             raise TemplateRuntimeError(f"No filter named {name!r}.")
@@ -456,7 +488,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=argument)
         elif type(obj) is list and type(argument) is int and -len(obj) <= argument < len(obj):
             return obj[argument]
-        return super().getitem(obj, self.allowance.key(argument))
+        return super().getitem(obj, self.allowance.checked_key(argument))
 
     def call(
         __self,  # noqa: N805 - templates may pass any keyword
@@ -465,9 +497,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call from a template: methods of plain values as their prices allow, the rest through the sandbox.
+        """Call what a template calls: methods of plain values at their price, anything else as the sandbox does.
 
-        Methods that change their object never get here: the sandbox refuses to hand them out.
+        Methods that change their object need no check here: the sandbox's look-ups never return them.
         """
         plain = type(__obj) is BuiltinMethodType or (type(__obj) is MethodType and type(__obj.__self__) is Markup)
         if plain or __obj is _TemplateNamespace:
@@ -491,7 +523,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call ``value.name(...)``; compiled loops and blocks pass their scopes along."""
+        """Call ``value.name(...)`` for compiled code, which passes the scopes of its loop and block along."""
         kind = type(value)
         if kind is dict:
             if name == "get" and args and type(args[0]) is str and not kwargs:
@@ -502,11 +534,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             kind is str
             and name in METHOD_FACTORS
             and (not args or (type(args[0]) is str and len(args[0]) < SHORT_ARGUMENT))
-        ):  # `call_method` for most calls: what it takes off beside this are long arguments
+        ):  # as `prices.call_method` would, which would take off more only for longer arguments
             allowance = self.allowance
-            allowance.left -= METHOD_FACTORS[name] * (len(value) if value.isascii() else 4 * len(value))
-            if allowance.left < 0:
-                allowance.overspent()
+            allowance.remaining -= METHOD_FACTORS[name] * (len(value) if value.isascii() else 4 * len(value))
+            if allowance.remaining < 0:
+                allowance.extend_or_refuse()
             return getattr(value, name)(*args, **kwargs)
         if loop_vars is not None:
             kwargs["_loop_vars"] = loop_vars
@@ -520,24 +552,27 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**":
             if not all(type(side) in (int, float) and abs(side) <= 4096 for side in (left, right)):
                 shown = [repr(side) if type(side) in (int, float) else type(side).__name__ for side in (left, right)]
-                raise Overspent(f"{_cut(' ** '.join(shown))} is too large for a chat template")
+                raise Overspent(f"{_shortened(' ** '.join(shown))} is too large for a chat template")
         elif operator == "%":
             if isinstance(left, str):
-                allowance.filled(left, right if isinstance(right, tuple) else (right,))
+                allowance.pay_for_percent_format(left, right if isinstance(right, tuple) else (right,))
         else:
-            for one, other in ((left, right), (right, left)):
-                if isinstance(one, (str, list, tuple)) and isinstance(other, int):
-                    if len(one) * other > MAX_REPEATED:
-                        raise Overspent(f"repeating something {other} times is too much for a chat template")
-                    each = text_bytes(one) if isinstance(one, str) else POINTER * len(one)
-                    allowance.spend(each * max(0, other))
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, (str, list, tuple)) and isinstance(times, int):
+                    if len(value) * times > MAX_REPEATED:
+                        raise Overspent(f"repeating something {times} times is too much for a chat template")
+                    units = text_bytes(value) if isinstance(value, str) else POINTER * len(value)
+                    allowance.spend(units * max(0, times))
                     allowance.nests = True
             if isinstance(left, int) and isinstance(right, int):
                 allowance.spend(left.bit_length() + right.bit_length() >> 3)
-        return allowance.number(super().call_binop(context, operator, left, right))
+        return allowance.checked_number(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` as the sandbox has it, each field paid for and refused if it has no text of its own."""
+        """A template's ``str.format`` or ``str.format_map``; None where ``value`` is neither.
+
+        It formats as the sandbox does, pays for each field, and refuses fields that have no text of their own.
+        """
         if super().wrap_str_format(value) is None:
             return None
         text, by_map = value.__self__, value.__name__ == "format_map"
@@ -553,7 +588,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _raise_exception(self, message: Any) -> None:
-        raise RaisedByTemplate(_cut(self.allowance.text(message)))
+        raise RaisedByTemplate(_shortened(self.allowance.text(message)))
 
     def __reduce__(self) -> Any:
         raise TypeError("a template's environment stays in its process; pickle the ChatTemplate")
@@ -577,18 +612,20 @@ class _MeteredFormatter(SandboxedFormatter):
 
 
 class _EscapeFormatter(_MeteredFormatter, SandboxedEscapeFormatter):
-    """The same for Markup."""
+    """Formats the fields of Markup, which are escaped, each of them paid for."""
 
 
 def _counted_test(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A Jinja test each of whose operands is handed to ``pay`` first, which returns it."""
     return lambda *values: test(*map(pay, values))
 
 
-def _cut(message: str) -> str:
+def _shortened(message: str) -> str:
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
-def _clock(template_date: str | None, allowance: Allowance) -> Callable[[str], str]:
+def _strftime_now(template_date: str | None, allowance: Allowance) -> Callable[[str], str]:
+    """The function of that name for templates, whose day never changes."""
     day: datetime | None = None
     if template_date is not None:
         try:
@@ -602,7 +639,7 @@ def _clock(template_date: str | None, allowance: Allowance) -> Callable[[str], s
                 "the chat template asks for today's date, so its text would change from day to day; "
                 "give the date it should see with --template-date YYYY-MM-DD"
             )
-        if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # as the C library pads fields, on some machines
+        if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # the C library of some machines pads a field to this width
             raise Overspent("a date with the width of a field is too much for a chat template")
         allowance.spend(256 * len(style))
         return day.strftime(style)

@@ -1,11 +1,11 @@
-"""What methods and filters cost a template, by classes, and Jinja's filters paid for before they work.
+"""What methods of built-in types and Jinja's filters cost a template, and their calls, which pay first.
 
-The price is taken before the work is done, from the sizes of what is worked on. It bounds memory and time, and need not
-be near to either: at least one unit for each byte that is made, and one for every few nanoseconds of work, so that a
-whole allowance is gone within seconds. Ordinary rows use a small part of theirs. A method of a built-in type that is
-not in these tables cannot be called, and neither can a filter.
+A price is found from the sizes of a value and its arguments and taken before any work is done. It is an upper bound on
+memory and time, often a loose one: at least one unit for each byte that is made, and one for every few nanoseconds of
+work, so that a whole allowance lasts for seconds at most. A method or filter that is not in these tables cannot be
+called at all.
 
-What a filter makes text of must have a text of its own. ``tojson`` does not escape HTML, as transformers has it, and
+A value that a filter turns into text must have a text of its own. ``tojson`` does not escape HTML, as in transformers.
 ``random`` is refused.
 """
 
@@ -26,10 +26,15 @@ from markupsafe import Markup
 from megatron_sft_idx.chat.template.allowance import ITEM, Allowance, Overspent, sum_of_numbers, text_bytes
 
 Filter = Callable[..., Any]
-Values = tuple[Any, ...]
+Arguments = tuple[Any, ...]
+Price = Callable[[int, str, Arguments], int]
+"""Units for work on a text: of its size in bytes, the text, and the further arguments of the method or filter."""
+
+Payment = Callable[[Allowance, Any, Arguments], Any]
+"""Pays for a filter of a value with further arguments; returns the value that the filter is to work on."""
 
 SHORT_ARGUMENT = 64
-"""Characters: shorter arguments of the methods in ``METHOD_FACTORS`` are not paid for."""
+"""Characters: the first argument of a method in ``METHOD_FACTORS`` is not paid for if it is shorter."""
 
 METHOD_FACTORS = {
     **dict.fromkeys(
@@ -43,15 +48,15 @@ METHOD_FACTORS = {
     ),
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), 4),
 }  # fmt: skip
-"""Methods of strings whose price is a multiple of the string's bytes, with that factor, if their arguments are short.
+"""Methods of strings that cost so many units for each byte of the string if their first argument is short.
 
-A character may become three, as in '\u0390'.upper(), each as wide as the widest of the text.
+In upper case one character may become three, as in '\u0390'.upper(), each as wide as the widest of the text.
 """
 
-_PIECE = 96  # bytes of a short text beside its characters and of its place in a list
-_ESCAPED = 8  # a quotation mark becomes five characters, and the text is gone through for each of five kinds
+_SHORT_STRING = 96  # bytes of a short string object and of the pointer to it in a list, without its characters
+_ESCAPED = 8  # units of a byte: a quotation mark becomes five characters, in five passes over the text
 _SORTED = 256  # units of an item that is sorted, looked up and compared in Python
-_PRETTY = 64  # times a value's weight: pprint goes through it many times
+_PRETTY = 64  # units for each unit of a value's weight: pprint goes through it many times
 
 _METHODS: dict[type, frozenset[str]] = {
     tuple: frozenset({"count", "index"}),
@@ -62,46 +67,46 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 
 
-# Classes of prices: units for work on a text of that many bytes, with further arguments
+# Prices
 
 
-def _linear(factor: int) -> Callable[[int, str, Values], int]:
-    return lambda size, text, given: factor * size
+def _linear(factor: int) -> Price:
+    return lambda size, text, arguments: factor * size
 
 
-def _searched(size: int, text: str, given: Values) -> int:
-    """Arguments are looked at anew for each character: from the right no faster search is made."""
-    return size * (1 + sum(len(one) for one in given if isinstance(one, str)) // SHORT_ARGUMENT)
+def _searched(size: int, text: str, arguments: Arguments) -> int:
+    """For methods that may compare a whole argument at each character, as searches from the right do."""
+    return size * (1 + sum(len(one) for one in arguments if isinstance(one, str)) // SHORT_ARGUMENT)
 
 
-def _padded(size: int, text: str, given: Values) -> int:
-    """A width, in characters of any kind; 80 where none is given."""
-    return 4 * (size + max(80, sum_of_numbers(given)))
+def _padded(size: int, text: str, arguments: Arguments) -> int:
+    """For methods that fill up to a width, which is 80 where no argument gives one."""
+    return 4 * (size + max(80, sum_of_numbers(arguments)))
 
 
-def _multiplied(size: int, text: str, given: Values) -> int:
-    """Something of the length of the arguments comes beside each character."""
-    return size * (64 + sum_of_numbers(given) + sum(text_bytes(one) for one in given if isinstance(one, str)))
+def _multiplied(size: int, text: str, arguments: Arguments) -> int:
+    """For methods that may write all arguments, or as many blanks as one says, beside each character."""
+    return size * (64 + sum_of_numbers(arguments) + sum(text_bytes(one) for one in arguments if isinstance(one, str)))
 
 
-def _squared(size: int, text: str, given: Values) -> int:
-    """The text is gone through, or copied, again and again."""
-    return _multiplied(size, text, given) + (size * size >> 6)
+def _squared(size: int, text: str, arguments: Arguments) -> int:
+    """For methods that may copy the text once for each of its characters."""
+    return _multiplied(size, text, arguments) + (size * size >> 6)
 
 
-def _replaced(size: int, text: str, given: Values) -> int:
-    texts = [one for one in given if isinstance(one, str)]
+def _replaced(size: int, text: str, arguments: Arguments) -> int:
+    texts = [one for one in arguments if isinstance(one, str)]
     written = text.count(texts[0]) * len(texts[1]) if len(texts) == 2 else 0
     return 4 * (size + written)
 
 
-def _split(size: int, text: str, given: Values) -> int:
-    separator = next((one for one in given if isinstance(one, str) and one), None)
-    pieces = len(text) if separator is None else text.count(separator)
-    return _searched(size, text, given) + _PIECE * (3 + pieces)
+def _split(size: int, text: str, arguments: Arguments) -> int:
+    separator = next((one for one in arguments if isinstance(one, str) and one), None)
+    separators = len(text) if separator is None else text.count(separator)
+    return _searched(size, text, arguments) + _SHORT_STRING * (3 + separators)
 
 
-_STRING_PRICES: dict[str, Callable[[int, str, Values], int]] = {
+_STRING_PRICES: dict[str, Price] = {
     **{name: _linear(factor) for name, factor in METHOD_FACTORS.items()},
     **dict.fromkeys(("lstrip", "rfind", "rindex", "rpartition", "rstrip", "strip"), _searched),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _padded),
@@ -112,29 +117,30 @@ _STRING_PRICES: dict[str, Callable[[int, str, Values], int]] = {
 _MARKUP_PRICES = {**_STRING_PRICES, "join": _multiplied, "striptags": _squared, "unescape": _squared}
 
 
-def call_method(allowance: Allowance, value: Any, name: str, args: Values, kwargs: dict[str, Any]) -> Any:
-    """Call a method of a plain value, having paid for it.
+def call_method(allowance: Allowance, value: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Call method ``name`` of a value of a built-in type or of Markup, having paid for it.
 
     Raises:
-        Overspent: it costs too much, or is none that templates may call.
+        Overspent: the method costs more than remains, or templates may not call it.
+        NotText: an argument of a method of Markup has no text of its own.
     """
     kind = type(value)
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if kind is str and name in _STRING_PRICES:
-        if given:
-            allowance.weigh(given)
-        allowance.spend(_STRING_PRICES[name](text_bytes(value), value, given))
+        if arguments:
+            allowance.weigh(arguments)
+        allowance.spend(_STRING_PRICES[name](text_bytes(value), value, arguments))
     elif kind is str and name == "join" and len(args) == 1 and not kwargs:
-        parts = allowance.listed(args[0], ITEM)
+        parts = allowance.paid_list(args[0], ITEM)
         return allowance.joined(parts, value) if all(isinstance(part, str) for part in parts) else value.join(parts)
     elif isinstance(value, Markup) and name in _MARKUP_PRICES:
-        args = tuple(map(allowance.listed, args)) if name == "join" else args
+        args = tuple(map(allowance.paid_list, args)) if name == "join" else args
         weight = allowance.weigh((args, kwargs), _ESCAPED, written=True)
-        given = (weight,) if name == "join" else given  # the separator stands between so many parts at most
-        allowance.spend(_ESCAPED * max(weight, _MARKUP_PRICES[name](text_bytes(value), str(value), given)))
-    elif any(isinstance(value, known) and name in names for known, names in _METHODS.items()):
+        arguments = (weight,) if name == "join" else arguments  # the separator stands between so many parts at most
+        allowance.spend(_ESCAPED * max(weight, _MARKUP_PRICES[name](text_bytes(value), str(value), arguments)))
+    elif any(isinstance(value, type_) and name in names for type_, names in _METHODS.items()):
         if name == "get":
-            allowance.key(args[0] if args else None)
+            allowance.checked_key(args[0] if args else None)
         elif name in ("count", "index", "copy"):
             allowance.weigh((value, args))
     else:
@@ -142,66 +148,66 @@ def call_method(allowance: Allowance, value: Any, name: str, args: Values, kwarg
     return getattr(value, name)(*args, **kwargs)
 
 
-# Filters: each class pays, and gives the value that the filter is to work on
+# Payments for filters
 
 
-def _of_text(units: Callable[[int, str, Values], int], coerced: bool = True) -> Filter:
-    """Filters of a text, most of which make one of their value first."""
+def _of_text(price: Price, coerced: bool = True) -> Payment:
+    """For filters of a text, at this price; ``coerced`` for those that make a text of any other value first."""
 
-    def price(allowance: Allowance, value: Any, given: Values) -> Any:
-        weight = allowance.weigh(given, written=coerced) if given else 0
+    def payment(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
+        weight = allowance.weigh(arguments, written=coerced) if arguments else 0
         if coerced and not isinstance(value, str):
             value = allowance.text(value)
         if isinstance(value, str):
-            allowance.spend(max(weight, units(text_bytes(value), value, given)))
+            allowance.spend(max(weight, price(text_bytes(value), value, arguments)))
         elif not coerced:
-            allowance.spend(units(allowance.weigh(value), "", given))
+            allowance.spend(price(allowance.weigh(value), "", arguments))
         return value
 
-    return price
+    return payment
 
 
-def _pretty(allowance: Allowance, value: Any, given: Values) -> Any:
+def _pretty(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
     allowance.spend(_PRETTY * allowance.weigh(value, written=True))
     return value
 
 
-def _lazy(allowance: Allowance, value: Any, given: Values) -> Any:
-    """Filters that go through their value one by one, and look at arguments each time."""
-    weight = 4 * ITEM + allowance.weigh(given)
+def _lazy(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
+    """For filters that yield something for each item of their value and look at all arguments each time."""
+    weight = 4 * ITEM + allowance.weigh(arguments)
     if isinstance(value, Sized):
         allowance.spend(weight * len(value))
         return value
-    return allowance.each(value, weight) if hasattr(value, "__iter__") else value
+    return allowance.paid_items(value, weight) if hasattr(value, "__iter__") else value
 
 
-def _gathered(allowance: Allowance, value: Any, given: Values) -> Any:
-    """Filters that make lists, as many or as long as a number among the arguments says."""
-    allowance.spend(4 * ITEM * sum_of_numbers(given))
+def _gathered(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
+    """For filters that make lists; a number among the arguments may say how many, or how long."""
+    allowance.spend(4 * ITEM * sum_of_numbers(arguments))
     if isinstance(value, str):
         allowance.spend(text_bytes(value))
     elif hasattr(value, "__iter__"):
-        value = allowance.listed(value) if not isinstance(value, Sized) else _lazy(allowance, value, ())
+        value = allowance.paid_list(value) if not isinstance(value, Sized) else _lazy(allowance, value, ())
     return value
 
 
-def _compared(allowance: Allowance, value: Any, given: Values) -> Any:
-    """Filters that compare all items of their value with each other, in some order."""
+def _compared(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
+    """For filters that sort, or look items up in a dict."""
     value = _gathered(allowance, value, ())
     if isinstance(value, Sized):
         allowance.spend(_SORTED * len(value))
     allowance.weigh(value, 4)
     for item in value if isinstance(value, (list, tuple)) else ():
-        allowance.key(item)
+        allowance.checked_key(item)
     return value
 
 
 _FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")
-_PRICES: dict[str, Filter] = {
+_PAYMENTS: dict[str, Payment] = {
     **dict.fromkeys(("capitalize", "lower", "upper"), _of_text(_linear(4))),
     **dict.fromkeys(("e", "escape", "forceescape"), _of_text(_linear(_ESCAPED))),
     **dict.fromkeys(("title", "wordcount"), _of_text(_linear(64))),
-    **dict.fromkeys(("filesizeformat", "float", "int"), _of_text(lambda size, text, given: size * size >> 6, False)),
+    **dict.fromkeys(("filesizeformat", "float", "int"), _of_text(lambda size, text, _: size * size >> 6, False)),
     **dict.fromkeys(("round", "wordwrap"), _of_text(_squared, False)),
     **dict.fromkeys(("striptags", "urlize"), _of_text(_squared)),
     **dict.fromkeys(("pprint", "urlencode", "xmlattr"), _pretty),
@@ -210,32 +216,32 @@ _PRICES: dict[str, Filter] = {
     **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _compared),
     "center": _of_text(_padded),
     "indent": _of_text(_multiplied, False),
-    "safe": lambda allowance, value, given: allowance.soft_text(value),
+    "safe": lambda allowance, value, arguments: allowance.soft_text(value),
     "truncate": _of_text(_linear(4), False),
 }
 
 
-def _counted(filter_: Filter, price: Filter, allowance: Allowance) -> Filter:
-    """A filter whose price is taken first; ``price`` gives the value that it works on."""
+def _counted(filter_: Filter, payment: Payment, allowance: Allowance) -> Filter:
+    """A filter that pays before it works."""
     if hasattr(filter_, "jinja_pass_arg"):
 
         @wraps(filter_)
         def with_context(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            return filter_(context, price(allowance, value, (*args, *kwargs.values())), *args, **kwargs)
+            return filter_(context, payment(allowance, value, (*args, *kwargs.values())), *args, **kwargs)
 
         return with_context
 
     @wraps(filter_)
     def plain(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return filter_(price(allowance, value, (*args, *kwargs.values())), *args, **kwargs)
+        return filter_(payment(allowance, value, (*args, *kwargs.values())), *args, **kwargs)
 
     return plain
 
 
 def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
-    """Jinja's ``filters`` by their names, each of which takes off ``allowance`` what it costs.
+    """Filters for templates, by name: those of ``filters``, Jinja's own, each of which pays from ``allowance``.
 
-    Some are written anew, because they are used much or cannot be paid for before.
+    The functions below stand for filters that are used much, or whose price is known only while they work.
     """
 
     def trim(value: Any, chars: str | None = None) -> str:
@@ -250,7 +256,7 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
 
     @pass_eval_context
     def join(context: EvalContext, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
-        parts = allowance.listed(value, ITEM)
+        parts = allowance.paid_list(value, ITEM)
         if attribute is not None:
             parts = [*map(make_attrgetter(context.environment, attribute), parts)]
         if context.autoescape:
@@ -263,21 +269,21 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
     @pass_eval_context
     def replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
         s, old, new = (one if isinstance(one, str) else allowance.text(one) for one in (s, old, new))
-        allowance.spend(6 * _replaced(text_bytes(s), s, (old, new)))  # Markup escapes
+        allowance.spend(6 * _replaced(text_bytes(s), s, (old, new)))  # six times as much where Markup escapes all
         return filters["replace"](context, s, old, new, count)  # type: ignore[no-any-return]
 
     @pass_eval_context
     def sum_(context: EvalContext, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-        parts = allowance.listed(iterable)
+        parts = allowance.paid_list(iterable)
         weight = allowance.weigh((parts, start))
         if isinstance(start, (list, tuple)):
             allowance.nests = True
             allowance.spend(weight * len(parts))
-        return allowance.number(filters["sum"](context.environment, parts, attribute, start))
+        return allowance.checked_number(filters["sum"](context.environment, parts, attribute, start))
 
     def format_(value: Any, *args: Any, **kwargs: Any) -> str:
         text = allowance.soft_text(value)
-        allowance.filled(text, (*args, *kwargs.values()))
+        allowance.pay_for_percent_format(text, (*args, *kwargs.values()))
         return filters["format"](text, *args, **kwargs)  # type: ignore[no-any-return]
 
     def random(*_args: Any) -> Any:
@@ -285,10 +291,10 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
 
     return {
         **{name: filters[name] for name in _FREE},
-        **{name: _counted(filters[name], price, allowance) for name, price in _PRICES.items()},
+        **{name: _counted(filters[name], payment, allowance) for name, payment in _PAYMENTS.items()},
         "format": format_,
         "join": join,
-        "list": allowance.listed,
+        "list": allowance.paid_list,
         "random": random,
         "replace": replace,
         "string": string,
@@ -309,16 +315,16 @@ def _to_json(
     if isinstance(value, Undefined):
         raise TypeError(f"tojson: {value._undefined_message}")
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        if allowance.nests:
+        if allowance.nests:  # else the text is hardly longer than the conversation, so it can be paid for afterwards
             allowance.weigh(value, 6)
-        text = _encode_json(value)  # the same text without building an encoder each time
+        text = _encode_json(value)  # as below, without building an encoder each time
         allowance.spend(len(text))
         return text
     if isinstance(indent, int):
         allowance.spend(max(0, indent))
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     parts = []
-    for part in encoder.iterencode(value):  # piece by piece: how deep it is tells how much indentation there is
+    for part in encoder.iterencode(value):  # indentation grows with depth, so no price can be known before
         allowance.spend(ITEM + len(part))
         parts.append(part)
     return "".join(parts)
