@@ -119,6 +119,7 @@ def test_packs_at_once_and_whole_shards_bring_their_columns(tmp_path: Path) -> N
         ({"grade": [1.0, 2.0], "source": [[0, 1]]}, r"column grade has shape \(2,\); expected \(1,\): one row a pack"),
         ({"grade": [1.0], "source": [[0, 1]]}, r"column source has shape \(1, 2\); expected \(2, 2\): one row a seq"),
         ({"grade": [1.0], "source": [[0, 1], [0, -1]]}, "column source holds values that uint32 does not"),
+        ({"grade": [1e300], "source": [[0, 1], [0, 2]]}, "column grade holds values that float32 does not"),
         ({"grade": [1.0], "source": [[0, 1], [0, 0.5]]}, "column source has dtype float64; expected uint32"),
     ],
 )

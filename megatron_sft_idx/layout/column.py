@@ -133,20 +133,22 @@ class ColumnSpec:
         """Values in the column's dtype and shape, as they are stored.
 
         Raises:
-            ValueError: they have another shape, or the dtype cannot hold them.
+            ValueError: they have another shape, or are outside what the dtype can hold.
         """
-        given = np.asarray(values)
-        if given.shape != self.shape(rows):
+        array = np.asarray(values)
+        if array.shape != self.shape(rows):
             raise ValueError(
-                f"column {name} has shape {given.shape}; expected {self.shape(rows)}: one row a {self.per}"
+                f"column {name} has shape {array.shape}; expected {self.shape(rows)}: one row a {self.per}"
             )
-        if given.dtype == self.dtype:
-            return np.ascontiguousarray(given, self.dtype)
-        whole = self.dtype.kind in "iu"
-        if given.dtype.kind not in ("iub" if whole else "iubf"):
-            raise ValueError(f"column {name} has dtype {given.dtype}; expected {self.dtype}")
-        stored = np.ascontiguousarray(given, self.dtype)
-        if whole and not np.array_equal(stored, given):
+        if array.dtype == self.dtype:
+            return np.ascontiguousarray(array, self.dtype)
+        is_integer = self.dtype.kind in "iu"
+        if array.dtype.kind not in ("iub" if is_integer else "iubf"):
+            raise ValueError(f"column {name} has dtype {array.dtype}; expected {self.dtype}")
+        with np.errstate(over="ignore"):
+            stored = np.ascontiguousarray(array, self.dtype)
+        # Floating-point values are rounded; one that is too large would become infinite.
+        if (stored != array if is_integer else np.isinf(stored) & ~np.isinf(array)).any():
             raise ValueError(f"column {name} holds values that {self.dtype} does not; declare a wider dtype")
         return stored
 

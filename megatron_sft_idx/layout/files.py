@@ -255,7 +255,7 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
     return _native_form(array, _FLAGS, "iub", "numbers or booleans")
 
 
-def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:
+def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, expected: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
         # A dtype may spell its byte order out ("<" for "="), which is the same to numpy but not to the kernels.
@@ -265,7 +265,7 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
     if array.size == 0:
         return np.empty(0, dtypes[-1])
     if array.dtype.kind not in kinds:
-        raise ValueError(f"has dtype {array.dtype}; expected {what}")
+        raise ValueError(f"has dtype {array.dtype}; expected {expected}")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"holds {array.max()}, far outside any id, position or mask")
     return np.require(array, dtypes[-1], ("C", "ALIGNED"))
@@ -395,15 +395,15 @@ class HeaderForm:
 
     def broken_rules(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
         """All rules that a header breaks, except those of its outline, which the caller must have checked."""
-        _, _, whole, checksum, between, json_block = self.rules
+        _, _, size_rule, checksum_rule, zeros_rule, json_rule = self.rules
         if len(raw) < (size := values["header_nbytes"]):
-            yield BrokenRule(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
+            yield BrokenRule(len(raw), size_rule, "a file that ends inside the header", f"{size} bytes of it")
             return
         raw = raw[:size]
         stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
         if stored != computed:
             found = f"header checksum {stored.hex()}"
-            yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum, found, f"{computed.hex()} by its bytes")
+            yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum_rule, found, f"{computed.hex()} by its bytes")
         for name, rule, ok, expected in checks:
             if not ok:
                 shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
@@ -411,13 +411,13 @@ class HeaderForm:
         end = self.fixed_nbytes + values["json_nbytes"]
         if align(end + CHECKSUM_NBYTES) != len(raw):
             found = f"json_nbytes {values['json_nbytes']}"
-            yield BrokenRule(self.offsets["json_nbytes"], json_block, found, f"a block that fills {len(raw)} bytes")
+            yield BrokenRule(self.offsets["json_nbytes"], json_rule, found, f"a block that fills {len(raw)} bytes")
             return
         if any(raw[end:-CHECKSUM_NBYTES]):
-            yield BrokenRule(end, between, "bytes between JSON block and checksum", "zeros")
+            yield BrokenRule(end, zeros_rule, "bytes between JSON block and checksum", "zeros")
         if self.metadata(raw) is None:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
-            yield BrokenRule(self.fixed_nbytes, json_block, "another JSON block", expected)
+            yield BrokenRule(self.fixed_nbytes, json_rule, "another JSON block", expected)
 
     def raise_broken(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
         """Raise the error about a broken rule, UnsupportedVersionError or CorruptShardError; do nothing for None."""

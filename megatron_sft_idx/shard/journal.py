@@ -67,14 +67,7 @@ MAX_RECORDS = 1 << 24  # in one block
 
 
 class GrowingFile(NamedTuple):
-    """A file that grows as packs come: of tokens, masks, starts, or a column.
-
-    Attributes:
-        path: where the file will be.
-        per: what has one row of it: a token, a sequence or a pack.
-        row_nbytes: bytes of a row.
-        begin: byte of the file where the first row begins.
-    """
+    """A file of rows that grows as packs come: of tokens, masks, starts, or a column. Rows begin at byte ``begin``."""
 
     path: str
     per: Per

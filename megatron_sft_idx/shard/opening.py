@@ -14,7 +14,7 @@ import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,7 @@ class FileStart(NamedTuple):
 
 
 def read_start(path: str, form: HeaderForm) -> FileStart | None:
-    """Read the header of a file or object, which must have this form. None: nothing is at the path."""
+    """Read the header of a file or object, whose length ``form`` tells. None: nothing is at the path."""
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
@@ -109,10 +109,10 @@ def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
         CorruptShardError, UnsupportedVersionError: as of ``Header.decode``.
     """
     paths = ShardPaths.of(prefix)
-    return Header.decode(_read_seq_idx_start(paths).raw, paths.seq_idx)
+    return Header.decode(_seq_idx_start(paths).raw, paths.seq_idx)
 
 
-def _read_seq_idx_start(paths: ShardPaths) -> FileStart:
+def _seq_idx_start(paths: ShardPaths) -> FileStart:
     """Read the header of ``.seq.idx``, unchecked. ShardNotFoundError: there is no such file."""
     # Only a regular file is opened: opening a pipe would wait for its other end.
     may_open = is_remote(paths.prefix) or os.path.isfile(paths.seq_idx)
@@ -183,6 +183,8 @@ def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
 
 # ---- an open shard ----
 
+_RangeOf = Callable[[int], tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class OpenFiles:
@@ -212,18 +214,12 @@ class OpenFiles:
     token_range_of: _RangeOf
     first_reads: FirstReadHints | None = None
 
-
-def _open_files_of(
-    header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], hints: FirstReadHints | None
-) -> OpenFiles:
-    """Make ``OpenFiles`` of arrays; ``offsets`` are those of sequences, then those of tokens."""
-    of_sequences, of_tokens = offsets
-    counts = header.num_packs, header.num_sequences, header.num_tokens
-    ranges = _range_of(of_sequences), _range_of(of_tokens)
-    return OpenFiles(header, *counts, tokens, loss, starts, of_sequences, of_tokens, *ranges, hints)
-
-
-_RangeOf = Callable[[int], tuple[int, int]]
+    @classmethod
+    def of(cls, header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array]) -> OpenFiles:
+        """The files with these arrays; ``offsets`` are those of sequences, then those of tokens."""
+        counts, (of_sequences, of_tokens) = (header.num_packs, header.num_sequences, header.num_tokens), offsets
+        ranges = _range_of(of_sequences), _range_of(of_tokens)
+        return cls(header, *counts, tokens, loss, starts, of_sequences, of_tokens, *ranges)
 
 
 def _range_of(offsets: Array) -> _RangeOf:
@@ -244,14 +240,12 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
 
     A remote shard takes seven small requests, and the download of those index files that the cache lacks.
     """
-    seq_idx = _read_seq_idx_start(paths)
+    seq_idx = _seq_idx_start(paths)
     header = Header.decode(seq_idx.raw, paths.seq_idx)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or (
-                _read_seq_idx_start(paths).raw == seq_idx.raw
-            )
+            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or _seq_idx_start(paths).raw == seq_idx.raw
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
             is_same = (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
@@ -284,17 +278,17 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
         offsets = [array(paths.seq_idx, "<i8", count, begin) for begin in begins]
     else:
         # Both arrays of offsets are in one file, so one map, or one read, gives both.
-        whole = array(paths.seq_idx, "u1", sizes[paths.seq_idx])[:]
-        offsets = [whole[begin : begin + 8 * count].view("<i8") for begin in begins]
+        raw = array(paths.seq_idx, "u1", sizes[paths.seq_idx])[:]
+        offsets = [raw[begin : begin + 8 * count].view("<i8") for begin in begins]
     tokens = array(paths.tokens, header.token_dtype, header.num_tokens)
     loss = array(paths.loss, header.mask_dtype, header.num_tokens)
     starts = array(paths.starts, "<u4", header.num_sequences)
     for data in (tokens, loss):
         advise_order(data, options.advice, huge_pages=options.huge_pages)
-    hints = None
+    files = OpenFiles.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets)
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
-        hints = FirstReadHints(tokens, loss)
-    return _open_files_of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets, hints)
+        return replace(files, first_reads=FirstReadHints(tokens, loss))
+    return files
 
 
 def _open_remote(
@@ -325,7 +319,7 @@ def _open_remote(
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return _open_files_of(header, tokens, loss, starts, offsets, None)
+    return OpenFiles.of(header, tokens, loss, starts, offsets)
 
 
 def _object_at(path: str) -> ObjectInfo | None:

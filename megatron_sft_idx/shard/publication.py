@@ -214,10 +214,10 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
-    """Hold the lock of a prefix, where ``finish_interrupted`` was called; the empty journal is removed at the end.
+    """Hold the lock of a prefix, after ``finish_interrupted``; the empty journal is removed at the end.
 
     Raises:
-        FormatError: another writer is at work at the prefix, or was interrupted there and ``overwrite`` is False.
+        FormatError: another writer is at work at the prefix, or errors as of ``finish_interrupted``.
     """
     with closing_lock(paths.journal, lock_journal(paths, create=True)) as lock:
         finish_interrupted(paths, lock, overwrite=overwrite, drops=("rebuild",))
@@ -225,7 +225,7 @@ def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int
 
 
 def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
-    """Remove those temporary files that the journal names, or that are empty."""
+    """Remove the temporary files that the journal names, and empty ones."""
     for path in paths.unpublished.all:
         if inode_of(path) is not None and _is_removable(path, head):
             os.unlink(path)
@@ -255,16 +255,16 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
 
 
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
-    """Finish what a killed writer had begun to remove or rename, else remove its files; then empty the journal.
+    """Finish what a killed writer had begun to remove or to rename, or else remove its files; then empty the journal.
 
     Args:
         paths: of the prefix.
         lock: the journal's lock, which the caller must hold.
-        overwrite: whether work that is neither may be lost.
-        drops: kinds of work that may be lost without ``overwrite``, unless its files are complete.
+        overwrite: whether files may be removed that hold packs.
+        drops: kinds of work whose files may be removed without ``overwrite``, unless they are complete.
 
     Raises:
-        FormatError: the killed writer's work may not be lost; or its journal is torn, and names none of the files.
+        FormatError: there are files that may not be removed; or the journal is torn, and does not name the files.
     """
     if not os.fstat(lock).st_size:
         return
@@ -400,10 +400,8 @@ class Publication:
         work: ``build``, ``copy`` or ``rebuild``.
         overwrite: whether a shard at the prefix may be replaced.
         durable: False skips fsync.
-        only: paths of the files that are written, and of the columns that are removed; None for all files of ``paths``,
-            and all columns of the shard that is replaced.
-        nbytes: how many bytes will be written at least; so much room must be free.
-        drops: kinds of interrupted work that may be removed without ``overwrite``.
+        only: as of ``check_free``, and so is ``nbytes``.
+        drops: as of ``finish_interrupted``.
         lock: the lock of the prefix, if the caller holds it (``locked_prefix``), as a rebuild does. Then files at the
             prefix that belong to no recognisable shard may be replaced.
 
@@ -431,7 +429,7 @@ class Publication:
     ) -> None:
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
         options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        # Looking for columns scans the whole folder. If no shard is there, that waits until the lock is held.
+        # To look for columns, the whole folder is scanned. If no shard is there, that waits until the lock is held.
         scan_later = only is None and not os.path.lexists(paths.seq_idx)
         check_free(paths, only=paths.all if scan_later else only, refuse_strangers=False, **options)
         make_folders(paths.prefix)
@@ -441,9 +439,9 @@ class Publication:
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
                 finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
-            present = with_present_columns(paths)
-            self._replaced = check_free(paths, only=present.all if only is None else only, **options)
-            _remove_temporaries(present, None)
+            with_columns = with_present_columns(paths)
+            self._replaced = check_free(paths, only=with_columns.all if only is None else only, **options)
+            _remove_temporaries(with_columns, None)
             self.journal = OutputFile(paths.journal, durable=durable, append=True)
             self.closed = False
             for path in paths.all:
@@ -477,9 +475,9 @@ class Publication:
 
         Args:
             paths: of the prefix.
-            overwrite: as when the work was begun; and so is ``only``.
-            copied: whether journal and temporary files were copied to this folder, and so have other inodes. The
-                journal then names the files that lie beside it.
+            overwrite: as when the work was begun, and so is ``only``.
+            copied: whether journal and temporary files were copied to this folder, and so have other inodes. Then the
+                journal is told to name the files that lie beside it.
             only: as of the class.
 
         Raises:

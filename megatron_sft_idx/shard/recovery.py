@@ -89,10 +89,10 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.work != "build":
         raise interrupted_error(paths, head)
     # How many tokens, sequences and packs lie wholly in the files.
-    present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
+    num_present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in BuildOptions.decode(head.content, paths.journal).growing_files(paths):
         rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
-        present[file.per] = min(present[file.per], max(0, rows))
+        num_present[file.per] = min(num_present[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
@@ -103,8 +103,8 @@ def read_remains(paths: ShardPaths) -> Remains:
                 token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
                 sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
                 # Ends ascend, so the packs that fit are the first ones.
-                fits = (token_ends <= present["token"]) & (sequence_ends <= present["sequence"])
-                if fit := min(int(fits.sum()), present["pack"] - packs):
+                fits = (token_ends <= num_present["token"]) & (sequence_ends <= num_present["sequence"])
+                if fit := min(int(fits.sum()), num_present["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
     return Remains(paths, head, packs, sequences, tokens, recorded)

@@ -84,8 +84,11 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     is_folder = path.endswith("/") if remote else os.path.isdir(path)
     if not is_folder:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
+        if not (remote or is_glob):
+            return [prefix]
+        # A prefix may look like a glob; in a store it may also be the name of a folder.
         files = [prefix + suffix for suffix in suffixes]
-        if any(request_pool().map(object_exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
+        if any(request_pool().map(object_exists, files) if remote else map(os.path.exists, files)):
             return [prefix]
     if not remote:
         paths = [entry.path for entry in os.scandir(path)] if is_folder else _matching_local(path, suffixes)
@@ -97,10 +100,10 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
     if prefixes := {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}:
         return sorted(prefixes, key=natural_key)
-    if is_glob and not (is_folder and not remote):
-        raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
-    if is_folder:
+    if is_folder and not (remote and is_glob):
         raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], "the folder holds no shard of its own")
+    if is_glob:
+        raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
     return [prefix]
 
 
@@ -109,7 +112,7 @@ def _prefix(path: str) -> str:
 
 
 def _matching_local(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Paths of files with these suffixes of shards whose prefix, or a file, or folder the pattern matches."""
+    """Files of shards whose prefix, folder or file the pattern matches; with all other files of such a folder."""
     paths = [path for suffix in suffixes for path in glob.glob(pattern + suffix)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
@@ -246,18 +249,18 @@ class ShardSet:
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
         """The shards of several sets, one set after the other, with the options of the first set."""
         shards, first = cls.__new__(cls), sets[0]
-        prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
+        prefixes = tuple(prefix for each in sets for prefix in each.prefixes)
         shards._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
-        shards.headers = [header for one in sets for header in one.headers]
+        shards.headers = [header for each in sets for header in each.headers]
         shards.columns = columns_of_sets(sets)
         return shards
 
-    def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
+    def agree_on(self, subject: str, value_of: Callable[[Header], Any], remedy: str) -> None:
         """FormatError if two shards differ in a value of their headers; None is not compared.
 
-        ``what``, such as ``capacity is``, stands before the two values in the message.
+        ``subject``, such as ``capacity is``, stands before the two values in the message.
         """
-        require_alike(self.prefixes, map(value_of, self.headers), what, remedy)
+        require_alike(self.prefixes, map(value_of, self.headers), subject, remedy)
 
     @cached_property
     def headers(self) -> list[Header]:
@@ -290,9 +293,8 @@ class ShardSet:
             return {}
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
             of_shards = list((pool.map if pool else map)(specs_of, self.prefixes, self.headers))
-        return require_alike_columns(
-            self.prefixes, dict(zip(names, map(list, zip(*of_shards, strict=True)), strict=True))
-        )
+        columns = {name: [specs[number] for specs in of_shards] for number, name in enumerate(names)}
+        return require_alike_columns(self.prefixes, columns)
 
     @property
     def _fingerprint(self) -> bytes:
@@ -484,8 +486,8 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 
 def columns_of_sets(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
     """For each column its spec in each shard of several sets. FormatError: shards differ in its kind."""
-    columns = {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
-    return require_alike_columns([prefix for one in sets for prefix in one.prefixes], columns)
+    columns = {name: [spec for shards in sets for spec in shards.columns[name]] for name in sets[0].columns}
+    return require_alike_columns([prefix for shards in sets for prefix in shards.prefixes], columns)
 
 
 def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
@@ -496,12 +498,12 @@ def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[Colum
     return columns
 
 
-def require_alike(prefixes: Sequence[str], values: Iterable[Any], what: str, remedy: str) -> None:
+def require_alike(prefixes: Sequence[str], values: Iterable[Any], subject: str, remedy: str) -> None:
     """FormatError if two shards have different values; a shard whose value is None is not compared."""
     recorded = [(prefix, value) for prefix, value in zip(prefixes, values, strict=True) if value is not None]
     for prefix, value in recorded:
         if value != recorded[0][1]:
-            raise FormatError(f"{prefix}: {what} {value}, in {recorded[0][0]} {recorded[0][1]}; {remedy}")
+            raise FormatError(f"{prefix}: {subject} {value}, in {recorded[0][0]} {recorded[0][1]}; {remedy}")
 
 
 def _kind(spec: ColumnSpec) -> str:

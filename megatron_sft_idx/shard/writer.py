@@ -193,8 +193,8 @@ class ShardWriter:
             tokens: ids [length].
             loss_mask: 0/1 or weights [length]. ``label``-aligned: position j says whether predicting token j + 1 of
                 the same sequence counts, so it is 0 at every sequence's end. ``token``-aligned: position j says
-                whether token j is trained on. Such a mask is shifted; where it is set on the first token of a sequence,
-                which nothing predicts, it is dropped and counted in ``dropped_first_tokens``.
+                whether token j is trained on. Such a mask is shifted. Its value for the first token of a sequence,
+                which nothing predicts, is dropped; ``dropped_first_tokens`` counts those that were set.
             seq_starts: start of each sequence in the pack [sequences], the first 0.
             mask_alignment: which of the two ``loss_mask`` is.
             columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], with one
