@@ -1,9 +1,12 @@
 """Where an assistant's turn starts and ends in a rendered conversation, learnt from renderings of its beginnings.
 
-A template does not say which of its text is fed to the model and which the model must write. Its own generation
-prompt does: ``messages[:k]`` rendered with it is what a server feeds before turn k, and ``messages[:k + 1]`` without it
-is what the conversation looks like when that turn is over. Both are rendered from the row itself, because templates
-write other prompts after a tool's result, in a first turn or under other variables.
+A template does not say which of its text is fed to the model and which the model must write, but its generation prompt
+tells. A server feeds turn k with ``messages[:k]`` and the generation prompt; when that turn is over, the conversation
+is ``messages[:k + 1]`` without it. Both are rendered from the row itself, because templates write other prompts after a
+tool's result, in a first turn or under other variables.
+
+In this module a *turn* is the position of an assistant message, and what it writes is *its own*: words, tags and end of
+turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
 """
 
 from __future__ import annotations
@@ -21,19 +24,25 @@ from megatron_sft_idx.chat.template.words import ASKED, SAID, called
 from megatron_sft_idx.chat.types import MaskOptions
 
 MAX_REMEMBERED = 1 << 14
-"""Kinds of messages and turns that are remembered at most."""
+"""Kinds of messages, and kinds of turns, that are remembered at most."""
 
-
-_FAR = 256  # characters that are compared in pieces before two renderings part
+_FAR = 256  # characters before the first difference of two renderings from which on they are compared token by token
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
 _TAGS = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
-_NEAR = 32  # characters before a place by which it is found again in another rendering
+_NEAR = 32  # characters before a position by which that position is found again in another rendering
 
 
 class Edge(NamedTuple):
-    """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
+    """The edges of all turns of one kind.
+
+    Attributes:
+        head: the text before the first trained character.
+        dropped: the untrained text at the end of what the template wrote for the turn, without whitespace behind it.
+        late: the trained text behind what the template wrote for the turn, such as an end of turn written later.
+        ended: whether an end of turn is trained on.
+    """
 
     head: str
     dropped: str
@@ -42,24 +51,24 @@ class Edge(NamedTuple):
 
 
 class Rules:
-    """What decides spans in every conversation alike, and what was found out about turns.
+    """What holds for the spans of every conversation with one template, and the edges of turns that were learnt.
 
     Args:
-        name: the template, for errors.
+        name: what errors call the template.
         options: what is trained on.
         special: template variables such as ``bos_token``.
         controls: texts of control tokens.
         source: the template.
-        tree: the same, parsed.
+        tree: its syntax tree.
 
     Attributes:
-        ends: texts that may end a turn: control tokens, longest first.
+        ends: texts that may end a turn: all control tokens but the beginning of a sequence, longest first.
         bos: the tokenizer's beginning-of-sequence text, or "" where that ends sequences too.
         eos: the tokenizer's end-of-sequence text, or "".
-        piece: what markers are compared in, never in parts of it: a control token, a tag, a word, one character of
-            the rest.
-        prompted: whether the template knows of generation prompts at all.
-        learnt_edges: edges by the kind of turn and the template text at them.
+        piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
+            character.
+        prompted: whether the template can write a generation prompt when asked.
+        learnt_edges: edges of turns, by all that may change them. ``SpanFinder`` fills it.
     """
 
     def __init__(
@@ -95,7 +104,12 @@ class Rules:
         self._numbers = count()  # of shapes; none is given twice
 
     def shape(self, message: Mapping[str, Any], first: bool) -> int:
-        """A number that messages share if the template writes the same around them; ``first`` opens its row."""
+        """A number that two messages share if the template writes the same around their words.
+
+        Args:
+            message: as the template sees it.
+            first: whether it is the first message of its conversation.
+        """
         content = message.get("content")
         words = content[0].get("text") if type(content) is list and len(content) == 1 else content
         found: list[str] = []
@@ -116,13 +130,14 @@ class Rules:
 
 
 class Written(NamedTuple):
-    """What tracing says of the text that was written for a turn.
+    """What tracing tells of the text that was written for a turn.
 
     Attributes:
-        stop: where it ends.
-        head: what the first of the answers to the same question begins with, before its words, or where no question
-            comes before them, the first answer to a later one, or else the row's first; "" where none is known.
-        answered: whether the text behind it was written for another answer; None where there is none.
+        stop: where that text ends.
+        head: the header of an answer to a question, or "". It is that of the first answer to the turn's own question;
+            where no question precedes it, that of the first answer to a later question, or else of the first message.
+        answered: whether the text behind ``stop`` was written for another assistant message; None where no message
+            wrote any.
     """
 
     stop: int
@@ -136,8 +151,9 @@ class Edges:
     Args:
         rules: what holds for every conversation.
         text: the whole conversation, rendered.
-        messages: as the template sees them.
-        render: renders other ``messages``, with ``add_generation_prompt`` or not; None where the template refuses them.
+        messages: the conversation, as the template sees it.
+        render: renders other ``messages``, with ``add_generation_prompt`` or not; returns None where the template
+            refuses them.
     """
 
     def __init__(
@@ -148,7 +164,13 @@ class Edges:
         self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
 
     def _view(self, first: int, more: str = "", prompt: bool = False) -> str | None:
-        """The first messages, another question (``ASKED``) or answer (``SAID``), and the generation prompt."""
+        """A rendering of a beginning of the conversation; None where the template refuses it.
+
+        Args:
+            first: how many messages it has of the conversation.
+            more: a made-up question (``ASKED``) or answer (``SAID``) behind them, or "".
+            prompt: whether to ask for the generation prompt.
+        """
         key = (first, more, prompt)
         if key not in self._made:
             added = [{"role": "user" if more == ASKED else "assistant", "content": more}] if more else []
@@ -157,13 +179,13 @@ class Edges:
         return self._made[key]
 
     def _prompt_of(self, first: int, more: str = "") -> tuple[str, str] | None:
-        """The first messages with the generation prompt and without it."""
+        """Such a beginning with the generation prompt and without it; None where the template refuses either."""
         fed, closed = self._view(first, more, True), self._view(first, more)
         return None if fed is None or closed is None else (fed, closed)
 
     @cached_property
     def _plain(self) -> tuple[str, str]:
-        """A plain question, and one with a plain answer; "" where the template refuses either."""
+        """Renderings of a made-up question, and of it with an answer; two "" where the template refuses either."""
         question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
         asked = self._view(0, ASKED)
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
@@ -199,8 +221,9 @@ class Edges:
             turn: the message.
             low: where text that may belong to the turn starts.
             said: the end of the last words that are certainly the turn's own.
-            high: the end of all that may be the turn's own, whitespace behind it left out.
-            written: what is known of the text that was written for the turn, whose end may follow later; or None.
+            high: the end of all that may be the turn's own, without whitespace at its end.
+            written: what tracing tells of the text that was written for the turn; None without tracing. The end of turn
+                may come after that text, where templates write it with the next message.
         """
         text, last = self._text, self._view(turn + 1) == self._text
         openings = self._openings(turn, "" if written is None else written.head)
@@ -208,11 +231,11 @@ class Edges:
         shared, whole = said, False
         if tail is not None:
             ours = text[said : len(text) - len(text[said:].lstrip())]
-            tail = ours + tail.lstrip() if tail.strip() else tail  # which a trimming template writes otherwise there
+            tail = ours + tail.lstrip() if tail.strip() else tail  # a template that trims may write other whitespace
             tail = tail if last else tail.rstrip()
             length = self._common(tail, text[said:])
             whole = not last and length == len(tail)
-            # What every turn begins with is no turn's end, even where a rendering goes on with it by itself.
+            # A header is no end of turn, even where a template writes one behind all messages unasked.
             ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
             shared = said + len(text[said : min(ends, default=said + length)].rstrip())
             begun = [opening[:length] for opening in openings for length in range(1, len(opening))]  # as [ of [user]
@@ -222,7 +245,7 @@ class Edges:
                 return high
             ends = [at + len(end) for end in self._ends if (at := text.find(end, said, shared)) >= 0]
             if ends and any(map(str.isalnum, _TAGS.sub("", text[min(ends) : shared]))):
-                return min(ends)  # what a template says behind all messages
+                return min(ends)  # words behind an end of turn are the template's own, behind all messages
             if whole or text.endswith(self._ends, said, shared):
                 return shared
             behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
@@ -238,9 +261,13 @@ class Edges:
         return self._end_behind(turn, high, written.stop, openings, written.answered) or high
 
     def _known_tail(self, turn: int, low: int, said: int) -> str | None:
-        """What follows a turn's last words where another message follows it that did not, or none that did."""
+        """What a template writes behind a turn's last words when other messages follow it than in the conversation.
+
+        That is the rendering that ends with the turn or, where this is the conversation itself, one in which a question
+        or results of its calls follow. None where the template refuses it, or the turn is not found again in it.
+        """
         other = self._view(turn + 1)
-        if other == self._text:  # messages behind it may write nothing: another question follows, or results of calls
+        if other == self._text:  # the turn is last, or the messages behind it write nothing
             other, calls = self._view(len(self._messages), ASKED), self._messages[-1].get("tool_calls")
             if other is None and calls:
                 results = [
@@ -264,9 +291,10 @@ class Edges:
         return None
 
     def _ending(self, start: int, stop: int) -> int:
-        """Where an end of turn that was written after the turn is over: no word belongs to it.
+        """Where an end of turn stops that begins at ``start``, at ``stop`` or before.
 
-        Nor does a tag right before a word, which may open a header, unless it is the end of sequence.
+        No word belongs to an end of turn. Nor does a tag right before a word, which may open the next header, unless
+        that tag is the end of sequence.
         """
         ends = [start]
         for piece in self._piece.finditer(self._text, start, stop + 1):
@@ -278,13 +306,13 @@ class Edges:
         return ends[-1]
 
     def always_prompts(self, turn: int, start: int, said: int) -> bool:
-        """Whether a header seems to stand behind all messages, asked for or not; only tracing tells it from ends.
+        """Whether the template seems to write a header behind all messages, even without a generation prompt.
 
-        It has words, or is the tag that stands right before the turn's ``start``. A plain question with a plain answer
-        may show it as well as this turn.
+        Without tracing such a header cannot be told from an end of turn. It has words, or is the tag that stands right
+        before the turn's ``start``. It is looked for behind this turn and behind a made-up answer.
         """
         if any(self._prompts(turn)) and self._known_tail(turn, start, said) is not None:
-            return False  # then it is no header, and what follows instead tells words behind all from the turn's end
+            return False  # the template writes headers where it is asked to, and `_known_tail` tells the end of turn
         asked, answered = self._view(turn) or "", self._view(turn + 1) or ""
         if asked and answered.startswith(self._text[:said]) and self._headed(turn, asked, answered, start, said):
             return True
@@ -293,20 +321,25 @@ class Edges:
         return at >= 0 and self._headed(turn, asked, answered, at, at + len(SAID))
 
     def _headed(self, turn: int, asked: str, answered: str, start: int, said: int) -> bool:
-        """Whether what a question and an answer end with alike, behind all words, may be a header."""
+        """Whether the text that a question and an answer end with alike, behind all words, may be a header."""
         length = _parting(asked[::-1], answered[: said - 1 : -1])
         behind, before = answered[len(answered) - length :], answered[max(0, start - _NEAR) : start].rstrip()
         header = next((tag[0] for tag in _TAGS.finditer(before) if tag.end() == len(before)), None)
         words = any(map(str.isalnum, _TAGS.sub(" ", behind)))
-        if any(self._prompts(turn)):  # then it is no header, but words behind an end can be told from the end
+        if any(self._prompts(turn)):  # it is no header then, and an end of turn among it tells its words from the turn
             return words and not any(end in behind for end in self._ends)
         return words or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
-        """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
+        """What headers of assistants begin with: the first tag, or the first word up to a blank.
+
+        Args:
+            turn: the message, whose generation prompt is looked at.
+            head: a header that tracing found, or "".
+        """
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
-        if _SPEAKER.search(opening):  # another's end stands before the header, or a default text that opens the row
+        if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
             tags = [tag[0] for tag in _TAGS.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
@@ -314,7 +347,7 @@ class Edges:
         more = head.lstrip().removeprefix(opening)
         ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))
         if opening and more.strip() and ends:
-            opening = self._opening(more)  # a question's end stands before the header, as this turn's does behind it
+            opening = self._opening(more)  # that was the end of a question's turn; it ends this turn too
         if opening:
             found.append(opening)
         return [opening for opening in found if opening != self._eos]
@@ -327,24 +360,31 @@ class Edges:
         return header.split(maxsplit=1)[0] if header else ""
 
     def _end_of_fed(self, turn: int, low: int, head: str, prompt: str) -> int | None:
-        """Where the text that a server feeds before a turn ends in this rendering, if it is part of it."""
+        """Where the text ends that a server feeds before a turn; None where the conversation has no such text.
+
+        Args:
+            turn: the message.
+            low: where text that may belong to the turn starts.
+            head: the text from there to the first character that is certainly the turn's own.
+            prompt: the turn's generation prompt, or "".
+        """
         fed, text = self._view(turn, prompt=True), self._text
         if fed is None:
             return None
         if text.startswith(fed) and len(fed) <= low + len(head):
             return max(low, len(fed))
-        # Earlier turns may be written otherwise there: compare what comes right before.
+        # A server's text may have other words for earlier turns: compare only what comes right before this one.
         before = text[max(0, low - _NEAR) : low]
         for length in sorted({0, *(match.end() for match in self._piece.finditer(head))}, reverse=True):
             if prompt and prompt in head[length:]:
-                return None  # what reads like its end is the prompt of an answer before
+                return None  # a prompt follows, so the text that ended like the server's was that of an earlier turn
             near = before + head[:length]
             if near.strip() and fed.endswith(near):
                 return low + length
         return None
 
     def _prompts(self, turn: int) -> list[str]:
-        """Generation prompts or "": this turn's own, that of the question before it, that of any question."""
+        """Three generation prompts: of this turn, of the question before it, of a made-up one; "" for each unknown."""
         if not self._prompted:
             return [""]
         before = range(turn - 1, -1, -1)
@@ -356,14 +396,17 @@ class Edges:
         return found
 
     def _behind(self, prompt: str, head: str) -> int:
-        """How much of a turn's first text a prompt has already written: up to the last place that reads like it."""
+        """How many characters of ``head``, the text before a turn's own, a prompt has written.
+
+        The prompt counts up to its last occurrence, or the last occurrence of its end, in ``head``; 0 where none is.
+        """
         if not prompt:
             return 0
         at = head.rfind(prompt)
         if at >= 0:
             return at + len(prompt)
         ours, theirs = self._piece.findall(head), self._piece.findall(prompt.lstrip())
-        # Some prompts have more before their header: how they end is told by their last tag, or their last word.
+        # Some prompts have more text before the header: compare them from their last tag on, or their last word.
         strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)] or [
             i for i, piece in enumerate(theirs) if piece[0].isalnum()
         ]
@@ -371,7 +414,7 @@ class Edges:
         for at in range(len(ours) - len(end), -1, -1):
             if ours[at : at + len(end)] == end:
                 return len("".join(ours[: at + len(end)]))
-        # Some go on with what this turn does not have, such as <think>.
+        # Some prompts end with a tag that this turn does not have, such as <think>.
         match = SequenceMatcher(None, ours[::-1], theirs[::-1], autojunk=False).find_longest_match()
         stop = len(ours) - match.a
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
@@ -389,10 +432,17 @@ class Edges:
         return 0
 
     def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
-        """The end of a control token right behind a turn, which the model writes if nothing else ends its turn.
+        """The end of a control token at ``at``, if that is the turn's end although nothing else says so; or None.
 
-        It may be a tag that names the next speaker, at which such a model stops. A tag that an assistant's turn begins
-        with as well, or that merely opens a question, is none of its own.
+        It may be a tag that names the next speaker: a model of such a template stops when it has written that tag. A
+        tag with which headers of assistants begin, or which merely opens a question, does not end a turn.
+
+        Args:
+            turn: the message.
+            high: the end of all that may be the turn's own.
+            at: where the control token has to start. Only an end of sequence may stand elsewhere than at ``high``.
+            openings: what headers of assistants begin with.
+            answered: as in ``Written``.
         """
         messages = self._messages
         if self._eos and self._text.startswith(self._eos, at):
@@ -411,8 +461,8 @@ class Edges:
         return at + len(end)
 
     def _common(self, one: str, other: str) -> int:
-        """Characters that two texts begin with alike, in whole pieces."""
-        length = max(0, _parting(one, other) - _FAR)  # long enough to be in step with the pieces again
+        """How many characters two texts begin with alike, in whole units as ``Rules.piece`` matches them."""
+        length = max(0, _parting(one, other) - _FAR)  # far enough back for the units of both texts to be in step
         ours, theirs = self._piece.finditer(one, length), self._piece.finditer(other, length)
         for a, b in zip(ours, theirs, strict=False):
             if a[0] != b[0]:
@@ -426,7 +476,7 @@ def _is_tag(piece: str) -> bool:
 
 
 def _parting(one: str, other: str) -> int:
-    """The first character in which two texts differ."""
+    """The position of the first character in which two texts differ."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,13 +1,14 @@
 """Which characters of a rendered conversation the model must learn.
 
-For each assistant message that is trained on: what it wrote, less what its generation prompt had written already, up to
-and including its end of turn. Whitespace after that is never generated, so never trained on. No character of the
-message's own words is ever taken for the prompt's, even where they read the same.
+For each assistant message that is trained on, these are the characters that the template wrote for it, from the end of
+the generation prompt up to and including the end of turn. Whitespace after that is never generated, so never trained
+on. No character of the message's own words is ever taken for the prompt's, even where they read the same.
 
-Two ways must agree. Tracing says which message wrote which text. Renderings of the conversation's beginnings say where
-a turn starts and stops, and a rendering with marks in the data says whose words lie there. The second way is dear, so
-it is taken where something is new: another kind of message beside other kinds, or other template text at an edge. What
-it finds is kept for all that look the same. Where tracing cannot follow a template, it stands alone, in every row.
+They are found in two ways, which must agree. Tracing tells which message wrote which text. Renderings of the
+conversation's beginnings tell where a turn starts and stops (``scaffold``), and one with marks in the data whose words
+lie there (``words.locate``). Renderings are slow, so they are made only for a new kind of turn: for messages of other
+shapes side by side, or other template text at an edge. The edges are then remembered for all turns of that kind. Where
+tracing cannot follow a template, renderings alone decide, in every row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _EMPTY_THINKING = re.compile(
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
 )
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
-_TELLING = 8  # characters of words that a template hardly writes by itself
+_TELLING = 8  # characters: words of this length are taken for a message's, since templates hardly write them themselves
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
     "writes outside its generation markers",
@@ -53,12 +54,12 @@ _OUTSIDE = (
 
 
 def unusable(reason: str) -> SequenceError:
-    """A row that cannot be used. Whoever knows the row's file and line puts them in."""
+    """The error of a row that cannot be used. The caller must put in the row's file and line."""
     return SequenceError("conversation", None, reason)
 
 
 def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], train_on: str) -> list[int]:
-    """The assistant messages that are trained on, by position."""
+    """Positions of the assistant messages that are trained on; ``train_on`` is that of ``MaskOptions``."""
     users = (index + 1 for index, message in enumerate(messages) if message.get("role") == "user")
     first = max(users, default=0) if train_on == "last-turn" else 0
     return [
@@ -75,11 +76,14 @@ class SpanFinder:
         rules: what holds for every conversation.
         text: the rendered conversation.
         messages: its messages, as the template saw them.
-        tools: the functions that can be called.
-        traced: which of them wrote what; None where the template cannot be traced.
-        render: renders other ``messages`` and variables; None where the template refuses them.
-        variables: what else decides what the template writes, as a key.
-        sure_of_arguments: whether the template is known to write what functions are called with.
+        tools: schemas of the functions that can be called.
+        traced: which message wrote what; None where the template cannot be traced.
+        render: renders other ``messages`` and variables; returns None where the template refuses them.
+        variables: a key that differs where other template variables may change what the template writes.
+        sure_of_arguments: whether the template is known to write the arguments of calls.
+
+    Attributes:
+        notes: counts for the summary by name, such as how often the template left out reasoning.
     """
 
     def __init__(
@@ -98,9 +102,9 @@ class SpanFinder:
         self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
         self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
-        # What of each message decides what a template writes around it; one more before and behind, for neighbours.
+        # The shape of each message, between two that stand for none: that of message i is at i + 1.
         self._shapes = [-1, *map(rules.shape, messages, chain([True], repeat(False))), -1]
-        # Those that there are: prompts may depend on a system message far before.
+        # The same without order, since prompts may depend on a system message far before.
         self._kinds = frozenset(self._shapes)
         # The last message of a user, -1 where there is none.
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
@@ -117,11 +121,11 @@ class SpanFinder:
 
     @cached_property
     def _places(self) -> list[DataMark] | None:
-        """The data of the messages in the text; looked for once, at the price of another render."""
+        """Where the strings of the messages lie in the text, by another rendering; None where that cannot be told."""
         return locate(self._messages, self._tools, self._text, self._render)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
-        """What one assistant message says: all of it, and what the options leave of it.
+        """The characters of one assistant message: all that it generated, and those of them that are trained on.
 
         Raises:
             SequenceError: the template leaves out some of the message's words, or nothing tells where they are.
@@ -157,7 +161,7 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def marked(self, message: int, spans: Ranges) -> tuple[Ranges, Ranges]:
-        """As ``turn``, for a template with generation markers: its blocks are taken as they stand.
+        """As ``turn``, for a template with generation markers, whose blocks are ``spans`` and taken as they stand.
 
         Raises:
             SequenceError: the template leaves out some of the message's words, or the markers do.
@@ -175,7 +179,11 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def require_words(self, messages: Sequence[int]) -> None:
-        """Require what assistant messages say somewhere in the text."""
+        """Refuse the row unless all that these assistant messages say stands in the text, no matter where.
+
+        Raises:
+            SequenceError: the template leaves out some of their words.
+        """
         for message in messages:
             pieces, segments = utterances_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
             self._require_words(message, pieces, segments, self._standing(pieces, segments))
@@ -183,9 +191,12 @@ class SpanFinder:
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
-        A block outside every loop is of the message behind it that no loop wrote and whose words it holds, or else of
-        the message before it (an end of turn written after the loop). So is one in a question's or a result's text that
-        holds no words at all (an end of turn written with what comes next).
+        A block outside every loop belongs to the next message that no loop wrote and whose words it holds; where there
+        is none, to the message before it, as an end of turn written after the loop. A block without words in the text
+        of a question or a result belongs to the answer before it, as an end of turn written with the next message.
+
+        Raises:
+            SequenceError: a block outside every loop belongs to no message.
         """
         assert self._traced is not None  # markers are found by tracing
         spans: dict[int, Ranges] = {}
@@ -211,7 +222,7 @@ class SpanFinder:
         return spans
 
     def _stands_alone(self, message: int, start: int, stop: int) -> bool:
-        """Whether a stretch outside the loops holds the words of an answer that no loop wrote."""
+        """Whether the text from ``start`` to ``stop`` holds the words of an answer that no loop wrote."""
         pieces = utterances_of(self._messages[message])
         answers = self._messages[message].get("role") == "assistant" and message not in self._written
         return answers and bool(pieces) and all(self._text.find(one.text, start, stop) >= 0 for one in pieces)
@@ -219,7 +230,7 @@ class SpanFinder:
     # Where a message's text is
 
     def _own(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """What the message wrote in the one iteration that holds its words."""
+        """The segments that the message wrote in one iteration of a loop, that which holds most of its words."""
         written = self._written.get(message, [])
         if len(written) == 1:
             return written if self._text[written[0].start : written[0].stop].strip() else []
@@ -231,11 +242,14 @@ class SpanFinder:
             if len(order) > 1:
                 order.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
             written = order[-1] if order else []
-        # Blank leftovers after another message's text are nobody's words.
+        # Segments of whitespace between those of other messages hold no words.
         return [one for one in written if self._text[one.start : one.stop].strip()]
 
     def _placed(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """The text around a message's data, found by marks in it: from the data before to the data behind."""
+        """The text from the strings before a message's own to those behind it, as one segment, found by marks.
+
+        Empty where marks cannot be used, or nothing of the message lies there.
+        """
         places = self._places
         if places is None:
             return []
@@ -270,7 +284,7 @@ class SpanFinder:
     # Whether its words are there
 
     def _standing(self, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
-        """Those pieces that stand in the text letter for letter, and where at first."""
+        """The utterances that stand in these segments letter for letter, each with its first position."""
         found = []
         for piece in pieces:
             for start, stop, _, _ in segments:
@@ -282,7 +296,7 @@ class SpanFinder:
     def _require_words(
         self, message: int, pieces: list[Utterance], segments: list[Segment], found: list[tuple[int, Utterance]]
     ) -> None:
-        """Require the message's words, those that were not ``found`` in another spelling."""
+        """Refuse the row where an utterance is missing, in any spelling: escaped, or with other whitespace."""
         if len(found) < len(pieces):
             text = "".join(self._text[one.start : one.stop] for one in segments)
             for piece in pieces:
@@ -313,7 +327,10 @@ class SpanFinder:
     def _require_calls(
         self, message: int, pieces: list[Utterance], segments: list[Segment], how: tuple[str, str] = _LEAVES
     ) -> None:
-        """Require each call's name for itself: an answer that speaks of the function is no call of it."""
+        """Refuse the row unless each call's name stands in the segments as often as it is called.
+
+        Names in other words of the message do not count: an answer that speaks of a function does not call it.
+        """
         names = [piece.text for piece in pieces if piece.kind == "call"]
         others = [piece.text for piece in pieces if piece.kind != "call"] + [*self._rules.ends]
         for name in dict.fromkeys(names):
@@ -344,7 +361,7 @@ class SpanFinder:
     def _edges_of(
         self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int]:
-        """Where the trained text of a message starts and stops."""
+        """Where the text that a message generated starts and stops: as remembered for its kind of turn, or learnt."""
         text, known = self._text, self._rules.learnt_edges
         low = segments[0][0]
         begin, end, _, _ = segments[-1]
@@ -355,11 +372,11 @@ class SpanFinder:
             if (behind := at + len(piece[1])) > said:
                 said = behind
         shapes = self._shapes
-        around = (shapes[message], shapes[message + 1], shapes[message + 2])
-        before = text[max(0, low - 64) : low].rstrip()  # only a tag counts: there, data would make kinds without end
+        around = (shapes[message], shapes[message + 1], shapes[message + 2])  # of the message and its neighbours
+        before = text[max(0, low - 64) : low].rstrip()  # only a tag counts, as data there would be a new kind each time
         tag = _end_piece(before) if before[-1:] in (">", "]") else ""
         place = (message > self._question, traced, len(segments), high == end, tag)
-        # Arguments of calls, and text in several stretches, are not told from the template's own by looking.
+        # Arguments of calls, and text in several segments, cannot be told from the template's own text.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
         tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
         key = (self._variables, self._kinds, around, place, text[low:first], tail)
@@ -384,7 +401,7 @@ class SpanFinder:
         return start, stop
 
     def _beside(self, found: list[tuple[int, Utterance]], said: int, high: int) -> str:
-        """What stands in a turn between its words and behind them: all of it is the template's."""
+        """The template's own text between the utterances of a turn and behind them."""
         if len(found) < 2:
             return self._text[said:high]
         stretches = sorted((at, at + len(piece.text)) for at, piece in found)
@@ -392,7 +409,10 @@ class SpanFinder:
         return "\n".join(self._text[stop:at] for (_, stop), at in zip(stretches, ends, strict=True))
 
     def _around(self, message: int) -> list[str]:
-        """The words of a message's neighbours that are long enough to tell; its calls may merely repeat them."""
+        """Contents of the message before and of those up to the next answer, if long enough not to be the template's.
+
+        Where a segment holds one of them, the calls of the message may repeat it, or the segment may not be its own.
+        """
         others = list(self._messages[max(message - 1, 0) : message])
         others += takewhile(lambda one: one.get("role") != "assistant", self._messages[message + 1 :])
         return [words for words in map(content_of, others) if len(words) >= _TELLING]
@@ -400,7 +420,11 @@ class SpanFinder:
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int, bool]:
-        """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
+        """Find, by renderings, where a turn of a new kind starts and stops, and whether an end of turn is in it.
+
+        Raises:
+            SequenceError: what renderings and tracing tell does not agree, or does not suffice.
+        """
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         places = self._places or []
@@ -411,7 +435,7 @@ class SpanFinder:
         ]
         words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
-        # A called function may be named like something in a header: where its arguments start is certain.
+        # The name of a function may also stand in a header, so a call counts from the start of its arguments.
         first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
@@ -427,12 +451,12 @@ class SpanFinder:
         stop = max(said, self._edges.stop(message, low, said, high, written))
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
-            stop = len(closed)  # the next text's beginning, written early
+            stop = len(closed)  # the beginning of the next sequence, which follows the end of this one
         self._check(message, segments, start, stop)
         return start, stop, said != stop
 
     def _said_before(self, message: int, first: int) -> int:
-        """How many characters of a content stand before its first words in the text: a tag around reasoning."""
+        """How many characters before ``first`` are the message's own too: a tag that opens reasoning in its content."""
         for piece in utterances_of(self._messages[message]):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
@@ -442,7 +466,7 @@ class SpanFinder:
         return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
-        """What an answer begins with, to a question if it can; and whether an answer's text follows this one's."""
+        """``Written.head`` and ``Written.answered`` of a message whose text is ``low`` to ``stop``."""
         roles = [one.get("role") for one in self._messages]
         first = message
         while first and roles[first - 1] == "assistant":
@@ -460,12 +484,16 @@ class SpanFinder:
         return head, roles[min(behind)[1]] == "assistant" if behind else None
 
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
-        """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
+        """Refuse the row where words of other messages lie inside the turn, or words of its own outside.
+
+        Raises:
+            SequenceError: so it is, which means that renderings and tracing do not agree.
+        """
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
         places = self._places
-        if places is None:  # where marks change what the template does, words have to tell
+        if places is None:  # marks change what the template does
             self._check_words(message, spans)
         own: dict[tuple[int, bool], bool] = {}
         for place in places or ():
@@ -481,7 +509,10 @@ class SpanFinder:
                 raise unusable(self._mixed(message, "words outside", at))
 
     def _check_words(self, message: int, spans: Ranges) -> None:
-        """Refuse where another's words lie in a turn beside its own, as far as they are long enough to tell."""
+        """The same without marks: refuse the row where the content of another message lies inside the turn.
+
+        Only contents of ``_TELLING`` characters or more are looked for.
+        """
         text = "\n".join(self._text[start:stop] for start, stop in spans)
         own = [piece.text for piece in utterances_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
@@ -501,6 +532,7 @@ class SpanFinder:
     # What the options leave of it
 
     def _without_cuts(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
+        """The spans of a message without reasoning and calls, where the options do not train on these."""
         if self._keeps_all:
             return spans
         options = self._rules.options
@@ -515,9 +547,10 @@ class SpanFinder:
         return spans
 
     def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
-        """Where the pieces of one kind stand, for certain: (start, stop), ascending.
+        """Where the utterances of one kind stand: (start, stop), ascending.
 
-        A piece that occurs twice in what the message wrote is looked up in a marked render.
+        One whose words occur twice in the text of the message is looked up by its mark. Where marks cannot be used, the
+        first occurrence is taken and counted in ``notes``.
         """
         result: Ranges = []
         pieces = utterances_of(self._messages[message])
@@ -541,6 +574,7 @@ class SpanFinder:
         return sorted(result)
 
     def _thinking(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
+        """Where the reasoning of a message stands, with the tags around it, which may enclose nothing; at most one."""
         start, stop = spans[0][0], spans[-1][1]
         said = self._stretches(message, found, spans, "content")
         thought = self._stretches(message, found, spans, "reasoning")
@@ -555,6 +589,7 @@ class SpanFinder:
         return [(low, closing.end() if closing else high)]
 
     def _calls(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
+        """Where the calls of a message stand: between its words, or behind them up to the end of the turn."""
         start, stop = spans[0][0], spans[-1][1]
         said = sorted(
             self._stretches(message, found, spans, "content") + self._stretches(message, found, spans, "reasoning")
@@ -568,17 +603,18 @@ class SpanFinder:
         return [(self._past_thinking(after, stop), stop)]
 
     def _past_thinking(self, start: int, stop: int) -> int:
+        """The end of an empty block of reasoning, or of its closing tag, at ``start``; else ``start``."""
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
 
 
 def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """The segments of a text, where some frames only glance at a message while another message is written.
+    """The segments of a text, those of frames that only glance at a message given to others.
 
     While a template writes one message it may loop over the others merely to look something up, such as the name of a
-    call. Text written during such a glance belongs to the message that is being written. But that inner loop may also
-    write another message in full, such as a tool's results. The two are told apart by ``_writers``: a frame that is its
-    message's writer keeps its text, any other frame inside a frame is a glance.
+    call. That inner loop may also write another message in full, such as a tool's results. A frame inside a frame is a
+    glance unless it is its message's writer (``_writers``). Text written during a glance at an answer belongs to the
+    message of the outer frame; text written during a glance at any other message, to nobody.
     """
     if not any(segment.frame in traced.outer for segment in traced.segments):
         return traced.segments
@@ -587,7 +623,6 @@ def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> l
     for segment in traced.segments:
         start, owner, message = segment.start, segment.frame, segment.message
         while owner in traced.outer and writers.get(message) != owner:
-            # A glance at an answer belongs to the outer frame's message; a glance at anything else is nobody's.
             outer = traced.outer[owner]
             owner = outer if messages[message].get("role") == "assistant" else -1
             message = traced.frames[outer]
@@ -619,7 +654,7 @@ def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int,
 
 
 def _end_piece(text: str) -> str:
-    """The last tag, word or character of a text: what stays the same where the rest is data."""
+    """The last tag, word or other character of a text: the template's own, where data may stand before it."""
     end = text[-1:]
     if end in (">", "]"):
         tag = text[text.rfind("<" if end == ">" else "[") :]
