@@ -449,7 +449,7 @@ def check_column(
     if not begins and (claims is None or (name not in claims.listed and raw[16:32] != claims.values["shard_id"])):
         findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
         return
-    raw += file.read(len(raw), COLUMN.peek(raw) - len(raw))
+    raw += file.read(len(raw), COLUMN.stated_nbytes(raw) - len(raw))
     if broken := list(broken_column_rules(raw)):
         for breach in broken:
             add(breach.rule, breach.offset, breach.found, breach.expected)

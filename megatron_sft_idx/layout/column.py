@@ -240,7 +240,7 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """The header in the first bytes of a file; ``raw`` must hold as many as ``COLUMN.peek`` says, or more.
+        """The header in the first bytes of a file; ``raw`` must hold ``COLUMN.stated_nbytes`` bytes or more.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).

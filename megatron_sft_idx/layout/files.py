@@ -389,7 +389,7 @@ class HeaderForm:
             return BrokenRule(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
         return None
 
-    def peek(self, raw: bytes) -> int:
+    def stated_nbytes(self, raw: bytes) -> int:
         """The size that a header gives for itself; ``fixed_nbytes`` if a rule of its outline is broken."""
         return self.fixed_nbytes if self.broken_outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
 
@@ -590,7 +590,7 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Header:
-        """The header in the first bytes of a file; ``raw`` must hold as many as ``SEQ_IDX.peek`` says, or more.
+        """The header in the first bytes of a file; ``raw`` must hold ``SEQ_IDX.stated_nbytes`` bytes or more.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken.

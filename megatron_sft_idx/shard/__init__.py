@@ -1,7 +1,11 @@
 """One shard, or many as one: opened, read, written, published whole, and recovered when a writer was killed.
 
-Numpy and the native kernels only, no torch and no Megatron. Every file of ours at a prefix appears, is replaced and is
-removed by the code here, so that what a killed process leaves can always be told from what belongs to somebody else.
+``writer`` fills the files, ``publication`` lets them appear together, ``journal`` tells other writers of them, and
+``recovery`` goes on where a writer was killed. ``opening`` finds the files, ``reader`` finds packs in them, ``columns``
+reads and attaches columns, ``shard_set`` reads many shards as one, ``index_cache`` keeps copies of remote index files.
+
+Nothing here may import torch or Megatron. Files of shards on a disk are written, replaced and removed through this
+folder alone, so that what a killed process leaves can always be told from files that belong to somebody else.
 """
 
 from megatron_sft_idx.shard.columns import ShardColumn, pair_numbers, write_column

@@ -71,7 +71,7 @@ def read_start(path: str, form: HeaderForm) -> FileStart | None:
         if (info := store.head(key)) is None:
             return None
         raw = bytes(store.read(key, 0, min(_HEADER_NBYTES, info.nbytes), etag=info.etag))
-        if len(raw) < (size := min(form.peek(raw), info.nbytes)):
+        if len(raw) < (size := min(form.stated_nbytes(raw), info.nbytes)):
             raw += store.read(key, len(raw), size - len(raw), etag=info.etag)
         return FileStart(raw[:size], info.nbytes, info)
     try:
@@ -81,7 +81,7 @@ def read_start(path: str, form: HeaderForm) -> FileStart | None:
     try:
         with name_in_errors(path):
             raw = os.pread(fd, _HEADER_NBYTES, 0)
-            if len(raw) < (size := min(form.peek(raw), status.st_size)):
+            if len(raw) < (size := min(form.stated_nbytes(raw), status.st_size)):
                 raw += os.pread(fd, size - len(raw), len(raw))
         return FileStart(raw[:size], status.st_size, None, stamp_of(status))
     finally:

@@ -29,7 +29,7 @@ def _shard() -> str:
 def repair_column(data: bytes, shard_id: bytes) -> bytes:
     """With magic, version, shard id and checksum as readers want them; all else is as it was."""
     raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
-    size = COLUMN.peek(COLUMN_MAGIC + raw[8:])
+    size = COLUMN.stated_nbytes(COLUMN_MAGIC + raw[8:])
     if size % 64 or not _LEAST_NBYTES <= size <= len(raw):
         size = _LEAST_NBYTES
     raw[:8] = COLUMN_MAGIC
