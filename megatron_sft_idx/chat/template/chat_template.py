@@ -1,8 +1,9 @@
 """Conversations to text, with the characters that are trained on.
 
-``ChatTemplate`` puts the steps together: ``words`` brings messages into the form that the template wants, ``trace``
-renders and says which message wrote what, ``scaffold`` finds the edges of turns by rendering beginnings of the
-conversation, ``spans`` decides what the model must learn.
+``ChatTemplate`` puts the steps together: ``words`` brings messages into the form that the template takes, ``trace``
+renders them and tells which message wrote what, ``scaffold`` finds the edges of turns by rendering beginnings of the
+conversation, ``spans`` decides what the model must learn. Whatever a template does wrong becomes a ``SequenceError`` or
+``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
 
-class _Rendering(NamedTuple):
-    """One conversation on its way, in one of the forms that a template may take.
+class _Form(NamedTuple):
+    """One conversation in one of the forms that a template may take.
 
     Attributes:
         conversation: as it was given.
         messages: as the template sees them.
-        variables: all template variables.
-        notes: counts by name; they grow on the way.
+        variables: all template variables, ``messages`` among them.
+        notes: counts for the summary by name; rendering adds to them.
         style: the form of contents and arguments.
-        missing: what stands for a content that an answer lacks.
-        traced: what came of rendering it with marks, where that was done early: the text or an error.
+        missing: what stands for the missing content of an answer.
+        traced: the result of rendering this form with marks, if that was done already, or the error it raised.
     """
 
     conversation: Conversation
@@ -67,28 +68,28 @@ class _Rendering(NamedTuple):
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
-    """A rendering asked for more than any should: other forms of the row are not tried."""
+    """A rendering asked for more than its allowance. No other form of the conversation may be tried after it."""
 
 
 class _UnrenderedError(SequenceError):
-    """The template renders nothing of a conversation in this form; what another form of it lacks is said before."""
+    """The template refused a conversation in this form. An error that another form gave says more to the user."""
 
 
 class ChatTemplate:
     """A chat template that knows which of its text the model must learn.
 
-    Renders are serialised by a lock; pickling rebuilds the template in the other process.
+    Threads may share it: a lock lets one of them render at a time. Unpickling compiles the template anew.
 
     Args:
         source: the template.
         special_tokens: template variables such as ``bos_token`` and ``eos_token``.
         control_tokens: texts of the tokenizer's special tokens. Data that spells one must not become one.
-        options: what counts as learnt.
-        template_kwargs: further template variables; a row's own come after and win.
-        name: what to call the template in errors, such as the file it came from.
+        options: what is trained on.
+        template_kwargs: further template variables; a row's own take precedence.
+        name: what errors call the template, such as the file it came from.
 
     Attributes:
-        has_generation_markers: whether the template says itself what is trained on, with ``{% generation %}``.
+        has_generation_markers: whether the template itself marks what is trained on, with ``{% generation %}``.
 
     Raises:
         FormatError: the template does not compile, or an option has an impossible value.
@@ -138,7 +139,7 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
     def __reduce__(self) -> tuple[Callable[..., ChatTemplate], tuple[Any, ...]]:
-        again = partial(
+        constructor = partial(
             ChatTemplate,
             special_tokens=self._special,
             control_tokens=self._controls.texts,
@@ -146,7 +147,7 @@ class ChatTemplate:
             template_kwargs=self._kwargs,
             name=self.name,
         )
-        return again, (self._source,)
+        return constructor, (self._source,)
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation as one text and find what is trained on in it.
@@ -158,14 +159,14 @@ class ChatTemplate:
             FormatError: the template cannot be used: it needs a date, or reaches for what it may not.
         """
         with self._lock:
-            return self._in_some_form(self._forms(conversation), lambda row: [self._whole(row)])[0]
+            return self._in_some_form(self._forms(conversation), lambda form: [self._whole(form)])[0]
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation as what becomes of it: one text, or with ``turns="split"`` one a turn.
+        """Render a conversation as one text or, with ``turns="split"``, as a text for each turn.
 
-        Each assistant message that is trained on is rendered with the messages before it and nothing behind it, as
-        the model would see it, and trained there only. A text that the next one begins with is left to that one, and
-        so is a beginning that the template refuses.
+        For a turn, an assistant message that is trained on is rendered with the messages before it and nothing behind
+        it, as the model would see it, and only that message is trained on. Where the text of the next turn begins with
+        this text, or the template refuses this beginning, no text is made of it and the next one trains on both turns.
 
         Raises:
             SequenceError, FormatError: as ``render``.
@@ -185,15 +186,15 @@ class ChatTemplate:
             For each conversation its texts, or the error that ``render_turns`` raises.
         """
         split = self.options.turns == "split"
-        step = self._split if split else lambda row: [self._whole(row)]
+        step = self._split if split else lambda form: [self._whole(form)]
         forms = [self._forms(conversation) for conversation in conversations]
-        begun: list[_Rendering | ValueError] = []
+        begun: list[_Form | ValueError] = []
         if not (split or self._learns_everything):
             with self._lock:
                 for one in forms:
                     begun.append(self._begun(one))
                     if isinstance(begun[-1], ValueError) or isinstance(begun[-1].traced, ValueError):
-                        break  # the caller may want nothing behind the first row that fails
+                        break  # the caller may stop at the first conversation that fails
         for one, first in zip_longest(forms, begun):
             outcome: list[Rendered] | ValueError
             with self._lock:
@@ -206,25 +207,25 @@ class ChatTemplate:
                         outcome = error
             yield outcome
 
-    def _begun(self, forms: Iterator[_Rendering]) -> _Rendering | ValueError:
+    def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
         """The first form, rendered with marks; or why there is none."""
         try:
-            row = next(forms)
+            form = next(forms)
         except ValueError as error:
             return error
-        return row._replace(traced=self._traced(row))
+        return form._replace(traced=self._traced(form))
 
-    def _traced(self, row: _Rendering) -> Traced | Exception:
+    def _traced(self, form: _Form) -> Traced | Exception:
         """The text with what wrote it, or a ValueError or Untraceable that says why there is none."""
         try:
-            return self._guarded(self._template.render, row.messages, row.variables)
+            return self._render_or_raise(self._template.render, form.messages, form.variables)
         except (ValueError, Untraceable) as error:
             return error
 
-    def _forms(self, conversation: Conversation) -> Iterator[_Rendering]:
-        """The conversation in each form that is to be tried, until one does: that which transformers has comes first.
+    def _forms(self, conversation: Conversation) -> Iterator[_Form]:
+        """The forms of a conversation to be tried in turn: that of transformers first, as far as the template takes it.
 
-        Where the learnt form fails, contents come as strings instead of parts, or the other way round.
+        The last ones have contents as strings where the learnt style has content parts, or the other way round.
 
         Raises:
             SequenceError: the conversation cannot be used in any form.
@@ -233,28 +234,32 @@ class ChatTemplate:
         if len(conversation.weights) != len(conversation.messages):
             raise unusable(f"{len(conversation.weights)} weights for {len(conversation.messages)} messages")
         if self._style is None:
-            self._style = learn_style(lambda made_up: self._tried(self._variables(made_up, Conversation(made_up, []))))
+            self._style = learn_style(
+                lambda made_up: self._render_or_none(self._variables(made_up, Conversation(made_up, [])))
+            )
         lacking = len(_lacking(conversation))
         for other in (False, True):
             style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
             for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                 notes = {note: lacking} if lacking else {}
                 messages = prepared(conversation.messages, style, notes, missing)
-                yield _Rendering(conversation, messages, self._variables(messages, conversation), notes, style, missing)
+                yield _Form(conversation, messages, self._variables(messages, conversation), notes, style, missing)
 
-    def _in_some_form(
-        self, forms: Iterable[_Rendering], step: Callable[[_Rendering], list[Rendered]]
-    ) -> list[Rendered]:
-        """Take the first form that the template writes well; of doubtful ones, that which it writes shortest."""
+    def _in_some_form(self, forms: Iterable[_Form], step: Callable[[_Form], list[Rendered]]) -> list[Rendered]:
+        """Render the first form that the template writes well; of doubtful ones, that of which it writes least.
+
+        Raises:
+            SequenceError: it writes none of them.
+        """
         found: list[list[Rendered]] = []
         failed: SequenceError | None = None
         style: Style | None = None
-        for row in forms:
-            if found and row.style is not style:
+        for form in forms:
+            if found and form.style is not style:
                 break
-            style = row.style
+            style = form.style
             try:
-                rendered = step(row)
+                rendered = step(form)
             except _Runaway:
                 raise
             except SequenceError as error:
@@ -264,37 +269,37 @@ class ChatTemplate:
                 continue
             if style.in_parts and any(prints_parts(one.text) for one in rendered):
                 continue
-            if row.missing is None and self._writes_none(rendered, row.conversation):
+            if form.missing is None and self._writes_none(rendered, form.conversation):
                 continue
-            if row.missing is style.null_forms[0][1]:
+            if form.missing is style.null_forms[0][1]:
                 return rendered
-            if row.missing is not ABSENT or not found:
+            if form.missing is not ABSENT or not found:
                 found.append(rendered)
-        if found:  # the shorter one has not made a turn of what is not there
+        if found:  # a longer one may have a turn for a content that is missing
             return min(found, key=lambda some: sum(len(one.text) for one in some))
         assert failed is not None
-        lacking = _lacking(row.conversation)
+        lacking = _lacking(form.conversation)
         if not (lacking and isinstance(failed, _UnrenderedError)):
             raise failed
         what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
 
     def _writes_none(self, rendered: Sequence[Rendered], conversation: Conversation) -> bool:
-        """Whether the template wrote a content of None out, as the word None."""
+        """Whether the template wrote a missing content, which this form has as None, as the word None."""
         meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
         return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
 
-    def _whole(self, row: _Rendering, chosen: Sequence[int] | None = None) -> Rendered:
-        """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
-        weights = row.conversation.weights
-        speakers = selected(row.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
+    def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
+        """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
+        weights = form.conversation.weights
+        speakers = selected(form.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
         if self._learns_everything and all(weights[index] == 1 for index in speakers):
-            text = self._guarded(self._template.plain, row.variables)
-            finder = self._finder(row, text, None)
+            text = self._render_or_raise(self._template.plain, form.variables)
+            finder = self._finder(form, text, None)
             finder.require_words(speakers)
             spans = [Span(0, len(text))] if text else []
         else:
-            outcome, traced = row.traced or self._traced(row), None
+            outcome, traced = form.traced or self._traced(form), None
             if isinstance(outcome, Traced):
                 traced, text = outcome, outcome.text
             elif isinstance(outcome, Untraceable):
@@ -303,24 +308,24 @@ class ChatTemplate:
                         f"{self.name}: cannot tell which message wrote what between generation markers, because"
                         f" {outcome}; train on all tokens, or mend the template"
                     ) from None
-                text = self._guarded(self._template.plain, row.variables)
+                text = self._render_or_raise(self._template.plain, form.variables)
             else:
                 raise outcome
-            finder = self._finder(row, text, traced)
+            finder = self._finder(form, text, traced)
             if chosen is None:
-                chosen = speakers or selected(row.messages, weights, self.options.train_on)
-            spans = self._spans(finder, row, chosen, len(text))
+                chosen = speakers or selected(form.messages, weights, self.options.train_on)
+            spans = self._spans(finder, form, chosen, len(text))
         for what, count in finder.notes.items():
-            row.notes[what] = row.notes.get(what, 0) + count
-        literals = [] if self.options.allow_control_tokens else self._literals(text, row)
-        return Rendered(text, spans, literals, row.notes)
+            form.notes[what] = form.notes.get(what, 0) + count
+        literals = [] if self.options.allow_control_tokens else self._literals(text, form)
+        return Rendered(text, spans, literals, form.notes)
 
-    def _split(self, row: _Rendering) -> list[Rendered]:
-        """One text a turn, each the beginning of the conversation that ends with it."""
-        chosen = selected(row.messages, row.conversation.weights, self.options.train_on)
+    def _split(self, form: _Form) -> list[Rendered]:
+        """Render one text for each turn, as ``render_turns`` says."""
+        chosen = selected(form.messages, form.conversation.weights, self.options.train_on)
         if not chosen:
-            return [self._whole(row)]
-        texts = [self._tried({**row.variables, "messages": row.messages[: index + 1]}) for index in chosen]
+            return [self._whole(form)]
+        texts = [self._render_or_none({**form.variables, "messages": form.messages[: index + 1]}) for index in chosen]
         found: list[Rendered] = []
         group: list[int] = []
         for number, index in enumerate(chosen):
@@ -328,12 +333,12 @@ class ChatTemplate:
             text, more = texts[number], texts[number + 1 : number + 2]
             if more and (text is None or (more[0] is not None and more[0].startswith(text.rstrip()))):
                 continue
-            whole, messages = row.conversation, row.messages[: index + 1]
+            whole, messages = form.conversation, form.messages[: index + 1]
             cut = whole._replace(messages=whole.messages[: index + 1], weights=whole.weights[: index + 1])
-            variables = {**row.variables, "messages": messages}
+            variables = {**form.variables, "messages": messages}
             found.append(
                 self._whole(
-                    _Rendering(cut, messages, variables, {} if found else row.notes, row.style, row.missing), group
+                    _Form(cut, messages, variables, {} if found else form.notes, form.style, form.missing), group
                 )
             )
             group = []
@@ -350,18 +355,22 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _finder(self, row: _Rendering, text: str, traced: Traced | None) -> SpanFinder:
+    def _finder(self, form: _Form, text: str, traced: Traced | None) -> SpanFinder:
         def render(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
-            if row.style.in_parts:
+            if form.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
-            return self._tried({**row.variables, "messages": messages, **altered})
+            return self._render_or_none({**form.variables, "messages": messages, **altered})
 
-        tools, kwargs = row.conversation.tools, row.conversation.kwargs
+        tools, kwargs = form.conversation.tools, form.conversation.kwargs
         key = f"{bool(tools)}" + (json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "")
-        return SpanFinder(self._rules, text, row.messages, tools, traced, render, key, row.style.writes_arguments)
+        return SpanFinder(self._rules, text, form.messages, tools, traced, render, key, form.style.writes_arguments)
 
-    def _spans(self, finder: SpanFinder, row: _Rendering, chosen: Sequence[int], length: int) -> list[Span]:
-        """What the chosen messages say with their weights, ascending; beside it what nobody says, where all counts."""
+    def _spans(self, finder: SpanFinder, form: _Form, chosen: Sequence[int], length: int) -> list[Span]:
+        """The spans of the ``chosen`` messages with their weights, ascending.
+
+        Where all is trained on, the text that no chosen message generated has spans of weight 1 too; ``length`` is that
+        of the whole text.
+        """
         blocks = finder.blocks() if self.has_generation_markers else {}
         trained: list[tuple[int, int, int]] = []
         said: Ranges = []
@@ -373,9 +382,9 @@ class ChatTemplate:
         spans: list[Span] = []
         at = 0
         for start, stop, message in sorted(trained):
-            # The end of a turn may stand in the next message's text.
+            # Two spans may overlap, since the end of a turn may stand in the next message's text.
             if stop > (first := start if start > at else at):
-                spans.append(Span(first, stop, row.conversation.weights[message]))
+                spans.append(Span(first, stop, form.conversation.weights[message]))
                 at = stop
         if self.options.train_on != "all":
             return spans
@@ -387,8 +396,13 @@ class ChatTemplate:
         spans = [span for span in spans if span.start < span.stop and span.weight != 0]
         return sorted(spans, key=lambda span: span.start)
 
-    def _tried(self, variables: dict[str, Any]) -> str | None:
-        """Render an altered or made-up conversation; None where the template finds it odd. Others may do."""
+    def _render_or_none(self, variables: dict[str, Any]) -> str | None:
+        """Render an altered or made-up conversation; None where the template refuses it or fails on it.
+
+        Raises:
+            SequenceError: it asks for more than its allowance.
+            FormatError: the template cannot be used at all.
+        """
         try:
             return self._template.plain(variables)
         except FormatError:
@@ -398,21 +412,18 @@ class ChatTemplate:
         except Exception:
             return None
 
-    def _literals(self, text: str, row: _Rendering) -> Ranges:
-        def render(altered: Mapping[str, Any]) -> str | None:
-            try:
-                return self._template.plain({**row.variables, **altered})
-            except Exception:  # the template refuses renamed tokens; it had no trouble with the plain ones
-                return None
-
-        data = {"messages": row.messages, "tools": row.conversation.tools, **row.conversation.kwargs}
-        ranges, meant = self._controls.spelt(data, text, render)
-        if meant:
-            row.notes["control_tokens_read_by_template"] = len(meant)
+    def _literals(self, text: str, form: _Form) -> Ranges:
+        """Where in ``text`` control tokens stand that the data spells."""
+        data = {"messages": form.messages, "tools": form.conversation.tools, **form.conversation.kwargs}
+        ranges, read_by_template = self._controls.spelt(
+            data, text, lambda altered: self._render_or_none({**form.variables, **altered})
+        )
+        if read_by_template:
+            form.notes["control_tokens_read_by_template"] = len(read_by_template)
         return ranges
 
-    def _guarded(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run a render, turning what goes wrong into our errors."""
+    def _render_or_raise(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Call a method that renders; whatever the template does wrong becomes a SequenceError or FormatError."""
         try:
             return step(*arguments)
         except (FormatError, SequenceError, Untraceable):
@@ -441,7 +452,7 @@ class ChatTemplate:
 
 
 def _lacking(conversation: Conversation) -> list[int]:
-    """The answers without a content, by position."""
+    """Positions of the answers without a content."""
     return [
         index
         for index, message in enumerate(conversation.messages)
