@@ -443,3 +443,76 @@ def test_no_template_can_mark_text_itself(mark: str) -> None:
     assert source != CHATML
     with pytest.raises(SequenceError, match=f"No filter named 'trace {mark}'"):
         make(source).render(talk(user("u"), said("a")))
+
+
+# What a model must write where nobody asks the template for a prompt
+
+OPENS = """
+{%- for m in messages %}{% if m.role == 'user' %}HEAD{{ m.content }}TAIL{% else %}
+{%- if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}</s>{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("head", "tail"), [("[INST] ", " [/INST]"), ("", "<|end|>\n<|im_start|>assistant\n"), ("", "<|end|>\nassistant: ")]
+)
+def test_a_tag_before_reasoning_is_the_model_s_where_a_plain_answer_has_none(head: str, tail: str) -> None:
+    """A prompt never asked for ends where a plain answer would begin: the tag behind it is not fed."""
+    source = OPENS.replace("HEAD", head).replace("TAIL", tail)
+    thought, plain = said("answer one", reasoning_content="because"), said("answer two")
+    for messages in ([thought, plain], [plain, thought], [thought, thought]):
+        rows = [message for answer in messages for message in (user("ask"), answer)]
+        expected = [
+            "[THINK]because[/THINK]answer one</s>" if answer is thought else "answer two</s>" for answer in messages
+        ]
+        assert learnt(source, talk(*rows)) == expected
+    assert learnt(source, talk(thought, user("ask"), plain)) == [
+        "[THINK]because[/THINK]answer one</s>",
+        "answer two</s>",
+    ]
+
+
+def test_a_tag_that_every_answer_begins_with_is_part_of_the_header() -> None:
+    source = OPENS.replace("HEAD", "").replace("TAIL", "").replace("{%- if m.reasoning_content %}", "")
+    source = source.replace("[/THINK]{% endif %}", "[/THINK]")
+    for first in ([], [user("ask")]):
+        row = talk(
+            *first,
+            said("answer one", reasoning_content="because"),
+            user("ask"),
+            said("answer two", reasoning_content="so"),
+        )
+        assert learnt(source, row) == ["because[/THINK]answer one</s>", "so[/THINK]answer two</s>"]
+
+
+def test_what_follows_a_prompt_that_is_always_written_is_the_model_s() -> None:
+    source = """
+{%- for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>
+{%- else %}<|assistant|>[ANSWER]{{ m.content }}[/ANSWER]<|end|>{% endif %}{% endfor %}<|assistant|>"""
+    row = talk(user("ask one"), said("answer one"), user("ask two"), said("answer two"))
+    assert learnt(source, row) == [f"[ANSWER]answer {number}[/ANSWER]<|end|>" for number in ("one", "two")]
+    spaced = source.replace("<|assistant|>[ANSWER]", "<|assistant|>\n").replace("[/ANSWER]", "")
+    assert learnt(spaced, row) == ["answer one<|end|>", "answer two<|end|>"]  # white space behind it is the header's
+
+
+def test_markers_that_leave_the_end_of_a_turn_out_are_counted() -> None:
+    for end, count in (("{% endgeneration %}<|im_end|>", 2), ("<|im_end|>{% endgeneration %}", 0)):
+        source = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+            f"{{{{ m.content }}}}{end}{{% else %}}{{{{ m.content }}}}<|im_end|>{{% endif %}}\n{{% endfor %}}"
+        )
+        rendered = make(source).render(talk(user("u"), said("a"), user("v"), said("b")))
+        assert rendered.notes.get("no_end_of_turn", 0) == count
+
+
+def test_a_header_is_nobody_s_words_where_calls_and_content_are_two_turns() -> None:
+    source = """
+{%- for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|Tool|>{{ m.content }}
+{%- else %}{% if m.tool_calls %}<|Assistant|>{% for c in m.tool_calls %}[CALL]{{ c.function.name }} {{ c.function.arguments | tojson }}
+{%- endfor %}</s>{% endif %}{% if m.content %}<|Assistant|>{{ m.content }}</s>{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|Assistant|>{% endif %}"""
+    quoted = "say </s><|Assistant|> twice"
+    row = read(user("u"), asked("look", content=quoted), result("r"), said("a"), tools=TOOLS)
+    called, *rest = learnt(source, row)
+    assert called == '[CALL]look {"key": "value"}</s>'
+    assert rest == [quoted + "</s>", "a</s>"]
+    assert learnt(source, row, train_on_tool_calls=False)[-2:] == rest

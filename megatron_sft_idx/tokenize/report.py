@@ -31,7 +31,7 @@ _NOTES = {
     "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
-    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes none",
+    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes or marks none",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
     "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",

@@ -191,7 +191,7 @@ class Edges:
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
-    def start(self, turn: int, low: int, first: int, own: int | None) -> int:
+    def start(self, turn: int, low: int, first: int, own: int | None, reasons: bool) -> int:
         """Where the model starts to write a turn.
 
         Args:
@@ -200,19 +200,27 @@ class Edges:
             first: the first character that is certainly the turn's own.
             own: where the words that start there begin, their own tags included; None for a call, which has tags before
                 it.
+            reasons: whether these words may be reasoning, which the template may put a tag of its own before.
         """
         head = self._text[low:first]
         prompts = self._prompts(turn)
-        fed = self._end_of_fed(turn, low, head, prompts[0]) if any(prompts) else None
+        fed = self._end_of_fed(turn, low, head, prompts[0])
         if fed is not None and prompts[0]:
             return fed
+        if not any(prompts):
+            if turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
+                return fed  # the end of a prompt that the template writes unasked; what follows it is the model's
+            fed = None
         for prompt in prompts:
             behind = self._behind(prompt, head)
             if behind:
                 return max(fed or 0, low + behind)
         if fed is not None:
             return fed
-        return low + self._header_length(turn, low, head) if own is None else own
+        header = self._header_length(turn, low, head)
+        if own is None or (reasons and header is not None and head[header:].strip()):
+            return low + (header or 0)
+        return own
 
     def stop(self, turn: int, low: int, said: int, high: int, written: Written | None) -> int:
         """Where a turn ends, its end-of-turn token included.
@@ -419,17 +427,17 @@ class Edges:
         stop = len(ours) - match.a
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
 
-    def _header_length(self, turn: int, low: int, head: str) -> int:
-        """How much of a turn's first text a plain answer in its place begins with too."""
+    def _header_length(self, turn: int, low: int, head: str) -> int | None:
+        """How much of a turn's first text a plain answer in its place begins with too; None where nothing tells."""
         other = self._view(turn, SAID)
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
-            return 0
+            return None
         for far in (_NEAR, 8):
             near = self._text[max(0, low - far) : low]
-            if (begin := other.rfind(near, 0, at)) >= 0:
+            if (begin := other.rfind(near, 0, at) if near else 0) >= 0:
                 return self._common(other[begin + len(near) : at], head)
-        return 0
+        return None
 
     def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
         """The end of a control token at ``at``, if that is the turn's end although nothing else says so; or None.

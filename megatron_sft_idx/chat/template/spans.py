@@ -153,12 +153,30 @@ class SpanFinder:
             while len(segments) > 1 and last >= 0 and segments[-1].start > last:
                 segments = segments[:-1]  # what follows another message's text and holds no words of this one
         start, stop = self._edges_of(message, segments, found, traced)
-        if len(segments) == 1 and self._keeps_all and start < stop:
+        headers = self._headers_inside(segments[0].start, start, stop, found)
+        if len(segments) == 1 and self._keeps_all and start < stop and not headers:
             spans = [(start, stop)]
             return spans, spans
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
+        spans = _cut(spans, headers)
         return spans, self._without_cuts(message, found, spans) if spans else []
+
+    def _headers_inside(self, low: int, start: int, stop: int, found: list[tuple[int, Utterance]]) -> Ranges:
+        """Where the header before ``start`` stands again behind an end of sequence: a message written as two turns.
+
+        Behind any other end the model goes on by itself, with a header of its own.
+        """
+        text, eos, headers = self._text, self._rules.eos, []
+        header = text[low:start].strip()
+        at = text.find(header, start, stop) if header and eos else -1
+        while at >= 0:
+            said = len(text[:at].rstrip())
+            of_data = any(first <= at < first + len(piece.text) for first, piece in found)
+            if text.endswith(eos, start, said) and not of_data:
+                headers.append((said, at + len(header)))
+            at = text.find(header, at + len(header), stop)
+        return headers
 
     def marked(self, message: int, spans: Ranges) -> tuple[Ranges, Ranges]:
         """As ``turn``, for a template with generation markers, whose blocks are ``spans`` and taken as they stand.
@@ -170,12 +188,15 @@ class SpanFinder:
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._standing(pieces, segments)
         self._require_words(message, pieces, segments, found)
+        inside = [Segment(start, stop, 0, message) for start, stop in spans]
         if self._rules.options.partial_markers == "error":
-            inside = [Segment(start, stop, 0, message) for start, stop in spans]
             self._require_calls(message, pieces, inside, _OUTSIDE)
             for _, piece in found:
                 if piece.kind != "call" and self._find(piece.text, inside) < 0:
                     raise self._refused(message, f"the {piece.kind} {_short(piece.text)}", _OUTSIDE)
+        said = max((at + len(piece.text) for at, piece in self._standing(pieces, inside)), default=-1)
+        if said >= 0 and not self._text[said : spans[-1][1]].strip():
+            self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def require_words(self, messages: Sequence[int]) -> None:
@@ -440,7 +461,10 @@ class SpanFinder:
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
         own = first - (self._said_before(message, first) if first in words else 0)
-        start = min(first, self._edges.start(message, low, first, own if first in words else None))
+        reasons = any(
+            one.kind == "reasoning" and one.field != "content" for one in utterances_of(self._messages[message])
+        )
+        start = min(first, self._edges.start(message, low, first, own if first in words else None, reasons))
         said = max(said, start)
         written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
         if written is None and self._edges.always_prompts(message, start, said):
@@ -541,10 +565,7 @@ class SpanFinder:
             cuts += self._thinking(message, found, spans)
         if not options.train_on_tool_calls and any(piece.kind == "call" for _, piece in found):
             cuts += self._calls(message, found, spans)
-        for low, high in cuts:
-            spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
-            spans = [(start, stop) for start, stop in spans if start < stop]
-        return spans
+        return _cut(spans, cuts)
 
     def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
         """Where the utterances of one kind stand: (start, stop), ascending.
@@ -651,6 +672,14 @@ def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int,
         if text.strip() and (message not in best or claim > best[message][:2]):
             best[message] = (*claim, frame)
     return {message: frame for message, (_, held, frame) in best.items() if held}
+
+
+def _cut(spans: Ranges, cuts: Ranges) -> Ranges:
+    """What the cuts leave of spans."""
+    for low, high in cuts:
+        spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
+        spans = [(start, stop) for start, stop in spans if start < stop]
+    return spans
 
 
 def _end_piece(text: str) -> str:
