@@ -36,6 +36,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_column_name
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
+from megatron_sft_idx.shard import columns as columns_module
 from megatron_sft_idx.shard import writer as writer_module
 from megatron_sft_idx.shard.journal import BuildOptions
 
@@ -216,6 +217,20 @@ def test_what_cannot_be_attached_leaves_nothing(tmp_path: Path, values: Any, mat
     assert sorted(os.listdir(tmp_path)) == before
     with pytest.raises(ShardNotFoundError):
         write_column(tmp_path / "y", "x", values, per="sequence")
+
+
+def test_a_column_replaced_while_it_is_opened_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", PACKS)
+    ones, open_items = np.ones(len(PACKS)), columns_module.open_items
+    write_column(tmp_path / "x", "x", ones, per="pack", metadata={"is": "ones"})
+
+    def replacing(*arguments: Any) -> Any:
+        write_column(tmp_path / "x", "x", 2 * ones, per="pack", metadata={"is": "twos"}, overwrite=True)
+        return open_items(*arguments)
+
+    monkeypatch.setattr(columns_module, "open_items", replacing)
+    with pytest.raises(FormatError, match="another column was attached since this one was opened"):
+        Shard(tmp_path / "x", columns=["x"])
 
 
 def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import is_column, locked_prefix
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote, require_local
-from megatron_sft_idx.storage.local import HashedFile
+from megatron_sft_idx.storage.local import HashedFile, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
 
@@ -215,7 +215,10 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     item, begin = spec.dtype if spec.width == 1 else np.dtype((np.void, spec.row_nbytes)), spec.header_nbytes
     if file.info is not None:
         return ShardColumn(name, column, RemoteArray(*open_store(path), item, rows, file.info.etag, offset=begin))
-    return ShardColumn(name, column, open_items(path, item, rows, file.nbytes, backend, confirm, begin))
+    items = open_items(path, item, rows, file.nbytes, backend, confirm, begin)
+    if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
+        confirm()
+    return ShardColumn(name, column, items)
 
 
 def _shard_of(path: str) -> bytes | None:

@@ -245,21 +245,30 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
     try:
         if seq_idx.info is None:
             files = _open_local(paths, header, options)
-            is_same = stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp or _seq_idx_start(paths).raw == seq_idx.raw
         else:
             files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
-            is_same = (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
+        # The sizes alone would not tell, because a shard that was packed in another order has the same.
+        if _is_still(paths, seq_idx):
+            return files
     except ShardNotFoundError:
         raise
     # While another shard is published, files are missing for a moment. Or one of the paths is not a regular file.
     except (OSError, FormatError) as error:
         if isinstance(error, FileNotFoundError) or (seq_idx.info is None and paths.missing()):
             raise _not_found(paths) from None
-        raise
-    # The sizes alone would not tell, because a shard that was packed in another order has the same.
-    if not is_same:
-        raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
-    return files
+        if _is_still(paths, seq_idx):
+            raise
+    raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+
+
+def _is_still(paths: ShardPaths, seq_idx: FileStart) -> bool:
+    """Whether the ``.seq.idx`` at a prefix is still the one that was read. ShardNotFoundError: the disk has none."""
+    if seq_idx.info is None:
+        with contextlib.suppress(FileNotFoundError):
+            if stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp:
+                return True
+        return _seq_idx_start(paths).raw == seq_idx.raw
+    return (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
 
 
 def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> OpenFiles:
