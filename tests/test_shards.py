@@ -59,6 +59,16 @@ def test_a_prefix_may_look_like_a_glob_and_a_file_stands_for_its_shard(tmp_path:
     assert names(find_prefixes(tmp_path / "run[0-9]")) == ["run1"]
 
 
+def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(1))
+    (tmp_path / "x").mkdir()
+    assert find_prefixes(tmp_path / "x") == [f"{tmp_path}/x"]
+    with pytest.raises(ShardNotFoundError, match="no shard of its own"):
+        find_prefixes(f"{tmp_path}/x/")
+    write_samples(tmp_path / "x/y", demo_samples(1))
+    assert find_prefixes(tmp_path / "x") == [f"{tmp_path}/x/y"]
+
+
 def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

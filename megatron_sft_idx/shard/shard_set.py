@@ -61,11 +61,11 @@ def natural_key(path: str) -> tuple[list[str | int], str]:
 def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
 
-    A folder names the shards that lie in it, but not in folders below. A glob names the shards whose prefix, or one of
-    whose files, it matches, and those in the folders that it matches. Shards of a folder or glob come in the order of
-    ``natural_key``; a list keeps its own order. In an object store a folder is the beginning of some keys, and may be
-    named without a slash at its end. A prefix is returned whether a shard is there or not: opening it says what is
-    missing.
+    A folder names the shards that lie in it, but not in folders below; if it holds none, a shard beside it that has its
+    name. A glob names the shards whose prefix, or one of whose files, it matches, and those in the folders that it
+    matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order. In an object
+    store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is returned
+    whether a shard is there or not: opening it says what is missing.
 
     Args:
         source: a prefix, a folder, a glob, or a list of these.
@@ -101,6 +101,9 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     if prefixes := {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}:
         return sorted(prefixes, key=natural_key)
     if is_folder and not (remote and is_glob):
+        # A shard may have the name of a folder beside it.
+        if not path.endswith("/") and any(os.path.exists(path + suffix) for suffix in suffixes):
+            return [path]
         raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], "the folder holds no shard of its own")
     if is_glob:
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
