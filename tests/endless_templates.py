@@ -36,6 +36,8 @@ ENDLESS = {
     "+ doubles": repeated("'a'", "n.x + n.x"),
     "+ doubles, wide characters": repeated("'\N{GRINNING FACE}'", "n.x + n.x"),
     "+ trebles, in one expression": repeated("'a'", "n.x + 'b' + n.x + 'c' + n.x + n.x"),
+    "+ doubles, in a variable named loop": "{% set loop = {'index': 'a'} %}" + "{% set loop = {'index': loop.index + loop.index} %}" * 60,
+    "+ doubles, in an argument named loop": "{% macro f(loop, k) %}{% if k %}{{ f({'index': loop.index + loop.index}, k - 1) }}{% endif %}{% endmacro %}{{ f({'index': 'a'}, 60) }}",
     "+ of a list": repeated("[1]", "n.x + n.x"),
     "+ of a tuple": repeated("(1,)", "n.x + n.x"),
     "list in list in list": repeated("[1]", "[n.x, n.x]"),

@@ -25,6 +25,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.idtracking import VAR_LOAD_PARAMETER
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
@@ -162,8 +163,9 @@ class CountingGenerator(CodeGenerator):
         super().blockvisit(nodes, frame)
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's names
-        """Write the template, having found the prices of its blocks and the look-ups whose result may be None."""
+        """Write the template, having found what concerns all of it."""
         self._none_for_missing = set(_none_for_missing(node))
+        self._rebinds_loop = any(name.name == "loop" and name.ctx != "load" for name in node.find_all(nodes.Name))
         for block in node.find_all(nodes.Block):
             self._prices[id(block.body)] = _ENTRY_UNITS + _body_units(block.body)
         super().visit_Template(node, frame)
@@ -204,6 +206,23 @@ class CountingGenerator(CodeGenerator):
         commas = (code for argument in arguments for code in (argument, ", "))
         self._write_code(frame, f"environment.{method}(", *commas, ")")
 
+    def _is_number(self, node: nodes.Node, frame: Frame) -> bool:
+        """Whether an expression is a small number, whatever the conversation holds."""
+        if isinstance(node, nodes.Getattr):
+            return node.attr in _LOOP_NUMBERS and self._is_loop(node.node, frame)
+        if isinstance(node, nodes.Filter):
+            return node.name in ("length", "count")
+        if isinstance(node, nodes.Sub):
+            return self._is_number(node.left, frame) and self._is_number(node.right, frame)
+        return isinstance(node, nodes.Const) and type(node.value) in (int, float)
+
+    def _is_loop(self, node: nodes.Node, frame: Frame) -> bool:
+        """Whether an expression is the ``loop`` of a ``for`` loop, and surely no other value of that name."""
+        if self._rebinds_loop or not isinstance(node, nodes.Name) or node.name != "loop":
+            return False
+        reference = frame.symbols.find_ref("loop")
+        return reference is not None and frame.symbols.find_load(reference) == (VAR_LOAD_PARAMETER, None)
+
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a + b + c``."""
@@ -212,7 +231,7 @@ class CountingGenerator(CodeGenerator):
         while isinstance(first, nodes.Add):
             others.append(first.right)
             first = first.left
-        if len(others) == 1 and (_is_number(first) or _is_number(node.right)):
+        if len(others) == 1 and (self._is_number(first, frame) or self._is_number(node.right, frame)):
             self._write_code(frame, "(", first, " + ", node.right, ")")
         else:
             self._write_call("add", [first, *reversed(others)], frame)
@@ -220,7 +239,7 @@ class CountingGenerator(CodeGenerator):
     @optimizeconst
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a - b``."""
-        if _is_number(node.left) or _is_number(node.right):
+        if self._is_number(node.left, frame) or self._is_number(node.right, frame):
             self._write_code(frame, "(", node.left, " - ", node.right, ")")
         else:
             self._write_call("subtract", [node.left, node.right], frame)
@@ -247,7 +266,8 @@ class CountingGenerator(CodeGenerator):
             self._write_call("contains", operands, frame)
             self.write(")")
             return
-        free = len(operands) == 2 and (any(map(_is_small, operands)) or _is_constant_list(operands[1]))
+        small = any(isinstance(operand, nodes.Const) or self._is_number(operand, frame) for operand in operands)
+        free = len(operands) == 2 and (small or _is_constant_list(operands[1]))
         self.write("(")
         for operator, operand in zip(["", *operators], operands, strict=True):
             self.write(f" {_PYTHON_OPERATORS[operator]} " if operator else "")
@@ -320,25 +340,9 @@ class CountingGenerator(CodeGenerator):
         self.write(")")
 
 
-def _is_number(node: nodes.Node) -> bool:
-    """Whether an expression is a small number, whatever the conversation holds."""
-    if isinstance(node, nodes.Getattr):
-        return isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in _LOOP_NUMBERS
-    if isinstance(node, nodes.Filter):
-        return node.name in ("length", "count")
-    if isinstance(node, nodes.Sub):
-        return _is_number(node.left) and _is_number(node.right)
-    return isinstance(node, nodes.Const) and type(node.value) in (int, float)
-
-
 def _is_constant_list(node: nodes.Node) -> bool:
     """Whether an expression is a list or tuple of constants, which is short."""
     return isinstance(node, (nodes.List, nodes.Tuple)) and all(isinstance(item, nodes.Const) for item in node.items)
-
-
-def _is_small(node: nodes.Node) -> bool:
-    """Whether comparing anything with an expression takes one step."""
-    return isinstance(node, nodes.Const) or _is_number(node)
 
 
 def nests(tree: nodes.Template) -> bool:
