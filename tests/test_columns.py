@@ -33,8 +33,8 @@ from megatron_sft_idx.errors import (
     UnsupportedVersionError,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_column_name
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
+from megatron_sft_idx.layout.files import SUFFIXES, check_column_name
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import columns as columns_module
 from megatron_sft_idx.shard import writer as writer_module

@@ -13,8 +13,8 @@ from columned import SOURCE, SPECS, assert_columns, write_columned
 from packs import demo_samples
 
 from megatron_sft_idx.check import rebuild, verify_shard
-from megatron_sft_idx.layout.column import ColumnSpec, listed_columns
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import SUFFIXES, listed_columns
 from megatron_sft_idx.live.catalog import Catalog
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header, write_column
 

@@ -21,8 +21,9 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, FirstReadHints
 from megatron_sft_idx.storage import advise_order, drop_pages, local, open_array
-from megatron_sft_idx.storage.advice import MAX_SINGLE_READS, FirstReadHints, mapped_nbytes
+from megatron_sft_idx.storage.advice import mapped_nbytes
 from megatron_sft_idx.storage.local import PreadArray
 
 PAGE = mmap.PAGESIZE

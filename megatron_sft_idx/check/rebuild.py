@@ -18,8 +18,7 @@ from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, r
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
+from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of, listed_columns
 from megatron_sft_idx.shard.journal import lock_journal, read_journal
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import inode_of, locked_prefix, with_named_columns, with_present_columns

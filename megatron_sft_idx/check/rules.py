@@ -29,7 +29,6 @@ from megatron_sft_idx.layout.column import (
     ColumnHeader,
     broken_column_rules,
     is_source,
-    listed_columns,
     num_column_rows,
     torn_pairs,
 )
@@ -47,6 +46,7 @@ from megatron_sft_idx.layout.files import (
     data_nbytes,
     idx_nbytes,
     idx_places,
+    listed_columns,
     pack_idx_header,
 )
 from megatron_sft_idx.storage import is_remote

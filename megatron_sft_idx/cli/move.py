@@ -13,7 +13,7 @@ from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
-from megatron_sft_idx.shard.columns import columns_beside
+from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import show_progress

@@ -31,8 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.column import ColumnSpec, check_column_name, num_column_rows
-from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
+from megatron_sft_idx.layout.column import ColumnSpec, num_column_rows
+from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, integer_array, mask_array, token_array
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import read_beginning

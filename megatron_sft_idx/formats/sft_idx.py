@@ -19,8 +19,7 @@ from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpe
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fewer_tokens, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.columns import column_names
-from megatron_sft_idx.shard.opening import read_header, require_same
+from megatron_sft_idx.shard.opening import column_names, read_header, require_same
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space

@@ -20,8 +20,7 @@ from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, or
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, listed_columns
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update

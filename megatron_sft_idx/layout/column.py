@@ -8,7 +8,6 @@ header, which so stands for the whole file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -40,25 +39,6 @@ COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2", "<u4", "<f2"), 1)
 }
-
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names that parts of the five files' names, keys of packs and keys of batches have already.
-_RESERVED_NAMES = frozenset(
-    {"loss", "seq"}
-    | {"input_ids", "loss_mask", "seq_boundaries"}
-    | {"tokens", "labels", "position_ids", "attention_mask", "padding_mask"}
-    | {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params", "local_cp_size"}
-)
-
-
-def check_column_name(name: str) -> str:
-    """Return a name that a column may have. FormatError: it may not."""
-    if _NAME.fullmatch(name) and name not in _RESERVED_NAMES:
-        return name
-    raise FormatError(
-        f"column {name!r}: a name is of small letters, digits and _, begins with a letter, has at most 64 of them, and"
-        f" is none of {', '.join(sorted(_RESERVED_NAMES))}"
-    )
 
 
 @dataclass(frozen=True)
@@ -185,14 +165,6 @@ def num_column_rows(per: Per, tokens: int, sequences: int, packs: int) -> int:
 def num_rows_in(header: Header, per: Per) -> int:
     """How many rows a column has in the shard that has this header."""
     return num_column_rows(per, header.num_tokens, header.num_sequences, header.num_packs)
-
-
-def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The columns that a shard was written with, as its JSON block lists them: checksums of their headers, by name."""
-    listed = metadata.get("columns")
-    if not isinstance(listed, dict):
-        return {}
-    return {name: str(value) for name, value in listed.items() if _NAME.fullmatch(name) and name not in _RESERVED_NAMES}
 
 
 # The column ``pair``: the number of a pair, and 0 for its chosen sequence or 1 for its rejected one.

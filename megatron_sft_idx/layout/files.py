@@ -34,12 +34,34 @@ DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
 _UNPUBLISHED = ".tmp"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
+_COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+# No column has one of these names: parts of the five files' names, keys of packs and keys of batches.
+_RESERVED_NAMES = frozenset(
+    {"loss", "seq"}
+    | {"input_ids", "loss_mask", "seq_boundaries"}
+    | {"tokens", "labels", "position_ids", "attention_mask", "padding_mask"}
+    | {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params", "local_cp_size"}
+)
 
 
 def column_of(path: str) -> tuple[str, str] | None:
     """Prefix and column name in a path like ``X.source.col``; None for any other path."""
     match = _COLUMN.fullmatch(path)
     return (match[1], match[2]) if match else None
+
+
+def _may_name_column(name: str) -> bool:
+    return _COLUMN_NAME.fullmatch(name) is not None and name not in _RESERVED_NAMES
+
+
+def check_column_name(name: str) -> str:
+    """Return a name that a column may have. FormatError: it may not."""
+    if _may_name_column(name):
+        return name
+    raise FormatError(
+        f"column {name!r}: a name is of small letters, digits and _, begins with a letter, has at most 64 of them, and"
+        f" is none of {', '.join(sorted(_RESERVED_NAMES))}"
+    )
 
 
 class _PathWithSuffix:
@@ -450,6 +472,14 @@ def decode_metadata(block: bytes) -> dict[str, Any] | None:
         return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
     except (ValueError, RecursionError):
         return None
+
+
+def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The columns that a shard was written with, as its JSON block lists them: checksums of their headers, by name."""
+    listed = metadata.get("columns")
+    if not isinstance(listed, dict):
+        return {}
+    return {name: str(value) for name, value in listed.items() if _may_name_column(name)}
 
 
 # ---- the header of .seq.idx ----

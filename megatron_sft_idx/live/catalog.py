@@ -32,7 +32,7 @@ import orjson
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, UnsupportedVersionError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.publish import Kind, write_file

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.layout.column import check_column_name
+from megatron_sft_idx.layout.files import check_column_name
 from megatron_sft_idx.live.acks import (
     Ack,
     Base,

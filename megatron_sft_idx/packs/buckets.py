@@ -23,7 +23,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
 from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download
 from megatron_sft_idx.shard import remove_shard
-from megatron_sft_idx.shard.columns import columns_beside, is_of_another_shard
+from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store

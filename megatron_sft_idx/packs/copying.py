@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec, Per, check_column_name
-from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
+from megatron_sft_idx.layout.column import ColumnSpec, Per
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX, check_column_name
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import UnmappedRows, open_column
 from megatron_sft_idx.shard.journal import PACK, BuildOptions, encode_block

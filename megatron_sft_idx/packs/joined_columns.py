@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source, listed_columns
+from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.copying import Renumber, SourceColumn, SourceShard
 from megatron_sft_idx.packs.provenance import SplitOutput
-from megatron_sft_idx.shard.columns import column_names, open_column
+from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.opening import column_names
 
 _FILES = "files"
 _MAX_NUMBER = int(np.iinfo(np.uint32).max)

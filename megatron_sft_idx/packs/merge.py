@@ -14,7 +14,7 @@ from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
 from megatron_sft_idx.packs.joined_columns import CommonEntries, JoinedColumns
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.columns import columns_beside
+from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart

@@ -21,8 +21,9 @@ from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, copied_nbytes, nbytes_of
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.shard import Shard, check_free, read_header
-from megatron_sft_idx.shard.columns import column_names, columns_beside, open_column
+from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import locked_outputs, read_journal
+from megatron_sft_idx.shard.opening import column_names, columns_beside
 from megatron_sft_idx.shard.publication import is_column, is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Watch, unwatched

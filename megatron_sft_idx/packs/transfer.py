@@ -16,11 +16,11 @@ import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, column_of
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, column_of, listed_columns
 from megatron_sft_idx.shard import check_free, read_header, recover
-from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
+from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import read_journal
+from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard
 from megatron_sft_idx.shard.publication import Publication, places_of, with_present_columns
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.local import StreamHash, digest_file

@@ -1,11 +1,10 @@
-"""Columns of a shard: attaching one to a published shard, and finding, opening and reading those that it has."""
+"""Columns of a shard: attaching one to a published shard, and opening and reading those that it has."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -17,22 +16,19 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
     COLUMN,
-    COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
     Alignment,
     ColumnHeader,
     ColumnSpec,
     Per,
-    check_column_name,
-    listed_columns,
     num_rows_in,
     torn_pairs,
 )
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
-from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns
+from megatron_sft_idx.shard.opening import column_names, open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import is_column, locked_prefix
-from megatron_sft_idx.storage import Array, Backend, check_size, is_remote, require_local
+from megatron_sft_idx.storage import Array, Backend, check_size, require_local
 from megatron_sft_idx.storage.local import HashedFile, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
@@ -221,23 +217,6 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     return ShardColumn(name, column, items)
 
 
-def _shard_of(path: str) -> bytes | None:
-    """Id of the shard that the column at a path belongs to; None if there is no column.
-
-    Errors as of ``ColumnHeader.decode``.
-    """
-    start = read_start(path, COLUMN)
-    return ColumnHeader.decode(start.raw, path).shard_id if start and start.raw.startswith(COLUMN_MAGIC) else None
-
-
-def is_of_another_shard(path: str, shard_id: bytes) -> bool:
-    """Whether a column is at a path, and belongs to another shard or is too damaged to tell."""
-    try:
-        return _shard_of(path) not in (None, shard_id)
-    except FormatError:
-        return True
-
-
 class ShardColumns(Mapping[str, ShardColumn]):
     """The columns of a shard by name, those that it lists and those that were attached; each is opened on first use."""
 
@@ -286,42 +265,3 @@ def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
         raise CorruptShardError(path, offset, "C10", detail)
     numbers: NDArray[np.uint32] = rows[:, 0]
     return numbers
-
-
-def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Names of a shard's columns: those that it lists, and those of columns at its prefix whose headers have its id.
-
-    ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
-
-    Raises:
-        CorruptShardError: a file that begins as a column does is damaged.
-        StorageError: an object store does not answer.
-    """
-    listed = set(listed_columns(header.metadata))
-    if beside is None:
-        beside = columns_beside([paths.prefix])[paths.prefix]
-    attached = {name for name in {*beside} - listed if _shard_of(paths.column(name)) == header.shard_id}
-    return sorted(listed | attached)
-
-
-def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
-    """The names in file names ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
-
-    The files are not read: they may not be columns, or be columns of another shard.
-    """
-    names: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
-    local: dict[str, dict[str, str]] = {}  # prefixes by folder and file name
-    for prefix, own_names in names.items():
-        if is_remote(prefix):
-            store, key = open_store(prefix)
-            columns = (column_of(info.key) for info in store.list(key + "."))
-            own_names.update(column[1] for column in columns if column and column[0] == key)
-        else:
-            folder, name = os.path.split(prefix)
-            local.setdefault(folder, {})[name] = prefix
-    for folder, prefix_of in local.items():
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
-            for entry in entries:
-                if (column := column_of(entry.name)) and column[0] in prefix_of:
-                    names[prefix_of[column[0]]].add(column[1])
-    return names

@@ -39,7 +39,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout.column import ColumnSpec, Per, check_column_name
+from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.layout.files import (
     MASK_DTYPES,
     MAX_CAPACITY,
@@ -47,6 +47,7 @@ from megatron_sft_idx.layout.files import (
     TOKEN_DTYPES,
     ShardPaths,
     align,
+    check_column_name,
     mask_dtype_of,
     token_dtype_of,
 )

@@ -1,4 +1,4 @@
-"""Opening a shard, on disk or in an object store: its header, and the five arrays that its files hold.
+"""Opening a shard, on disk or in an object store: its header, the names of its columns, and the arrays of its files.
 
 The index files of a remote shard are copied into a local cache (``index_cache``); tokens and masks are read from the
 store, in ranges, when they are needed.
@@ -13,23 +13,23 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm
+from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
+from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
 from megatron_sft_idx.shard.index_cache import cached_copy
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
     Array,
     Backend,
-    FirstReadHints,
     ReadOptions,
     ReopenedArray,
     advise_order,
@@ -181,7 +181,110 @@ def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:
         )
 
 
+# ---- which columns a shard has ----
+
+
+def _shard_of(path: str) -> bytes | None:
+    """Id of the shard that the column at a path belongs to; None if there is no column.
+
+    Errors as of ``ColumnHeader.decode``.
+    """
+    start = read_start(path, COLUMN)
+    return ColumnHeader.decode(start.raw, path).shard_id if start and start.raw.startswith(COLUMN_MAGIC) else None
+
+
+def is_of_another_shard(path: str, shard_id: bytes) -> bool:
+    """Whether a column is at a path, and belongs to another shard or is too damaged to tell."""
+    try:
+        return _shard_of(path) not in (None, shard_id)
+    except FormatError:
+        return True
+
+
+def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
+    """Names of a shard's columns: those that it lists, and those of columns at its prefix whose headers have its id.
+
+    ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
+
+    Raises:
+        CorruptShardError: a file that begins as a column does is damaged.
+        StorageError: an object store does not answer.
+    """
+    listed = set(listed_columns(header.metadata))
+    if beside is None:
+        beside = columns_beside([paths.prefix])[paths.prefix]
+    attached = {name for name in {*beside} - listed if _shard_of(paths.column(name)) == header.shard_id}
+    return sorted(listed | attached)
+
+
+def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
+    """The names in file names ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
+
+    The files are not read: they may not be columns, or be columns of another shard.
+    """
+    names: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
+    local: dict[str, dict[str, str]] = {}  # prefixes by folder and file name
+    for prefix, own_names in names.items():
+        if is_remote(prefix):
+            store, key = open_store(prefix)
+            columns = (column_of(info.key) for info in store.list(key + "."))
+            own_names.update(column[1] for column in columns if column and column[0] == key)
+        else:
+            folder, name = os.path.split(prefix)
+            local.setdefault(folder, {})[name] = prefix
+    for folder, prefix_of in local.items():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+            for entry in entries:
+                if (column := column_of(entry.name)) and column[0] in prefix_of:
+                    names[prefix_of[column[0]]].add(column[1])
+    return names
+
+
 # ---- an open shard ----
+
+# ``FirstReadHints`` divides maps into regions of 2**REGION_SHIFT items: some MiB, about what the kernel reads around a
+# page fault on disks that are set up for large reads.
+REGION_SHIFT = 20
+# After this many reads in one region, all of the region is asked for. That takes as long as some twenty single reads,
+# and most of that time passes while the reader goes on.
+MAX_SINGLE_READS = 8
+
+
+class FirstReadHints:
+    """Asks the kernel for ranges of two maps that are about to be read and were not announced.
+
+    Without a hint, a page fault on a map makes the kernel read what lies around the page too: megabytes, on disks that
+    are set up for large reads. A reader of one short range waits for all of it, once in each of the two maps. So the
+    first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once. With the last of them the
+    whole region is asked for, because large reads are faster where most of a region is read in the end. A range that
+    begins where the one before it ended needs no hint: the kernel reads ahead of sequential reads by itself.
+
+    Both maps have one item for each token, and the same items are read from both. ``read_counts`` holds one byte a
+    region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A caller may skip ``before_read`` where
+    that number is reached.
+    """
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        self._arrays = arrays
+        # Zeros of numpy take no memory until they are written to.
+        self.read_counts = np.zeros((len(arrays[0]) >> REGION_SHIFT) + 1, np.uint8).data
+        self._last_stop = -1
+
+    def before_read(self, start: int, stop: int) -> None:
+        """Give the hints for items ``[start, stop)``. Two threads may call at once; their reads may count as one."""
+        region = start >> REGION_SHIFT
+        count = self.read_counts[region] = min(self.read_counts[region] + 1, MAX_SINGLE_READS)
+        is_sequential, self._last_stop = start == self._last_stop, stop
+        if not is_sequential:
+            self._ask(start, stop)
+            if count == MAX_SINGLE_READS:
+                first = region << REGION_SHIFT
+                self._ask(first, min(first + (1 << REGION_SHIFT), len(self._arrays[0])))
+
+    def _ask(self, start: int, stop: int) -> None:
+        for array in self._arrays:
+            _native.will_need(array, np.array([start]), np.array([stop]))
+
 
 _RangeOf = Callable[[int], tuple[int, int]]
 
@@ -292,8 +395,9 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
     tokens = array(paths.tokens, header.token_dtype, header.num_tokens)
     loss = array(paths.loss, header.mask_dtype, header.num_tokens)
     starts = array(paths.starts, "<u4", header.num_sequences)
-    for data in (tokens, loss):
-        advise_order(data, options.advice, huge_pages=options.huge_pages)
+    if options.advice != "normal" or options.huge_pages:  # files are read in the normal order without being asked
+        for data in (tokens, loss):
+            advise_order(data, options.advice, huge_pages=options.huge_pages)
     files = OpenFiles.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets)
     if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
         return replace(files, first_reads=FirstReadHints(tokens, loss))

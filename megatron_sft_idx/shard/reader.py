@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import check_column_name
-from megatron_sft_idx.layout.files import counts_text
+from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.opening import OpenFiles, open_files, require_same
+from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
     Backend,
@@ -31,7 +30,6 @@ from megatron_sft_idx.storage import (
     huge_nbytes_of,
     is_remote,
 )
-from megatron_sft_idx.storage.advice import MAX_SINGLE_READS, REGION_SHIFT
 
 
 class Pack(TypedDict):

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec, check_column_name
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import check_column_name
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import read_header, require_same

@@ -19,11 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, listed_columns, num_rows_in
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, num_rows_in
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     MAX_CAPACITY,
     integer_array,
+    listed_columns,
     mask_array,
     pack_idx_header,
     token_array,

@@ -7,7 +7,6 @@ through ``publish``. ``progress`` shows how far work is.
 
 from megatron_sft_idx.storage.advice import (
     Extents,
-    FirstReadHints,
     advise_order,
     announce,
     drop_cached,

@@ -62,8 +62,7 @@ def advise_order(array: Array, advice: Advice, *, huge_pages: bool = False) -> N
     if isinstance(array, PreadArray):
         array.advise(_ADVICE[advice][1])
     elif (mapped := _map_of(array)) is not None:
-        if advice != "normal":  # a new map is read so without being told
-            mapped.madvise(_ADVICE[advice][0])
+        mapped.madvise(_ADVICE[advice][0])
         with contextlib.suppress(OSError):  # a kernel without huge pages
             if huge_pages:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -87,50 +86,6 @@ def announce(extents: Extents) -> None:
         reopened = [extents.arrays[slot] for slot in extents.slots[in_reopened].tolist()]
         files, offsets = zip(*((a.file, a.offset) for a in reopened if isinstance(a, ReopenedArray)), strict=True)
         _native.advise_ranges(files, begins[in_reopened] + np.array(offsets, np.int64), nbytes[in_reopened])
-
-
-# ``FirstReadHints`` divides maps into regions of 2**REGION_SHIFT items: some MiB, about what the kernel reads around a
-# page fault on disks that are set up for large reads.
-REGION_SHIFT = 20
-# After this many reads in one region, all of the region is asked for. That takes as long as some twenty single reads,
-# and most of that time passes while the reader goes on.
-MAX_SINGLE_READS = 8
-
-
-class FirstReadHints:
-    """Asks the kernel for ranges of two maps that are about to be read and were not announced.
-
-    Without a hint, a page fault on a map makes the kernel read what lies around the page too: megabytes, on disks that
-    are set up for large reads. A reader of one short range waits for all of it, once in each of the two maps. So the
-    first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once. With the last of them the
-    whole region is asked for, because large reads are faster where most of a region is read in the end. A range that
-    begins where the one before it ended needs no hint: the kernel reads ahead of sequential reads by itself.
-
-    Both maps have one item for each token, and the same items are read from both. ``read_counts`` holds one byte a
-    region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A caller may skip ``before_read`` where
-    that number is reached.
-    """
-
-    def __init__(self, *arrays: NDArray[Any]) -> None:
-        self._arrays = arrays
-        # Zeros of numpy take no memory until they are written to.
-        self.read_counts = np.zeros((len(arrays[0]) >> REGION_SHIFT) + 1, np.uint8).data
-        self._last_stop = -1
-
-    def before_read(self, start: int, stop: int) -> None:
-        """Give the hints for items ``[start, stop)``. Two threads may call at once; their reads may count as one."""
-        region = start >> REGION_SHIFT
-        count = self.read_counts[region] = min(self.read_counts[region] + 1, MAX_SINGLE_READS)
-        is_sequential, self._last_stop = start == self._last_stop, stop
-        if not is_sequential:
-            self._ask(start, stop)
-            if count == MAX_SINGLE_READS:
-                first = region << REGION_SHIFT
-                self._ask(first, min(first + (1 << REGION_SHIFT), len(self._arrays[0])))
-
-    def _ask(self, start: int, stop: int) -> None:
-        for array in self._arrays:
-            _native.will_need(array, np.array([start]), np.array([stop]))
 
 
 def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None) -> None:

@@ -24,7 +24,7 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch
