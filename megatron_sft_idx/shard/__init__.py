@@ -2,7 +2,7 @@
 
 ``writer`` fills the files, ``publication`` lets them appear together, ``journal`` tells other writers of them, and
 ``recovery`` goes on where a writer was killed. ``opening`` finds the files, ``reader`` finds packs in them, ``columns``
-reads and attaches columns, ``shard_set`` reads many shards as one, ``index_cache`` keeps copies of remote index files.
+reads and attaches columns, ``shard_set`` reads many shards as one.
 
 Nothing here may import torch or Megatron. Files of shards on a disk are written, replaced and removed through this
 folder alone, so that what a killed process leaves can always be told from files that belong to somebody else.

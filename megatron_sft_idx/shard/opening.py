@@ -1,7 +1,7 @@
 """Opening a shard, on disk or in an object store: its header, the names of its columns, and the arrays of its files.
 
-The index files of a remote shard are copied into a local cache (``index_cache``); tokens and masks are read from the
-store, in ranges, when they are needed.
+The index files of a remote shard are copied into a local cache; tokens and masks are read from the store, in ranges,
+when they are needed.
 
 A writer that replaces a shard removes ``.seq.idx`` first and writes the new one last (rules W2, W3), on disk and in
 stores. So ``open_files`` reads ``.seq.idx`` first, and looks at it again when all files are open. If it is still the
@@ -25,7 +25,6 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
-from megatron_sft_idx.shard.index_cache import cached_copy
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
     Array,
@@ -39,7 +38,7 @@ from megatron_sft_idx.storage import (
 )
 from megatron_sft_idx.storage.local import name_in_errors, open_descriptor, stamp_of
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
-from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
+from megatron_sft_idx.storage.remote.store import cached_copy, object_exists, read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
 
 # ---- files and objects ----
