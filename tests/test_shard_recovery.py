@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,17 @@ def test_memory_does_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytes
     assert max(runs) <= max(16, *(len(pack.tokens) for pack in packs))
     assert_holds(Shard(tmp_path / "x"), packs)
     assert set(five_files(tmp_path / "x")) == set(SUFFIXES)
+
+
+def test_a_full_disk_does_not_leave_the_prefix_locked(tmp_path: Path) -> None:
+    leave(tmp_path / "x", demo_samples(3))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "x.journal").stat().st_size, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            adopt_remains(ShardPaths(f"{tmp_path}/x"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    adopt_remains(ShardPaths(f"{tmp_path}/x"))
+    assert caught.value.filename == f"{tmp_path}/x.journal"
+    assert recover(tmp_path / "x").num_packs == 3

@@ -507,8 +507,12 @@ class Publication:
             os.close(lock)
             raise
         self.closed = False
-        if copied:
-            self._name_files()
+        try:
+            if copied:
+                self._name_files()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def require_owner(self) -> None:
