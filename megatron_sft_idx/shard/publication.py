@@ -124,14 +124,14 @@ def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> 
             path = os.path.join(folder, entry.name)
             extended = paths.with_columns_of([path])
             if extended != paths and entry.is_file(follow_symlinks=False):
-                paths = extended if (is_column(path) if column_of(path) else _is_removable(path, head)) else paths
+                paths = extended if (is_column(path) if column_of(path) else _is_named_or_empty(path, head)) else paths
     return paths
 
 
-def _is_removable(path: str, head: JournalHead | None) -> bool:
-    """Whether a temporary file may be removed: the journal names it, or it is empty, as a kill may leave it.
+def _is_named_or_empty(path: str, head: JournalHead | None) -> bool:
+    """Whether the journal names the file at a path, or the file is empty, as a kill may leave it.
 
-    True if there is no file. FormatError: something else than a file is there.
+    Such a file may be removed. True if there is no file. FormatError: something else than a file is there.
     """
     if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
         return True
@@ -200,10 +200,10 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
 
     def is_ours(path: str) -> bool:
-        return (is_column(path) if column_of(path) else is_shard) or _is_removable(path, head)
+        return (is_column(path) if column_of(path) else is_shard) or _is_named_or_empty(path, head)
 
     ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
-    temporary = Kind("a temporary file that a journal names", lambda path: _is_removable(path, head))
+    temporary = Kind("a temporary file that a journal names", lambda path: _is_named_or_empty(path, head))
     for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
         with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed the file
             check_place(path, kind, overwrite=True)
@@ -227,7 +227,7 @@ def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int
 def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
     """Remove the temporary files that the journal names, and empty ones."""
     for path in paths.unpublished.all:
-        if inode_of(path) is not None and _is_removable(path, head):
+        if inode_of(path) is not None and _is_named_or_empty(path, head):
             os.unlink(path)
 
 
@@ -272,7 +272,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
         head = JournalHead.read(paths)
     except FormatError:
         # A torn head names no file of this package, so only empty files may be removed.
-        if not overwrite or not all(_is_removable(path, None) for path in paths.unpublished.all):
+        if not overwrite or not all(_is_named_or_empty(path, None) for path in paths.unpublished.all):
             raise
         head = None
     if head is None:
