@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.filters import make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Undefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from megatron_sft_idx.chat.template.allowance import ITEM, Allowance, Overspent, sum_of_numbers, text_bytes
 
@@ -56,6 +56,7 @@ In upper case one character may become three, as in '\u0390'.upper(), each as wi
 _SHORT_STRING = 96  # bytes of a short string object and of the pointer to it in a list, without its characters
 _ESCAPED = 8  # units of a byte: a quotation mark becomes five characters, in five passes over the text
 _SORTED = 256  # units of an item that is sorted, looked up and compared in Python
+_LOOKED_UP = 64  # units of a character of an attribute's name, which may list many, for each item that is asked for it
 _PRETTY = 64  # units for each unit of a value's weight: pprint goes through it many times
 
 _METHODS: dict[type, frozenset[str]] = {
@@ -100,6 +101,16 @@ def _replaced(size: int, text: str, arguments: Arguments) -> int:
     return 4 * (size + written)
 
 
+def _replaced_in_markup(size: int, text: str, arguments: Arguments) -> int:
+    """For ``replace`` where the text, or what is looked for in it, may be escaped first."""
+    texts = [one for one in arguments if isinstance(one, str)]
+    if len(texts) != 2:
+        return 4 * size
+    old, new = ((one, str(escape(one))) for one in texts)
+    found = max(where.count(one) for where in (text, str(escape(text))) for one in old)
+    return 4 * (size + found * len(new[1]))
+
+
 def _split(size: int, text: str, arguments: Arguments) -> int:
     separator = next((one for one in arguments if isinstance(one, str) and one), None)
     separators = len(text) if separator is None else text.count(separator)
@@ -114,7 +125,12 @@ _STRING_PRICES: dict[str, Price] = {
     "expandtabs": _multiplied,
     "replace": _replaced,
 }
-_MARKUP_PRICES = {**_STRING_PRICES, "join": _multiplied, "striptags": _squared, "unescape": _squared}
+_MARKUP_PRICES: dict[str, Price] = {
+    **_STRING_PRICES,
+    "join": _multiplied,
+    "replace": _replaced_in_markup,
+    **dict.fromkeys(("striptags", "unescape"), _squared),
+}
 
 
 def call_method(allowance: Allowance, value: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -195,7 +211,8 @@ def _compared(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
     """For filters that sort, or look items up in a dict."""
     value = _gathered(allowance, value, ())
     if isinstance(value, Sized):
-        allowance.spend(_SORTED * len(value))
+        attribute = allowance.weigh(arguments, _LOOKED_UP) if arguments else 0
+        allowance.spend((_SORTED + attribute) * len(value))
     allowance.weigh(value, 4)
     for item in value if isinstance(value, (list, tuple)) else ():
         allowance.checked_key(item)
@@ -258,6 +275,7 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
     def join(context: EvalContext, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
         parts = allowance.paid_list(value, ITEM)
         if attribute is not None:
+            allowance.spend(allowance.weigh(attribute, _LOOKED_UP) * len(parts))
             parts = [*map(make_attrgetter(context.environment, attribute), parts)]
         if context.autoescape:
             parts = [allowance.soft_text(part) for part in parts]
@@ -269,7 +287,8 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
     @pass_eval_context
     def replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
         s, old, new = (one if isinstance(one, str) else allowance.text(one) for one in (s, old, new))
-        allowance.spend(6 * _replaced(text_bytes(s), s, (old, new)))  # six times as much where Markup escapes all
+        price = _replaced_in_markup if context.autoescape else _replaced
+        allowance.spend(6 * price(text_bytes(s), s, (old, new)))
         return filters["replace"](context, s, old, new, count)  # type: ignore[no-any-return]
 
     @pass_eval_context
