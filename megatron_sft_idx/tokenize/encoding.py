@@ -99,8 +99,8 @@ class EncodedPiece:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-class _RowPlace(NamedTuple):
-    """What the columns of a row's sequences tell of it.
+class _RowColumns(NamedTuple):
+    """What a row gives to the columns of its sequences.
 
     Attributes:
         position: number of the row in its file.
@@ -117,14 +117,14 @@ class _Row(NamedTuple):
     """A row on its way.
 
     Attributes:
-        place: see there.
+        columns: what it gives to the columns of its sequences.
         conversations: its one conversation, or the two of a pair; none in a row that came tokenised.
         template: the template that renders them.
         tokenized: the row that came tokenised, else None.
         rendered: its rendered texts: one, one a turn, or the two of a pair.
     """
 
-    place: _RowPlace
+    columns: _RowColumns
     conversations: Sequence[Conversation]
     template: ChatTemplate | None
     tokenized: TokenizedRow | None
@@ -201,7 +201,7 @@ class RowEncoder:
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
         options, rows, waiting = self.options, 0, piece.rows()
-        made: list[tuple[_RowPlace, list[Encoded]]] = []
+        made: list[tuple[_RowColumns, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         while batch := list(islice(waiting, _BATCH_ROWS)):
             rows += len(batch)
@@ -235,16 +235,16 @@ class RowEncoder:
             sources, label = read_judged(data, options.rows)
         else:
             sources = (to_sequence_source(data, options.rows),)
-        place = _RowPlace(position, label, row_hash(sources, label) if options.content else None)
+        columns = _RowColumns(position, label, row_hash(sources, label) if options.content else None)
         conversations = [source for source in sources if isinstance(source, Conversation)]
         if not conversations:
-            return _Row(place, [], None, next(source for source in sources if isinstance(source, TokenizedRow)))
+            return _Row(columns, [], None, next(source for source in sources if isinstance(source, TokenizedRow)))
         template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(place, conversations, template, None)
+        return _Row(columns, conversations, template, None)
 
     def _rendered(self, piece: Piece, batch: Sequence[tuple[int, Any]], bad_rows: list[SequenceError]) -> list[_Row]:
         """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.
@@ -286,7 +286,7 @@ class RowEncoder:
 
     def _encode_batch(
         self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
-    ) -> Iterator[tuple[_RowPlace, list[Encoded]]]:
+    ) -> Iterator[tuple[_RowColumns, list[Encoded]]]:
         """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for row in batch:
@@ -308,11 +308,11 @@ class RowEncoder:
                             raise ValueError("the row has no tokens; a sequence holds at least one")
                         made.append(outcome)
             except ValueError as error:
-                bad_rows.append(_at(error, piece.path, row.place.position))
+                bad_rows.append(_at(error, piece.path, row.columns.position))
                 continue
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
-            yield row.place, made
+            yield row.columns, made
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
