@@ -122,6 +122,28 @@ def test_no_pair(row: Any, words: str) -> None:
         read_judged(row, PAIRS)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": said("Q", "A", "Q", "B"), "completion": None},
+        {"messages": said("Q", "A", "Q", "B"), "completion": "not read"},
+        {"instruction": "Q", "history": [["Q", "A"]], "completion": "B"},
+        {"prompt": "Q", "history": [["Q", "A"]], "completion": None, "response": "B"},
+    ],
+    ids=["null", "beside messages", "an answer with a history", "null beside an answer"],
+)
+def test_a_verdict_trains_no_earlier_answer_whatever_stands_beside_the_row(row: dict[str, Any]) -> None:
+    (source,), _ = read_judged({**row, "label": True}, VERDICTS)
+    assert [message["content"] for message in source.messages] == ["Q", "A", "Q", "B"]
+    assert source.weights == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_class_of_a_pair_is_no_verdict(number: int) -> None:
+    sources, _ = read_judged({"prompt": "Q", "chosen": "A", "rejected": "B", "label": number}, PAIRS)
+    assert [source.messages for source in sources] == [said("Q", "A"), said("Q", "B")]
+
+
 @pytest.mark.parametrize("label", [True, False, 0, 1])
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
 def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:

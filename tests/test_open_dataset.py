@@ -403,3 +403,24 @@ def test_lists_that_repeat_each_other_do_not_unfold(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", array, allow_pickle=True)
     with pytest.raises(SequenceError, match="input_ids is no list of numbers"):
         open_dataset(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".seq.idx"])
+@pytest.mark.parametrize(
+    ("offset", "new", "says"),
+    [(8, b"\x02", "upgrade"), (0, b"?", "rebuild"), (40, b"?", "rebuild"), (None, b"", "rebuild")],
+    ids=["version", "magic", "header", "cut"],
+)
+def test_what_is_wrong_with_a_shard_is_said_where_nobody_says_that_it_is_one(
+    tmp_path: Path, suffix: str, offset: int | None, new: bytes, says: str
+) -> None:
+    write_shards(tmp_path, {"x": 3}, PACKS[:3])
+    header = tmp_path / "x.seq.idx"
+    raw = header.read_bytes()
+    header.write_bytes(raw[:20] if offset is None else raw[:offset] + new + raw[offset + 1 :])
+    with pytest.raises(FormatError) as expected:
+        open_dataset(tmp_path / "x", format="sft-idx")
+    with pytest.raises(type(expected.value)) as found:
+        open_dataset(f"{tmp_path / 'x'}{suffix}")
+    assert str(found.value) == str(expected.value)
+    assert says in str(found.value)

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+from dataclasses import asdict
 from itertools import groupby
 
 import numpy as np
@@ -23,6 +24,7 @@ from chats import (
 from megatron_sft_idx import tokenize
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize.report import CorpusReport
 
 
 @pytest.fixture(scope="module")
@@ -316,3 +318,9 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
     with pytest.raises(FormatError, match="is both the output and the shard to be packed"):
         tokenize.pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), packing, overwrite=True)
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == before
+
+
+def test_counts_are_json_however_far_their_job_came():
+    report = CorpusReport()
+    report.notes["literals"] = 3
+    assert json.loads(json.dumps(asdict(report)))["notes"] == {"literals": 3}

@@ -89,7 +89,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     keys = require_object(data).keys()
     if not keys.isdisjoint(_REFUSED):
         _refuse_keys(data, options)
-    kind = _kind_by_keys(data, options) if options.kind == "auto" else options.kind
+    kind = kind_by_keys(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return _read_tokenized(data, options.mask_alignment)
     if kind == "messages":
@@ -133,7 +133,12 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
             )
 
 
-def _kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
+def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
+    """The kind as which a row is read, told from those of its keys that hold anything.
+
+    Raises:
+        RowError: the keys make no chat.
+    """
     has = {key for key, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(_MASKS):
         return "tokenized"

@@ -33,6 +33,7 @@ from megatron_sft_idx.chat.chat_rows import (
     VERDICTS,
     RowError,
     RowOptions,
+    kind_by_keys,
     require_object,
     to_sequence_source,
 )
@@ -59,6 +60,8 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
         return _read_verdict(row, options)
     prompt, chosen, rejected = _pair_of(row, options)
     used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
+    # A number in a verdict's place is the class of the row: only beside a completion of the row's own would it judge.
+    used |= {key for key in VERDICTS if not isinstance(row.get(key), bool)}
     rest = {key: value for key, value in row.items() if key not in used}
     alone = replace(options, kind="prompt-completion", messages_key=None)
     conversations: list[Conversation | TokenizedRow] = []
@@ -168,8 +171,10 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if data[key] not in (0, 1) or not isinstance(data[key], int):
         raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
-    source = to_sequence_source(rest, replace(options, kind="auto"))
-    if isinstance(source, Conversation) and "completion" not in data:
+    options = replace(options, kind="auto")
+    source = to_sequence_source(rest, options)
+    # A completion is what is judged, whatever stands in it; it has weights of its own by now.
+    if isinstance(source, Conversation) and kind_by_keys(rest, options) != "prompt-completion":
         answer_at = max((i + 1 for i, message in enumerate(source.messages) if message["role"] == "user"), default=0)
         if answer_at == len(source.messages):
             raise RowError("the row ends with a user's message, so there is no answer that its label could judge")

@@ -21,7 +21,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.run import PackRun
-from megatron_sft_idx.shard.opening import where_to_look
+from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
@@ -217,6 +217,11 @@ def _matches_among(paths: list[str], name: str | None) -> list[tuple[str, str]]:
 
 def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
     """The error for a path that no format recognises: which formats there are, and what is at the path instead."""
+    if (paths := _shard_paths(path)) is not None and not is_remote(path) and not paths.missing():
+        try:
+            read_header(paths)
+        except SFTIndexError as error:
+            return error  # the files of a shard, whose header is damaged or of another version
     formats = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if entries:
         names = ", ".join(os.path.basename(entry) for entry in sorted(entries, key=natural_key)[:_MAX_LISTED])
@@ -229,7 +234,7 @@ def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
         there = "an empty folder"
     elif os.path.lexists(path):
         there = "neither a file nor a folder"
-    elif not glob.has_magic(path) and (paths := _shard_paths(path)) is not None:
+    elif not glob.has_magic(path) and paths is not None:
         return ShardNotFoundError(path, paths.missing(), f"nothing else has this name either; {where_to_look(paths)}")
     else:
         there = "nothing of this name"

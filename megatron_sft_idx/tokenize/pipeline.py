@@ -255,7 +255,7 @@ class _Preprocessing:
         report.add(info.rows, bad_rows, info.straddling, self.options.encoding.on_bad_row, self.log)
         report.skipped += info.skipped - len(info.bad_rows)
         for note, count in info.notes.items():
-            report.notes[note] += count
+            report.notes[note] = report.notes.get(note, 0) + count
         if info.mask_dtype == "float32":
             self.mask_dtype = "float32"
         self.paths.append(part.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -66,7 +65,7 @@ class CorpusReport:
     rows: int = 0
     skipped: int = 0
     bad_rows: list[str] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=Counter)
+    notes: dict[str, int] = field(default_factory=dict)
     reused: bool = False
     straddling: str = ""
 
