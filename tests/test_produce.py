@@ -349,6 +349,6 @@ def test_wrong_usage(tmp_path, more, said):
 def test_help_teaches():
     shown = command("produce", "--help")
     assert shown.code == 0
-    for said in ("examples:", "--watch raw", "--input -", "--max-ahead-shards 20 --keep-recent 0", "goes on with"):
+    for said in ("examples:", "--watch raw", "--input -", "--max-ahead-shards 20 --keep-recent 0", "continues"):
         assert said in shown.out
     assert max(map(len, shown.out.partition("examples:")[2].splitlines())) <= 120

@@ -1,4 +1,4 @@
-"""``megatron-sft-idx convert`` and ``create-raw-index``: other formats, and where the rows of JSON lines are."""
+"""``megatron-sft-idx convert`` and ``create-raw-index``: packed data in another format, and the raw index of a file."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress
 
 _HELP = """\
-Convert packed SFT data between formats, in a stream, and read the result again to compare.
+Convert packed SFT data from one format to another, in a stream; then read the result again and compare it with SRC.
 
 examples:
   a pickled .npy, as NeMo and Megatron-Bridge wrote it, to a shard:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx
 
-  the same where the file was packed for 4096 tokens, and its masks say which token is trained on:
+  the same for a file that was packed for 4096 tokens, whose masks say which token is trained on:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx --capacity 4096 --mask-alignment token
 
   many Parquet files to one shard, and back to one Parquet file:
     megatron-sft-idx convert 'data/part-*.parquet' data/train --to sft-idx
     megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
 
-  packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the tokenizer's end of sequence is 2:
+  packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the end-of-sequence id is 2:
     megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eos-id 2 --no-columns
 
-  a stock Megatron dataset, trained on every token or by a second dataset that holds the masks:
+  a stock Megatron dataset, to train on every token, or with the masks that a second dataset holds:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
     megatron-sft-idx convert data/text_document data/some --to sft-idx --mask-path data/masks
 
-mask alignment: label is what Megatron-Bridge's collate expects (value j: does predicting token j + 1 count); token says
-whether token j itself is trained on; rolled-right is a token mask that was moved one to the right over whole packs, as
-some writers do. Results are always label-aligned, and a file that says it is cannot be shifted again.
+mask alignment: in a label mask, which Megatron-Bridge's collate expects, value j says whether predicting token j + 1
+counts. In a token mask, value j says whether token j itself is trained on. A rolled-right mask is a token mask that its
+writer moved one place to the right over the whole pack. Results are always label-aligned. A file that says that its
+masks are label-aligned is refused with any other alignment.
 
-memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
-token; --no-verify spares that where .npy is written).
+memory: a conversion takes less than 256 MiB of heap for data of any size. Only .npy takes more, some 40 bytes a token,
+because it can only be unpickled whole. Where .npy is written, --no-verify avoids that.
 
-interruption: nothing is at DST before it is whole, and equal when it is read again; what was there before stays until
-then. A conversion that was killed leaves hidden files beside DST, named .DST.*.tmp: remove them. Where it wrote a
-shard, pass --overwrite to start anew.
+interruption: DST appears when the result is whole, and was read again and found equal. Until then, what was at DST
+before stays there. A conversion that was killed leaves hidden files beside DST, named .DST.*.tmp: remove them. If it
+was writing a shard, pass --overwrite to start anew.
 
-loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
-weights other than 0 and 1 in memmap, parquet and jsonl-chunks; columns in npy, pbin and parquet padded for
-Megatron-Bridge (--no-columns leaves them out, and nothing else), and those that not all sources have. .npy and .pbin
-do not keep the capacity.
+loss: it is an error if DST has no place for something in SRC. --allow-loss leaves that out instead, and prints what it
+was. .pbin has no place for loss masks and packs; memmap, parquet and jsonl-chunks have none for weights other than 0
+and 1; npy, pbin, and parquet padded for Megatron-Bridge have none for columns. A column that some of several sources
+lack is left out too. --no-columns leaves out all columns and nothing else. .npy and .pbin do not keep the capacity.
 """
 _RAW_HELP = """\
-Write where each row of a JSON-lines file begins and how long it is: the raw index of Modalities, readable by its tools
-and by ours. Every line is parsed once; blank lines are no rows.
+Write the raw index of a JSON-lines file: where each row begins and how long it is. The tools of Modalities read this
+index, and this package does. Every line is parsed once; blank lines are not rows.
 
 examples:
   write chats.idx beside chats.jsonl, as `modalities data create_raw_index` does:
     megatron-sft-idx create-raw-index chats.jsonl
 
-  elsewhere, and leave out lines that are no JSON:
+  write the index elsewhere, and leave out lines that are not JSON:
     megatron-sft-idx create-raw-index chats.jsonl --output index/chats.idx --drop-faulty
 
   then, in Python, row 7 and eight parts of the file for eight readers:
@@ -69,7 +70,7 @@ examples:
     json.loads(rows[7]); rows.ranges(8)
 """
 
-# Options of one format's reader or writer, by their name there, and the formats that take them.
+# Options that only some formats have: their names as keywords of ``Reader`` or ``Writer``, and those formats.
 _READER: dict[str, tuple[str, ...]] = {
     "mask_rule": ("megatron", "pbin"),
     "mask_path": ("megatron",),
@@ -77,12 +78,12 @@ _READER: dict[str, tuple[str, ...]] = {
 }
 _WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
 
-# Notes that are printed: each of many files may have one.
+# At most so many notes are printed, because each of thousands of files may have one.
 _MAX_NOTES = 20
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add both verbs."""
+    """Add the verbs ``convert`` and ``create-raw-index``."""
     parser = add_verb(verbs, "convert", "packed data of one format to another", _HELP, _convert)
     named_as_a_keyword: dict[str, Any] = {"from": {"dest": "source_format", "choices": READABLE}}
     declare(
@@ -91,21 +92,21 @@ def add_parser(verbs: Verbs) -> None:
         source SRC...  files, folders, prefixes or globs of one format
         destination DST  file, folder or prefix to write
         --to  format to write
-        --from  format to read (default: by content)
-        --mask-alignment  of the loss masks in SRC, see below (default: %(default)s)
-        --mask-rule  for sources without masks: all trains on every token
-        --mask-path PREFIX  for stock datasets: a dataset that holds the masks
-        --repair-merge  pbin: place documents by their lengths where merging damaged the index
+        --from  format of SRC (default: recognised by its content)
+        --mask-alignment  how the loss masks in SRC are aligned, see below (default: %(default)s)
+        --mask-rule  for an SRC without masks: all trains on every token
+        --mask-path PREFIX  for a stock dataset: another stock dataset, which holds its masks
+        --repair-merge  for .pbin whose index a merge has damaged: place documents by their lengths
         --capacity N  most token positions a pack may hold (default: what SRC says, or its longest pack)
-        --row-group-size N  parquet: packs in a row group
-        --pad-seq-to-mult N  parquet: fill sequences up with --eos-id as Megatron-Bridge's pad_seq_to_mult=N expects it,
-            and write DST.json for its packed_metadata_path; 1 writes that file alone
-        --eos-id ID  the tokenizer's end of sequence, to pad with
-        --samples-per-chunk N  jsonl-chunks: packs in a file
-        --no-columns  leave columns out, for formats without a place
-        --allow-loss  let go what the format has no place for
-        --overwrite  replace DST, where it is of the format of --to
-        --no-verify  do not read the result again
+        --row-group-size N  for --to parquet: packs in a row group
+        --pad-seq-to-mult N  for --to parquet: fill sequences up with --eos-id, as Megatron-Bridge expects them for
+            pad_seq_to_mult=N, and write DST.json for its packed_metadata_path; with 1, only DST.json is added
+        --eos-id ID  the tokenizer's end-of-sequence id, which sequences are filled up with
+        --samples-per-chunk N  for --to jsonl-chunks: packs in a file
+        --no-columns  leave out all columns
+        --allow-loss  leave out what the format of --to has no place for, and print what it was
+        --overwrite  replace what is at DST, if it is of the format of --to
+        --no-verify  do not read the result again to compare it
         """,
         source=local_path,
         destination=local_path,
@@ -118,15 +119,15 @@ def add_parser(verbs: Verbs) -> None:
     )
     add_log_interval(parser, "packs")
 
-    line = "index the rows of a JSON-lines file for reading them in any order"
+    line = "index the rows of a JSON-lines file, to read them in any order"
     parser = add_verb(verbs, "create-raw-index", line, _RAW_HELP, _create_raw_index)
     declare(
         parser,
         """
-        file FILE.jsonl  plain JSON lines, not compressed
-        --output FILE.idx  the index (default: FILE.idx beside the file)
-        --drop-faulty  leave out lines that are no JSON, and count them
-        --overwrite  replace a raw index that is there
+        file FILE.jsonl  a file of JSON lines that is not compressed
+        --output FILE.idx  where the index is written (default: FILE.idx beside the file)
+        --drop-faulty  leave out lines that are not JSON, and count them
+        --overwrite  replace the raw index that is at the output's path
         """,
         file=local_path,
     )
@@ -147,30 +148,31 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         allow_loss=arguments.allow_loss,
         verify=not arguments.no_verify,
         padding=padding,
-        reader=_given(arguments, _READER) | ({"columns": ()} if arguments.no_columns else {}),
-        writer=_given(arguments, _WRITER),
+        reader=_passed_options(arguments, _READER) | ({"columns": ()} if arguments.no_columns else {}),
+        writer=_passed_options(arguments, _WRITER),
     )
     for name, formats in _WRITER.items():
         if name in options.writer and arguments.to not in formats:
             parser.error(f"--{name.replace('_', '-')} is for --to {' or '.join(formats)}")
     with contextlib.ExitStack() as stack:
 
-        def on_pass(what: str, tokens: int) -> Any:
-            stack.close()  # ends the bar of the pass before
-            bar = Progress(what, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
+        def on_pass(pass_name: str, tokens: int) -> Any:
+            stack.close()  # ends the bar of the previous pass
+            bar = Progress(pass_name, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
             return stack.enter_context(bar).update
 
         report = convert(arguments.source, arguments.destination, arguments.to, options, on_pass=on_pass)
-    print("\n".join(_lines(report, arguments.destination, arguments.to)))
+    print("\n".join(_report_lines(report, arguments.destination, arguments.to)))
     if padding is not None:
         print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")
 
 
-def _given(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def _passed_options(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The options of these names that the user has passed."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def _lines(report: ConvertReport, destination: str, to: str) -> list[str]:
+def _report_lines(report: ConvertReport, destination: str, to: str) -> list[str]:
     content, count = report.content, len(report.paths)
     files = report.paths[0] if count == 1 else f"{report.paths[0]} and {count - 1} more"
     trained = 100 * content.num_trained_tokens / max(content.num_tokens, 1)

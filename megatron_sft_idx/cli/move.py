@@ -1,4 +1,4 @@
-"""``megatron-sft-idx merge``, ``split`` and ``copy``: many shards to one, one to many, and from place to place."""
+"""``megatron-sft-idx merge``, ``split`` and ``copy``: join shards, divide one, and copy them to other places."""
 
 from __future__ import annotations
 
@@ -19,76 +19,77 @@ from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import show_progress
 
 _MERGE_HELP = """\
-Copy the packs of many shards into one, in the order given. They must have one token and mask dtype, capacity, sequence
-multiple, pad id, tokenizer, chat template and columns; what a shard does not record is taken to be as in the others,
-and said. Sources are held to their checksums: a corrupt one is refused.
+Copy the packs of many shards into one, in the order of the sources. All sources must agree in token and mask dtype,
+capacity, sequence multiple, pad id, tokenizer, chat template and columns. If one does not record such a value, it is
+taken to have that of the others, and a note says so. A source that does not match its checksums is refused.
 
 examples:
-  the shards of a folder, in the order of their numbers (part-9 before part-10):
+  merge the shards of a folder, in the order of their numbers (part-9 before part-10):
     megatron-sft-idx merge data/parts --output-prefix data/train
 
-  by name, in this order; quoted, so that part-9 comes before part-10, which a shell would turn round:
+  merge shards in this order; the glob is quoted because a shell would put part-10 before part-9:
     megatron-sft-idx merge data/math data/code 'data/part-*' --output-prefix data/mix
 
-  tokenised corpora, whose capacity is that of their longest sequence, to be packed as one:
+  pack several tokenised corpora as one; the capacity of each is the length of its longest sequence:
     megatron-sft-idx merge 'corpus-*' --mixed-capacity --output-prefix corpus
     megatron-sft-idx pack corpus --seq-length 8192 --output-prefix data/train
 
-Megatron's merge_datasets.py joins tokens only, and takes X.loss.bin for a dataset of its own.
+Do not merge shards with Megatron's merge_datasets.py: it joins tokens only, and takes X.loss.bin for another dataset.
 """
 _SPLIT_HELP = """\
-Copy ranges of a shard's packs into shards of their own, in order. The source is held to its checksums before the first
-part is published; merging the parts gives the same shard again.
+Divide a shard into several: each output has the next packs, in order. The source is checked by its checksums before
+the first output is published. Merging the outputs gives the same shard again.
 
 examples:
-  eight shards, data/train-00000-of-00008 and so on:
+  make eight shards, data/train-00000-of-00008 and so on:
     megatron-sft-idx split data/train --shards 8 --output-prefix data/train
 
-  of at most 2 GiB each:
+  make shards of at most 2 GiB each:
     megatron-sft-idx split data/train --nbytes 2GiB --output-prefix parts/train
 
-  go on after an interruption:
+  continue a split that was interrupted:
     megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
 """
 _COPY_HELP = """\
-Copy shards between local folders and object stores, every byte checked.
+Copy shards between local folders and object stores, and check every byte.
 
 examples:
-  a shard to another folder:
+  copy a shard to another folder:
     megatron-sft-idx copy data/train backup/train
 
-  a shard into a bucket, and back:
+  copy a shard into a bucket, and back:
     megatron-sft-idx copy data/train s3://bucket/sft/train
     megatron-sft-idx copy s3://bucket/sft/train data/train
 
-  all shards of a folder, and those of one name, under their own names; a remote folder ends in /:
+  copy all shards of a folder, or those that a glob names, under their own names; a remote folder ends in /:
     megatron-sft-idx copy data/parts s3://bucket/sft/
     megatron-sft-idx copy 's3://bucket/sft/part-*' data/parts/
 
-  to Google Cloud Storage or Azure, by a profile of multi-storage-client:
+  copy to Google Cloud Storage or Azure, by a profile of multi-storage-client:
     megatron-sft-idx copy data/train msc://profile/sft/train
 
-Every byte is held to the checksums of the shard's header on the way. Columns go along, attached ones too; those of
-another shard that is replaced go with it. The .seq.idx, which makes a shard, comes last. A copy that failed or was
-killed leaves nothing that looks like a shard; the same command goes on: what is there complete is not sent again, and
-parts that a killed upload left are removed. s3:// finds endpoint and credentials where the AWS tools do
-(AWS_ENDPOINT_URL, AWS_PROFILE, ...). While a remote prefix is being written, PREFIX.upload says which shard has it; two
-uploads of different shards to one prefix cannot mix. Over msc:// that, and refusing to overwrite, is looked up before
-writing instead of being asked of the store in one step.
+Every byte is checked against the checksums of the shard's header as it is copied. Columns are copied too, also those
+that were attached later. If another shard is replaced, its columns are removed with it. The .seq.idx is copied last,
+and there is no shard without it: a copy that failed or was killed leaves nothing that looks like a shard. The same
+command then continues: it does not send complete files again, and removes what a killed upload left.
 
-exit code: 0 all shards are there, 1 something went wrong, 2 wrong usage.
+s3:// finds endpoint and credentials where the AWS tools do (AWS_ENDPOINT_URL, AWS_PROFILE, ...). While a remote prefix
+is being written, the object PREFIX.upload names the shard, so that uploads of two shards to one prefix cannot mix. On
+s3:// the store itself refuses a second writer, and to overwrite; on msc:// this command looks before it writes.
+
+exit code: 0 all shards are at DST, 1 something went wrong, 2 wrong usage.
 """
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add the three verbs."""
+    """Add the verbs ``merge``, ``split`` and ``copy``."""
     parser = add_verb(verbs, "merge", "many shards to one", _MERGE_HELP, _merge)
     declare(
         parser,
         """
-        sources SOURCE...  prefixes, folders of shards, globs; in order
-        --mixed-capacity  let capacities differ; the merged shard has the largest
-        --mixed-templates  let chat templates differ
+        sources SOURCE...  prefixes, folders of shards, or globs, in the order of their packs
+        --mixed-capacity  accept shards of different capacities; the merged shard has the largest
+        --mixed-templates  accept shards of different chat templates
         --allow-loss  leave out columns that some shards lack or have of another kind
         """,
         sources=local_path,
@@ -101,22 +102,22 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser.add_mutually_exclusive_group(required=True),
         """
-        --packs N  most packs in a part
-        --nbytes SIZE  most bytes of a part's files, such as 2GiB, headers not counted; a larger pack is alone in its
-            part
-        --shards N  number of parts, of equally many packs
+        --packs N  most packs in an output
+        --nbytes SIZE  most bytes of an output's files, such as 2GiB, without headers; a larger pack gets an output of
+            its own
+        --shards N  number of outputs, of equally many packs
         """,
         nbytes=nbytes,
     )
-    _add_output_options(parser, "what the parts' prefixes begin with: PREFIX-00000-of-00012", local_path)
-    declare(parser, "--resume  keep the parts that a split which was interrupted was done with")
+    _add_output_options(parser, "what the outputs' prefixes begin with: PREFIX-00000-of-00012", local_path)
+    declare(parser, "--resume  keep the outputs that an interrupted split has completed")
 
-    parser = add_verb(verbs, "copy", "shards to and from object stores, or other folders", _COPY_HELP, _copy)
+    parser = add_verb(verbs, "copy", "shards to another folder, or to and from an object store", _COPY_HELP, _copy)
     declare(
         parser,
         """
-        source SRC...  prefixes, folders of shards, globs; s3:// and msc://
-        destination DST  prefix, or for several shards a folder, which ends in /
+        source SRC...  prefixes, folders of shards, or globs, also at s3:// or msc://
+        destination DST  prefix; for several shards a folder, whose name ends in /
         --overwrite  replace other shards that are at DST
         """,
     )
@@ -124,20 +125,20 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: Callable[[str], str] = str) -> None:
-    declared = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace what is there"
+    declared = f"--output-prefix PREFIX  {prefix}\n--overwrite  replace shards that are there"
     declare(parser, declared, output_prefix={"required": True, "type": accepted})
     add_log_interval(parser, "MiB")
 
 
 def _one_source_a_shard(sources: Sequence[str]) -> list[str]:
-    """The sources without further files of a shard of which one is named: a shell's pattern names all five."""
-    distinct, seen = [], set()
+    """The sources, where several files of one shard count once: a pattern that a shell expands names all five."""
+    distinct, seen_prefixes = [], set()
     for source in sources:
         if source.endswith(SUFFIXES):
             prefix = ShardPaths.of(source).prefix
-            if prefix in seen:
+            if prefix in seen_prefixes:
                 continue
-            seen.add(prefix)
+            seen_prefixes.add(prefix)
         distinct.append(source)
     return distinct
 

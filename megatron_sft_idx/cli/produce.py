@@ -1,4 +1,4 @@
-"""``megatron-sft-idx produce``: chats to a catalog of shards that training reads while it is being made."""
+"""``megatron-sft-idx produce``: chats to a catalog of shards, which training reads while the catalog grows."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ from megatron_sft_idx.storage.publish import Place, places_at, require_apart
 from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
 
 _HELP = """\
-Tokenise and pack an input shard by shard, into a folder that training reads meanwhile.
+Tokenise and pack an input shard by shard, into a folder that training reads at the same time.
 
 examples:
-  shards of about 50 million tokens each, while training reads them as they appear:
+  make shards of about 50 million tokens each; training reads each as it appears:
     megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
-  input that is still being made: the files of a folder as they appear, until a file raw/_END does:
+  take input that is still being made: the files of a folder as they appear, until a file raw/_END appears:
     megatron-sft-idx produce --watch raw --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
-  or what another program prints, one JSON object a line:
+  or take what another program prints, one JSON object a line:
     make-chats | megatron-sft-idx produce --input - --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
-  little disk: no more than 20 shards ahead of training, and what training has completed is removed:
+  use little disk: make at most 20 shards ahead of training, and remove what training has completed:
     megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B --seq-length 4096 \\
         --tokens-per-shard 50000000 --catalog data/live --max-ahead-shards 20 --keep-recent 0
 
-The same command goes on with the catalog it was making, whatever ended it, to the same bytes: no row is missing and
-none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may be others then;
-other input or options are refused, and it is said what differs. What comes from a pipe must be piped again from its
-beginning: rows that are in a shard already are compared and passed over. To start anew, name another folder.
+If the command ended early, for whatever reason, the same command continues its catalog, with the same bytes: no row is
+missing and none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may
+differ. If the input or another option differs, the command refuses and says which. Input from a pipe must be piped
+again from its beginning: rows that are in a shard already are compared and skipped. To start anew, name another folder.
 
-A shard counts as completed when every consumer has saved a checkpoint that includes it. Who watches a folder should
-write files under a name that begins with . or _ or ends in .tmp, and rename them when they are whole; other files are
-taken when a later one is there, or when their size has not changed for --settle seconds.
+A shard counts as completed when every consumer has saved a checkpoint that includes it. With --watch, write files under
+a name that begins with . or _ or ends in .tmp, and rename them when they are whole. Files of other names are taken when
+a later file is there, or when their size has not changed for --settle seconds.
 
-Training fixes the shape of its batches before it has seen the data. So the most sequences of a pack are fixed too: by
---max-sequences-per-pack, or else the 32nd part of --seq-length, and no less than 64.
+Training fixes the shape of its batches before it has seen the data. So the largest number of sequences in a pack is
+fixed too: it is --max-sequences-per-pack, or else --seq-length / 32, but at least 64.
 
-Its shards have no columns, so they do not say which row a sequence was made from; preprocess --source does.
+These shards have no columns, so they do not say which row a sequence was made from. preprocess --source writes that.
 """
 
-# Options that are called the same in ``ProduceOptions``.
-_SAME = (
+# Options whose values are attributes of ``ProduceOptions`` under the same names.
+_SAME_NAMES = (
     *("watch", "catalog", "tokens_per_shard", "workers", "max_ahead_shards", "consumers", "keep_recent", "ack_dir"),
     *("end_after", "settle"),
 )
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add the verb."""
+    """Add the verb ``produce``."""
     parser = add_verb(verbs, "produce", "chats to shards that training reads while they are being made", _HELP, _run)
     group = parser.add_argument_group("input")
     declare(
         group.add_mutually_exclusive_group(required=True),
         """
-        --input PATH...  files, globs, save_to_disk folders; - for JSON lines in a pipe
-        --watch FOLDER  take the files of FOLDER in order of name as they appear, until _END does
+        --input PATH...  files, globs, or save_to_disk folders; - reads JSON lines from a pipe
+        --watch FOLDER  take the files of FOLDER as they appear, in the order of their names, until a file _END appears
         """,
     )
     declare(
         group,
         """
-        --end-after SECONDS  with --watch: end when nothing new has appeared for so long (default: wait for _END)
-        --settle SECONDS  with --watch: the last file is whole when its size has not changed for so long
+        --end-after SECONDS  with --watch: end when no file has appeared for so long (default: wait for _END)
+        --settle SECONDS  with --watch: take the last file when its size has not changed for so long
             (default: %(default)s)
         """,
         end_after=_seconds,
@@ -84,14 +84,16 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser.add_argument_group("catalog"),
         """
-        --catalog FOLDER  where the shards go
-        --tokens-per-shard N  a shard ends as soon as it has N tokens; each is packed by itself, so many packs make a
-            good fill
+        --catalog FOLDER  folder that the shards are written to
+        --tokens-per-shard N  a shard ends as soon as it has N tokens; each shard is packed by itself, so large shards
+            leave less padding
         --max-ahead-shards N  wait while N published shards are not completed (default: no limit)
-        --max-ahead-gb G  wait while another shard would make these more than G times 10^9 bytes (default: no limit)
-        --consumers N  training runs that read the catalog; a shard is completed when all have (default: %(default)s)
+        --max-ahead-gb G  wait while one more shard would bring the shards that are not completed above G times 10^9
+            bytes (default: no limit)
+        --consumers N  number of trainings that read the catalog; a shard is completed when all of them have completed
+            it (default: %(default)s)
         --keep-recent N  remove completed shards but for the N newest; 0 keeps none (default: remove nothing)
-        --ack-dir FOLDER  where consumers acknowledge that may not write in the catalog
+        --ack-dir FOLDER  where consumers that may not write in the catalog acknowledge shards
             (default: _acks in the catalog)
         """,
         catalog={"required": True},
@@ -103,7 +105,8 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser.add_argument_group("running"),
         """
-        --workers N  tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)
+        --workers N  number of tokenising processes; 0 tokenises in this one; changes no byte of the output (default:
+            %(default)s)
         """,
         workers={"type": natural, "default": available_cpus()},
     )
@@ -117,7 +120,7 @@ def _seconds(text: str, unit: str = "seconds") -> float:
 
 
 def _gigabytes(text: str) -> int:
-    # No disk has 10^18 gigabytes; beyond it, floats end.
+    # The bound keeps the int finite and small; no disk has 10^18 gigabytes.
     return max(1, int(min(_seconds(text, "gigabytes"), 1e18) * 1e9))
 
 
@@ -135,7 +138,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             encoding=encoding_options(preprocess_arguments(arguments)),
             packing=packing,
             max_ahead_nbytes=arguments.max_ahead_gb,
-            **{name: getattr(arguments, name) for name in _SAME},
+            **{name: getattr(arguments, name) for name in _SAME_NAMES},
         )
     except FormatError as error:
         parser.error(str(error))

@@ -1,4 +1,7 @@
-"""``megatron-sft-idx verify`` and ``rebuild``: whether shards are whole, and what is left of one to a whole one."""
+"""``megatron-sft-idx verify`` and ``rebuild``: check shards, and make a damaged shard whole again.
+
+``verify`` never writes, and ``rebuild`` never writes to a file that is good.
+"""
 
 from __future__ import annotations
 
@@ -21,65 +24,65 @@ from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Advance, Progress, show_progress, unwatched
 
 _VERIFY_HELP = """\
-Check shards against every rule of the format, and say all that is wrong with them.
+Check shards against the rules of the format, and print everything that is wrong with them.
 
 examples:
-  after copying: are all files there, whole, and of one shard? (milliseconds, whatever their size)
+  after copying: check that all files are there, whole, and of one shard; takes milliseconds for files of any size:
     megatron-sft-idx verify data/train
 
-  before a long run: every byte of every shard in a folder
+  before a long training: check every byte of every shard in a folder:
     megatron-sft-idx verify --full data/
 
-  for a program: one JSON document, in which each finding has path, offset, pack, rule, found, expected, remedy
+  for a program: print one JSON document; each finding has path, offset, pack, rule, found, expected, remedy:
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
 
-  in a bucket, each object read once where it lies
+  check shards in a bucket; each object is read once, and none is stored here:
     megatron-sft-idx verify --full s3://bucket/data/
 
-Without --full: the header and its checksum, the sizes of the five files, the ends of all arrays. With it: the checksums
-of all files, .idx byte for byte as Megatron writes it, every pack and mask, every id against the vocabulary, the
-header's counts. Rules are numbered as in FORMAT.md, which comes with the package. Nothing is ever changed.
+Without --full, the command checks the header and its checksum, the sizes of the five files, and the ends of all arrays.
+With --full it also checks the checksums of all files, every byte of .idx against what Megatron writes, every pack and
+mask, every id against the vocabulary, and the header's counts. Rules have the numbers of FORMAT.md, which comes with
+the package. The command never changes a file.
 
-exit code: 0 all shards are good, 1 something was found, 2 wrong usage.
+exit code: 0 all shards are good, 1 something is wrong with one, 2 wrong usage.
 """
 _REBUILD_HELP = """\
-Bring back lost or damaged indexes of a shard, or the packs of a killed build.
+Make lost or damaged indexes of a shard again, or a shard from the packs of a killed build.
 
 examples:
-  what is wrong, and what would be done; writes nothing:
+  show what is wrong and what would be done, and write nothing:
     megatron-sft-idx rebuild data/train --dry-run
 
-  .idx lost or damaged: comes back byte for byte. .seq.idx lost: comes back from .idx and the data, marked as rebuilt;
-  what only it knew is given again:
+  a lost or damaged .idx is made again, byte for byte; a lost .seq.idx is made again from .idx and the data, and marked
+  as rebuilt; pass what only the lost file knew:
     megatron-sft-idx rebuild data/train --capacity 4096 --sequence-multiple 8 --pad-id 151643
 
-  both indexes lost: where packs end follows from the masks, and from the token that every sequence ends with; if it
-  can be in one way only, the shard comes back, else the command says where it is ambiguous:
+  both indexes are lost: the masks, and the token that every sequence ends with, tell where packs end; if they allow
+  several answers, the command says where; pass the id only if every sequence was written with it at its end:
     megatron-sft-idx rebuild data/train --eod-id 151645
-  the id is taken as a fact: give it only where every sequence was written with it at its end
 
-  a build was killed: its journal is found by itself, and every pack it completed is kept:
+  a build was killed: the command finds its journal, and keeps every pack that the build completed:
     megatron-sft-idx rebuild data/train
 
-Good files are never touched. A file that is replaced stays beside the new one with .damaged added to its name. Tokens,
-loss masks and columns cannot be derived from anything: restore them from a copy.
+Good files are never touched. A damaged file that is replaced stays beside the new one, with .damaged added to its name.
+Tokens, loss masks and columns cannot be derived from other files: restore them from a copy.
 """
 _LINE_MIB = 10_240
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add both verbs."""
-    line = "whether shards are whole and keep every rule of the format"
+    """Add the verbs ``verify`` and ``rebuild``."""
+    line = "check that shards are whole and keep every rule of the format"
     declare(
         add_verb(verbs, "verify", line, _VERIFY_HELP, _verify, product=lambda arguments: True),
         """
-        shards PREFIX...  prefixes, folders of shards, globs
-        --full  read every byte, not only headers, sizes and ends
+        shards PREFIX...  prefixes, folders of shards, or globs
+        --full  read every byte, not only headers, sizes and the ends of arrays
         --json  print one JSON document instead of text
-        --vocab-size N  with --full, every id must be below N (default: what the shard says of its tokenizer)
+        --vocab-size N  with --full: every id must be below N (default: the size that the shard says its tokenizer has)
         """,
     )
-    line = "a damaged or incomplete shard to a whole one, as far as it can be derived"
+    line = "make a damaged or incomplete shard whole, as far as its files allow"
     parser = add_verb(
         verbs, "rebuild", line, _REBUILD_HELP, _rebuild, product=lambda arguments: bool(arguments.dry_run)
     )
@@ -87,22 +90,21 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         """
         prefix PREFIX  path that the five files share
-        --copied  the .journal and .tmp files of a killed build were copied here from where it ran: take them for its
-            own
-        --dry-run  say what would happen, write nothing
+        --copied  use .journal and .tmp files of a killed build that were copied here from another place
+        --dry-run  print what would be done, and write nothing
         """,
         prefix=local_path,
     )
     add_log_interval(parser, "bytes or tokens", 1 << 30)
     declare(
-        parser.add_argument_group("what the files do not say any more"),
+        parser.add_argument_group("what the files that are left do not say"),
         """
         --eod-id N  id of the token that every sequence ends with
-        --capacity N  default: the longest pack, marked as unknown
-        --sequence-multiple M  default: 1, marked as unknown
-        --pad-id N  default: unknown
-        --token-dtype  default: by .idx, or the sizes of the files
-        --mask-dtype  default: by the sizes of the files
+        --capacity N  most token positions a pack may hold (default: those of the longest pack, marked as unknown)
+        --sequence-multiple M  what sequences were rounded up to when they were packed (default: 1, marked as unknown)
+        --pad-id N  the tokenizer's padding id (default: unknown)
+        --token-dtype  dtype of token ids (default: what .idx says, or the sizes of the files)
+        --mask-dtype  dtype of loss masks (default: what the sizes of the files say)
         """,
         eod_id=natural,
         pad_id=natural,
@@ -122,7 +124,7 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             with watch(f"verifying {os.path.basename(prefix)}", total) as advance:
                 report = verify_shard(prefix, full=arguments.full, vocab_size=arguments.vocab_size, advance=advance)
         except (SFTIndexError, OSError) as error:
-            # The other shards are verified all the same.
+            # One shard that cannot be read does not keep the others from being verified.
             results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
             print_error(message_of(error))
             continue
@@ -148,13 +150,13 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
     )
 
     @contextmanager
-    def watch(what: str, total: int) -> Iterator[Advance]:
+    def watch(stage: str, total: int) -> Iterator[Advance]:
         interval = arguments.log_interval
-        with Progress(what, total, unit="", log_interval=interval, items="done") as progress:
-            yield lambda done: progress.update(done, done)
+        with Progress(stage, total, unit="", log_interval=interval, items="done") as progress:
+            yield lambda units: progress.update(units, units)
 
     report = rebuild(arguments.prefix, facts, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
-    _show(report)
+    _print_report(report)
     if not report.opens:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")
     if not report.whole:
@@ -164,7 +166,7 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
         )
 
 
-def _show(report: Rebuilt) -> None:
+def _print_report(report: Rebuilt) -> None:
     for file in report.files:
         if file.state == "good" and column_of(file.path):
             continue
