@@ -138,6 +138,8 @@ ENDLESS = {
     "Markup, joined": BIG + "{{ ('<' | escape).join([big] * 9999) }}",
     "Markup, %": BIG + "{{ (('%s' * 99) | escape) % ((big,) * 99) }}",
     "cycler": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = cycler(n.x, n.x).items %}{% endfor %}{{ n.x }}",
+    "unique, of one hash": "{{ range(0, 99999 * 2305843009213693951, 2305843009213693951) | unique | list }}",
+    "fromkeys, of one hash": "{{ dict.fromkeys(range(0, 99999 * 2305843009213693951, 2305843009213693951)) }}",
     "sort by many attributes": "{{ range(99999) | sort(attribute='a,' * 99999) }}",
     "groupby, a long attribute": "{{ range(99999) | groupby('a.' * 99999, default={}) }}",
     "join, a long attribute": "{% set n = namespace(x=['a']) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}{{ ([n.x] * 999999) | join('', attribute='0.' * 999 + '0') }}",

@@ -45,9 +45,12 @@ MAX_NUMBER = 1 << (1 << 16)
 
 _PAID_AT_ONCE = 1 << 18  # units: loops up to this price are paid when they begin
 _SHORT_TEXT = 256  # characters: texts up to this length are paid as if each character took one byte
+_SAME_HASHES = (1 << 61) - 1  # from here on whole numbers have the hashes of smaller ones, and many share one
+_LARGE_KEY = 1 << 14  # units of such a number as a key: each may be compared with all that came before it
 _QUOTED = 12  # the most bytes that Python's repr makes of a character
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_SETS: tuple[Any, ...] = (type({}.keys()), type({}.items()))  # whose difference is a set
 _CONTAINERS: tuple[Any, ...] = (list, tuple, *_VIEWS)
 _SIZED = frozenset({list, tuple, dict, str, range, *_VIEWS})
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
@@ -177,11 +180,16 @@ class Allowance:
         return value
 
     def checked_key(self, value: Any) -> Any:
-        """The same value, which may be hashed: a tuple is paid for, and one of tuples is refused."""
-        if type(value) is not str and isinstance(value, tuple):
+        """The same value, which may be hashed: tuples and large numbers are paid for, tuples of tuples are refused."""
+        if type(value) is str:
+            return value
+        if isinstance(value, tuple):
             self.weigh(value)
             if any(isinstance(item, tuple) for item in value):
                 raise Overspent("a key of tuples within tuples")
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int) and abs(item) >= _SAME_HASHES:
+                self.spend(_LARGE_KEY)
         return value
 
     # Loops
@@ -277,10 +285,9 @@ class Allowance:
 
     def subtract(self, left: Any, right: Any) -> Any:
         """``left - right``."""
-        result = self.checked_number(left - right)
-        if isinstance(result, (set, frozenset)):
+        if isinstance(left, _SETS) or isinstance(right, _SETS):
             raise NotText("the template makes a set, whose order differs from run to run; make a list with a loop")
-        return result
+        return self.checked_number(left - right)
 
     def checked_number(self, value: Any) -> Any:
         """The same value; a whole number of ``MAX_NUMBER`` or more, of either sign, is refused."""

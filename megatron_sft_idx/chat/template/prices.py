@@ -214,7 +214,7 @@ def _compared(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
         attribute = allowance.weigh(arguments, _LOOKED_UP) if arguments else 0
         allowance.spend((_SORTED + attribute) * len(value))
     allowance.weigh(value, 4)
-    for item in value if isinstance(value, (list, tuple)) else ():
+    for item in value if isinstance(value, (list, tuple, range)) else ():
         allowance.checked_key(item)
     return value
 
