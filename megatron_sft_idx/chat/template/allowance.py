@@ -245,24 +245,24 @@ class Allowance:
             return value
         return self.text(value)
 
-    def joined(self, parts: Any, separator: str = "") -> str:
-        """The join of strings, which must be all that ``parts`` holds."""
-        if type(parts) is not list:
-            parts = self.paid_list(parts)
-        units = sum(map(len, parts)) + len(separator) * len(parts)
-        if units > _SHORT_TEXT and not (separator.isascii() and all(map(str.isascii, parts))):
+    def joined(self, strings: Any, separator: str = "") -> str:
+        """``separator.join(strings)``. The caller must see to it that all of them are strings."""
+        if type(strings) is not list:
+            strings = self.paid_list(strings)
+        units = sum(map(len, strings)) + len(separator) * len(strings)
+        if units > _SHORT_TEXT and not (separator.isascii() and all(map(str.isascii, strings))):
             units *= 4
         self.remaining -= units
         if self.remaining < 0:
             self.extend_or_refuse()
-        return separator.join(parts)
+        return separator.join(strings)
 
-    def concatenate(self, *parts: Any) -> str:
+    def concatenate(self, *operands: Any) -> str:
         """``a ~ b ~ c``."""
-        for part in parts:
-            if type(part) is not str:
-                return self.joined([self.text(part) for part in parts])
-        return self.joined([*parts])
+        for operand in operands:
+            if type(operand) is not str:
+                return self.joined([self.text(operand) for operand in operands])
+        return self.joined([*operands])
 
     # Operators
 

@@ -147,12 +147,12 @@ def call_method(allowance: Allowance, value: Any, name: str, args: Arguments, kw
             allowance.weigh(arguments)
         allowance.spend(_STRING_PRICES[name](text_bytes(value), value, arguments))
     elif kind is str and name == "join" and len(args) == 1 and not kwargs:
-        parts = allowance.paid_list(args[0], ITEM)
-        return allowance.joined(parts, value) if all(isinstance(part, str) for part in parts) else value.join(parts)
+        items = allowance.paid_list(args[0], ITEM)
+        return allowance.joined(items, value) if all(isinstance(item, str) for item in items) else value.join(items)
     elif isinstance(value, Markup) and name in _MARKUP_PRICES:
         args = tuple(map(allowance.paid_list, args)) if name == "join" else args
         weight = allowance.weigh((args, kwargs), _ESCAPED, written=True)
-        arguments = (weight,) if name == "join" else arguments  # the separator stands between so many parts at most
+        arguments = (weight,) if name == "join" else arguments  # the separator stands between so many items at most
         allowance.spend(_ESCAPED * max(weight, _MARKUP_PRICES[name](text_bytes(value), str(value), arguments)))
     elif any(isinstance(value, type_) and name in names for type_, names in _METHODS.items()):
         if name == "get":
@@ -273,16 +273,16 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
 
     @pass_eval_context
     def join(context: EvalContext, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
-        parts = allowance.paid_list(value, ITEM)
+        items = allowance.paid_list(value, ITEM)
         if attribute is not None:
-            allowance.spend(allowance.weigh(attribute, _LOOKED_UP) * len(parts))
-            parts = [*map(make_attrgetter(context.environment, attribute), parts)]
+            allowance.spend(allowance.weigh(attribute, _LOOKED_UP) * len(items))
+            items = [*map(make_attrgetter(context.environment, attribute), items)]
         if context.autoescape:
-            parts = [allowance.soft_text(part) for part in parts]
-            allowance.spend(8 * text_bytes(allowance.text(d)) * len(parts))
-            return filters["join"](context, parts, d)  # type: ignore[no-any-return]
-        parts = [part if type(part) is str else allowance.text(part) for part in parts]
-        return allowance.joined(parts, d if type(d) is str else allowance.text(d))
+            items = [allowance.soft_text(item) for item in items]
+            allowance.spend(8 * text_bytes(allowance.text(d)) * len(items))
+            return filters["join"](context, items, d)  # type: ignore[no-any-return]
+        items = [item if type(item) is str else allowance.text(item) for item in items]
+        return allowance.joined(items, d if type(d) is str else allowance.text(d))
 
     @pass_eval_context
     def replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -293,12 +293,12 @@ def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[st
 
     @pass_eval_context
     def sum_(context: EvalContext, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-        parts = allowance.paid_list(iterable)
-        weight = allowance.weigh((parts, start))
+        items = allowance.paid_list(iterable)
+        weight = allowance.weigh((items, start))
         if isinstance(start, (list, tuple)):
             allowance.nests = True
-            allowance.spend(weight * len(parts))
-        return allowance.checked_number(filters["sum"](context.environment, parts, attribute, start))
+            allowance.spend(weight * len(items))
+        return allowance.checked_number(filters["sum"](context.environment, items, attribute, start))
 
     def format_(value: Any, *args: Any, **kwargs: Any) -> str:
         text = allowance.soft_text(value)
@@ -342,11 +342,11 @@ def _to_json(
     if isinstance(indent, int):
         allowance.spend(max(0, indent))
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    parts = []
-    for part in encoder.iterencode(value):  # indentation grows with depth, so no price can be known before
-        allowance.spend(ITEM + len(part))
-        parts.append(part)
-    return "".join(parts)
+    chunks = []
+    for chunk in encoder.iterencode(value):  # indentation grows with depth, so no price can be known before
+        allowance.spend(ITEM + len(chunk))
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 _encode_json = json.JSONEncoder(ensure_ascii=False).encode

@@ -102,7 +102,7 @@ def called(call: Any) -> Mapping[str, Any]:
 
 
 def words_called_with(message: Mapping[str, Any]) -> list[str]:
-    """The runs of letters and digits in the arguments of a message's calls, in order, keys included.
+    """The words (letters and digits) in the arguments of a message's calls, in order, keys included.
 
     Templates write them as JSON, XML or plain text, so nothing else of the arguments can be looked for.
     """
@@ -120,13 +120,13 @@ def words_called_with(message: Mapping[str, Any]) -> list[str]:
             if isinstance(value, str):
                 words += re.findall(r"[A-Za-z0-9]{2,}", value)
             elif isinstance(value, (Mapping, list, tuple)):
-                items = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else value
+                items = [item for pair in value.items() for item in pair] if isinstance(value, Mapping) else value
                 waiting.extend(reversed(items))
     return words
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """A message's content, stripped, be it a string or one text part; "" for anything else."""
+    """A message's content, stripped, be it a string or one content part; "" for anything else."""
     content = message.get("content")
     content = content[0].get("text") if type(content) is list and len(content) == 1 else content
     return content.strip() if type(content) is str else ""
@@ -212,7 +212,7 @@ def prepared(
 
 
 def in_text_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its string content as a list of one text part."""
+    """The message with its string content as a list of one content part."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -329,7 +329,7 @@ def locate(
 ) -> list[DataMark] | None:
     """Find in ``text`` where the strings of every message lie: contents, reasoning, arguments of calls, tools.
 
-    Whitespace at either end of a string does not count as part of it.
+    Whitespace at either end of a string does not belong to it.
 
     Args:
         messages: the conversation as the template saw it.
