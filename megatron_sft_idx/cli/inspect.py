@@ -1,4 +1,4 @@
-"""``megatron-sft-idx inspect`` and ``bench-read``: what a shard holds, and how fast it is read here."""
+"""``megatron-sft-idx inspect`` and ``bench-read``: show what a shard holds, and measure how fast it is read here."""
 
 from __future__ import annotations
 
@@ -53,72 +53,72 @@ _HELP = """\
 Show what a shard holds.
 
 examples:
-  counts, lengths, trained share, odd packs, fingerprints:
+  show counts, lengths, the share of trained tokens, odd packs, and fingerprints:
     megatron-sft-idx inspect data/train
 
-  the same and some packs as a page for the browser, one file without network:
+  write the same and some packs as a page for the browser, one file that needs no network:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --html train.html
 
-  one pack as text, the tokens that are trained on marked:
+  show one pack as text, and mark the tokens that are trained on:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --pack 17
 
-  where a text occurs:
+  show where a text occurs:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --find 'as an AI'
 
-  what differs between two shards, down to the mask of one token:
+  show what differs between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
-Packs, sequences and tokens are counted from 0, lines of input files from 1. Memory does not grow with the shard.
+Packs, sequences and tokens are counted from 0, lines of input files from 1. A larger shard takes no more memory.
 
-exit code: 0 done, and for --find and --row found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
+exit code: 0 shown; --find and --row: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
 """
 _BENCH_HELP = """\
-Measure ways of reading a shard on the disk it lies on, and recommend one.
+Measure several ways of reading a shard from its disk, and recommend one.
 
 examples:
-  which settings to train with, from this disk, in this memory (about half a minute):
+  find the settings to train with, from this disk, in this memory (takes about half a minute):
     megatron-sft-idx bench-read data/train
 
-  a slow disk tells more in more time; for a program, as one JSON document:
+  read for longer, since a slow disk needs more time; print one JSON document for a program:
     megatron-sft-idx bench-read data/train --seconds 120 --json > reading.json
 
-  as if there were 4 GiB of memory for reading (where a control group may be made: root, most containers)
+  read as if there were 4 GiB of memory (needs the right to make a control group: root, most containers):
     megatron-sft-idx bench-read data/train --memory-limit 4096 --seconds 120
 
-Each setting is read by a process of its own: first with the page cache dropped (checked, not assumed), then once more,
-as in a second epoch. All are measured in turn, several rounds. Shown are packs a second, the time of a pack, bytes
-read from the disk for each byte asked for, and page faults. Nothing is written. A program that reads the shard
-meanwhile loses its cached pages too; what a server, or a host of this machine, keeps in its own memory stays there.
+A process of its own reads the shard by each setting: first after the page cache was dropped, which is checked, then
+once more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs a second,
+the time of a pack, bytes read from the disk for each byte asked for, and page faults. Nothing is written. Another
+program that reads the shard loses its cached pages too; a file server, or the host of a virtual machine, keeps its own.
 
-A memory limit is a control group's. ulimit has none that would do: the page cache belongs to no process.
+The memory limit is a control group's, since a limit of ulimit would not count the page cache.
 
 exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
 """
 _MIB = 1 << 20
-# Values of one row of a column that are printed.
+# At most so many values of one row of a column are printed.
 _MAX_VALUES = 8
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add both verbs."""
-    line = "what a shard holds: summary, packs as text, a page, a search, a comparison"
+    """Add the verbs ``inspect`` and ``bench-read``."""
+    line = "show what a shard holds: summary, packs as text, a page, a search, a comparison"
     parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
     declare(
         parser,
         f"""
         shard PREFIX  prefix of the shard, or a folder or glob with one
         --tokenizer, {TOKENIZER_MODEL} PATH  folder or file of the tokenizer that made the ids, to show text; refused
-            where the shard names another
+            if the shard names another tokenizer
         """,
     )
     declare(
         parser.add_mutually_exclusive_group(),
         """
         --pack N  show pack N instead of the summary
-        --row FILE:LINE  show where the sequences are that a row was made into
-        --find TEXT  show where TEXT occurs in a sequence, letter by letter as it is
+        --row FILE:LINE  show in which packs the sequences are that were made from this line of an input file
+        --find TEXT  show where exactly this text occurs in a sequence
         --diff OTHER  show what differs from the shard at this prefix
-        --html FILE  write a page that needs nothing else
+        --html FILE  write a page for the browser to this file
         """,
         pack=natural,
         html=writable,
@@ -127,29 +127,29 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         """
         --json  print one JSON document instead of text
-        --overwrite  replace the page that --html names
-        --limit N  matches and differences to name; --find stops at the next match (default: %(default)s)
+        --overwrite  replace the page that is at the path of --html
+        --limit N  most matches or differences that are printed (default: %(default)s)
         """,
         limit=20,
     )
     add_log_interval(parser, "packs", default=1_000_000)
 
-    line = "how fast a shard is read from this disk, by which settings"
+    line = "measure how fast a shard is read from this disk, and by which settings"
     parser = add_verb(verbs, "bench-read", line, _BENCH_HELP, _bench_read, product=lambda arguments: True)
     declare(parser, "shard PREFIX  prefix of the shard", shard=local_path)
     declare(
         parser.add_mutually_exclusive_group(),
         """
-        --seconds N  time to read for, about (default: %(default)s)
-        --packs N  read N packs an epoch, however long that takes
+        --seconds N  read for about so many seconds (default: %(default)s)
+        --packs N  read N packs an epoch, for as long as that takes
         """,
         seconds=15,
     )
     declare(
         parser,
         """
-        --order  in which packs are read; training shuffles (default: %(default)s)
-        --memory-limit MIB  memory for reading, page cache included
+        --order  order in which packs are read; training shuffles (default: %(default)s)
+        --memory-limit MIB  most memory for reading, including the page cache
         --json  print one JSON document instead of text
         """,
         order=("shuffled", "sequential"),
@@ -168,14 +168,14 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     # ``pread``, because the pages of a map would count as this process's memory.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
-    for what, show in (
+    for value, show in (
         (arguments.pack, _show_pack),
         (arguments.row, _show_row),
         (arguments.find, _find),
         (arguments.diff, _diff),
         (arguments.html, _write_page),
     ):
-        if what is not None:
+        if value is not None:
             return show(shard, arguments, decode)
     survey = _survey(shard, arguments)
     _print_result(arguments, summary_dict(shard.prefix, survey), summary_lines(shard.prefix, survey))
@@ -183,7 +183,11 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _only_prefix(path: str) -> str:
-    """``path`` where it is a prefix, else the prefix of the only shard in the folder, or of the glob, that it is."""
+    """The prefix that ``path`` is, or the prefix of the only shard in the folder or of the glob that ``path`` is.
+
+    Raises:
+        FormatError: there are several shards.
+    """
     names_many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
     if not names_many or os.path.exists(f"{path}.seq.idx"):
         return path
@@ -195,7 +199,11 @@ def _only_prefix(path: str) -> str:
 
 
 def _decoder(shard: Shard, path: str | None) -> Decode | None:
-    """Ids to text by the tokenizer at ``path``, None without one. FormatError: another tokenizer made the ids."""
+    """A function from ids to text, by the tokenizer at ``path``; None if that is None.
+
+    Raises:
+        FormatError: another tokenizer made the ids of the shard.
+    """
     if path is None:
         return None
     from megatron_sft_idx.chat.tokenizer.tokenizer import (
@@ -214,10 +222,10 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     return tokenizer.decode
 
 
-def _progress(shard: Shard, arguments: argparse.Namespace, what: str) -> Progress:
+def _progress(shard: Shard, arguments: argparse.Namespace, stage: str) -> Progress:
     """Progress of a pass over all packs of a shard."""
     total, interval = shard.header.num_tokens, arguments.log_interval
-    return Progress(what, total, unit="tokens", log_interval=interval, items="packs")
+    return Progress(stage, total, unit="tokens", log_interval=interval, items="packs")
 
 
 def _survey(shard: Shard, arguments: argparse.Namespace) -> Survey:
@@ -232,17 +240,17 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
     sources, (of_pack, of_sequences) = sources_of(shard, arguments.pack), _columns_of(shard, arguments.pack)
     lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
-    for what, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
+    for owner, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
         if values:
             lines.append(
-                f"columns of {what}: " + ", ".join(f"{name} {_abbreviated(value)}" for name, value in values.items())
+                f"columns of {owner}: " + ", ".join(f"{name} {_abbreviated(value)}" for name, value in values.items())
             )
     sequences = []
-    for i, (some, labels) in enumerate(shard.sequences(arguments.pack)):
+    for i, (sequence_ids, labels) in enumerate(shard.sequences(arguments.pack)):
         trained = trained_tokens(labels).astype(mask.dtype).tolist()
-        sequences.append({"start": bounds[i], "input_ids": some.tolist(), "trained": trained})
+        sequences.append({"start": bounds[i], "input_ids": sequence_ids.tolist(), "trained": trained})
         sequences[-1] |= {"source": sources[i]} if sources else {}
-        sequences[-1] |= {"text": decode(some.tolist())} if decode else {}
+        sequences[-1] |= {"text": decode(sequence_ids.tolist())} if decode else {}
         sequences[-1] |= {"columns": of_sequences[i]} if of_sequences[i] else {}
     shown = {"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences}
     _print_result(arguments, shown | ({"columns": of_pack} if of_pack else {}), lines)
@@ -283,10 +291,10 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
                 at = "".join(f" ({name})" for name in from_row)
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
-        stopped = next(matches, None) is not None
-    end = [f"stopped after {len(named)}: --limit says how many"] if stopped else []
+        is_cut_off = next(matches, None) is not None
+    end = [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
     nothing = [f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences"]
-    value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": named}
+    value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": is_cut_off, "matches": named}
     _print_result(arguments, value, end if named else nothing)
     return 0 if named else 1
 
@@ -296,9 +304,9 @@ def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None
     sequences = list(islice(find_row(shard, *parse_origin(shard, arguments.row)), arguments.limit + 1))
     named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
     lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
-    stopped = len(sequences) > len(named)
-    lines += [f"stopped after {len(named)}: --limit says how many"] if stopped else []
-    value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": stopped, "sequences": named}
+    is_cut_off = len(sequences) > len(named)
+    lines += [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
+    value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": is_cut_off, "sequences": named}
     _print_result(arguments, value, lines or [f"{shard.prefix}: no sequence was made from {arguments.row}"])
     return 0 if named else 1
 
@@ -334,7 +342,7 @@ def _print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; numbers of a damaged mask that it cannot become text: ``"nan"``, ``"inf"``."""
+    """A value as JSON can hold it; numbers that JSON lacks, as in a damaged mask, become ``"nan"`` and ``"inf"``."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

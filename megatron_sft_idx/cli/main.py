@@ -1,6 +1,6 @@
-"""``megatron-sft-idx <verb> ...``.
+"""The program ``megatron-sft-idx <verb> ...``: it finds the verb's module, runs it, and turns errors into exit codes.
 
-Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 bad data or a failed disk, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
-# What people want to do, the verbs for it, and the module of each verb. Only the module of the verb that is asked for
-# is imported, since all of them take a tenth of a second.
+# By purpose: verbs, and the module of each. Only the module of the verb that runs is imported, because importing all of
+# them takes a tenth of a second.
 _VERBS = {
     "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
     "look": {"inspect": "inspect", "verify": "verify"},
@@ -41,7 +41,7 @@ megatron-sft-idx <verb> --help explains each verb, with examples.
 
 
 class _VerbListFormatter(HelpFormatter):
-    """Lists verbs by what they are for."""
+    """Lists the verbs of each purpose under it."""
 
     def _format_action(self, action: argparse.Action) -> str:
         if not isinstance(action, argparse._SubParsersAction):
@@ -56,7 +56,7 @@ class _VerbListFormatter(HelpFormatter):
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
-    """The parser of all verbs, or of one where it is the name of one."""
+    """The parser of one verb; of all verbs if ``verb`` is not the name of one."""
     parser = argparse.ArgumentParser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
@@ -110,7 +110,7 @@ def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
 
 
 def _expanded(argv: Sequence[str]) -> list[str]:
-    """The arguments, each ``@FILE`` replaced by the lines of that file; where there is no such file, it stays."""
+    """The arguments, where each ``@FILE`` is replaced by the lines of that file, if there is such a file."""
     expanded = []
     for word in argv:
         if word.startswith("@") and os.path.isfile(word[1:]):

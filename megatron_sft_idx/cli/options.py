@@ -1,6 +1,6 @@
-"""How verbs are declared, the options that several of them share, and the values those take.
+"""How verbs and their options are declared, the options that several verbs share, and the values of options.
 
-Options are written down as ``--help`` shows them, and ``declare`` reads them from there.
+A module declares its options in a text such as ``--help`` prints, and ``declare`` reads names and help from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNITS = {"": 1} | {
 Verbs = Any  # argparse names the type of add_subparsers() only privately
 
 
-# Megatron's name for --tokenizer, which helps those who know it, and would only puzzle others.
+# Megatron's name for --tokenizer. It is accepted for those who know it, but not shown to others.
 TOKENIZER_MODEL = "--tokenizer-model"
 
 # ---- declaring ----
@@ -41,7 +41,7 @@ _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
 
-    Second names that options have in Megatron are taken and not shown.
+    The second name that ``--tokenizer`` has in Megatron is not shown.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
@@ -72,9 +72,9 @@ def add_verb(
         name: of the verb.
         line: what it does, in the list of verbs.
         text: its help: a paragraph that says what it does, then examples.
-        run: called with what was parsed and the parser of the program, whose ``error`` is for wrong usage; gives the
-            exit code, None for 0.
-        product: whether, with these arguments, the verb exists for what it prints.
+        run: called with the parsed arguments, and with the parser of the program, whose ``error`` is for wrong usage.
+            It returns the exit code; None means 0.
+        product: whether with these arguments the verb's product is what it prints, so that losing it is an error.
     """
     description, _, examples = text.partition("\n\n")
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -91,9 +91,9 @@ def declare(
 
     Args:
         group: what they are added to.
-        text: a line for each, as in ``--seq-length N  capacity of a pack``; what is indented goes on with the line
-            above. N and M are whole numbers of 1 or more, other values text; PATH... is one or more; what has no value
-            is a switch.
+        text: a line for each, such as ``--seq-length N  capacity of a pack``; an indented line continues the line
+            above it. Values N and M are whole numbers of 1 or more, all others are text. PATH... is one value or more.
+            An option without a value is a switch.
         settings_of: gives, for the name of an option such as ``seq_length``, what the text does not say: its type; a
             tuple of choices, of which the first is the default; its default; or arguments of ``add_argument``, a dict.
         **settings: the same for single names, for which ``settings_of`` is not called.
@@ -127,7 +127,7 @@ def preprocess_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_color() -> bool:
-    """Whether output may be coloured: stdout is a terminal that can, and the user has not said no (no-color.org)."""
+    """Whether output may be coloured: stdout is a terminal with colours, and ``NO_COLOR`` is not set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -165,7 +165,7 @@ def nbytes(text: str) -> int:
 
 
 def writable(text: str) -> str:
-    """A file that can be made. Checked before the work, whose results it is to hold."""
+    """The path of a file that can be written; checked before the work whose results the file will hold."""
     try:
         path = Path(resolve(text))
     except FormatError as error:
@@ -180,7 +180,7 @@ def writable(text: str) -> str:
 
 
 def local_path(text: str) -> str:
-    """A path on a disk, for what cannot be done inside an object store."""
+    """A path on a local disk, for verbs that do not work inside an object store."""
     try:
         remote = is_remote(text)
     except FormatError as error:
@@ -196,14 +196,14 @@ def local_path(text: str) -> str:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of where the shard goes, and of progress."""
+    """Add the options of where the shard is written, and of progress."""
     group = parser.add_argument_group("output")
     declare(
         group,
         """
         --output-prefix PREFIX  path that the five files share, also s3:// or msc://; --data-path takes it
-        --output-shards N  cut the packs into N shards, PREFIX-00000-of-0000N and so on; a glob or the folder names
-            them all (default: one shard, at PREFIX)
+        --output-shards N  write N shards, PREFIX-00000-of-0000N and so on; a glob or the folder then names all of them
+            (default: one shard, at PREFIX)
         """,
         output_prefix={"required": True},
         output_shards=1,
@@ -212,8 +212,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     declare(
         group,
         """
-        --overwrite  replace the shard at the prefix, and the summary
-        --summary FILE  write counts and seconds as JSON
+        --overwrite  replace the shard that is at the prefix, and the file of --summary
+        --summary FILE  write counts, and the seconds that each stage took, as JSON
         """,
         summary=writable,
     )
@@ -225,8 +225,8 @@ def add_staging(group: argparse._ActionsContainer) -> None:
     declare(
         group,
         """
-        --staging DIR  for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);
-            what an interrupted run or upload left there is gone on with (default: ./%(default)s)
+        --staging DIR  for s3:// and msc:// prefixes: local folder to build the shard in, with room for it (preprocess:
+            for twice its size); an interrupted command or upload continues from there (default: ./%(default)s)
         """,
         staging=STAGING,
     )
@@ -245,10 +245,10 @@ def add_read_options(group: argparse._ActionsContainer) -> None:
     declare(
         group,
         f"""
-        --read-backend {{{",".join(get_args(BackendName))}}}  mmap (os is the same): memory maps, the default; pread
-            and reopen: a system call for each read, where mapping is slow or refused
-        --no-mmap-bin-files  Megatron's way to say --read-backend pread
-        --read-advice  what the kernel is told of the order of reads; random switches its read-ahead off
+        --read-backend {{{",".join(get_args(BackendName))}}}  mmap, also called os, maps files into memory and is the
+            default; pread and reopen make a system call for each read, where mapping is slow or refused
+        --no-mmap-bin-files  Megatron's name for --read-backend pread
+        --read-advice  order of reads that the kernel is told to expect; random switches its read-ahead off
         --read-huge-pages  ask the kernel for huge pages
         """,
         no_mmap_bin_files={"dest": "mmap_bin_files", "action": "store_false"},

@@ -47,41 +47,43 @@ _HELP = """\
 Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 
 examples:
-  chats to a packed shard, masks by the tokenizer's own chat template:
+  make a packed shard of chats; the tokenizer's own chat template decides on masks:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train
 
-  several files, long chats cut in pieces, the tokenised corpus kept for other capacities:
+  take several files, cut long chats in pieces, and keep the tokenised corpus for other capacities:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
-  one shard to train on and one to validate with, no duplicates, the rows of one file twice:
+  make a shard to train on and one to validate with, without duplicates, with the rows of one file twice:
     megatron-sft-idx preprocess --input chats.jsonl more.parquet --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
         --input-weight more.parquet=2
 
-  go on after a kill, a power failure or Ctrl-C, with all that was tokenised:
+  continue after a kill, a power failure or Ctrl-C, with everything that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --resume
 
-  on a Ray cluster, from one of its nodes, to eight shards:
+  make eight shards on a Ray cluster, started on one of its nodes:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer ./tok --seq-length 8192 \\
         --output-prefix data/train --engine ray --ray-address auto --output-shards 8
 
-  from a bucket into a bucket: built in ./megatron-sft-idx-staging, then uploaded:
+  read from a bucket and write to it; the shard is built in ./megatron-sft-idx-staging, then uploaded:
     megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer ./tok \\
         --seq-length 4096 --output-prefix s3://bucket/sft/train
 
-  look before you leap:
+  see what would be made, and write nothing:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dry-run
 
-rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns, prompt/completion, or already tokenised
-input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs;
-in s3:// and msc:// objects, globs, and all that lies right in PREFIX/, read by ranges and never downloaded whole.
+rows: OpenAI messages, ShareGPT conversations, instruction/input/output fields, prompt/completion, or already tokenised
+input_ids with loss_mask or labels.
+
+files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
+globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
 """
 _PACK_HELP = """\
-Pack the sequences of a shard anew. No text is needed and nothing is tokenised.
+Pack the sequences of a shard again. No text is needed, and nothing is tokenised.
 
 examples:
   pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
@@ -91,8 +93,9 @@ examples:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
 """
 _WHICH_ROWS = (
-    "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the same"
-    " share one: copies of a row are never on both sides of a split, and other rows change nothing."
+    "These options are applied in this order, and the rows that each leaves out are counted. What is drawn depends"
+    " on --seed and on what a row says: copies of a row are drawn alike, so they are never on both sides of"
+    " --valid-fraction, and other rows change nothing."
 )
 
 
@@ -100,38 +103,38 @@ _WHICH_ROWS = (
 
 
 def add_packing_options(parser: argparse.ArgumentParser) -> None:
-    """How sequences become packs."""
+    """Add the options of how sequences become packs."""
     declare(
         parser.add_argument_group("packing"),
         """
         --seq-length N  capacity: most token positions a pack may hold
-        --packing  method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence
-            in a pack (default: %(default)s)
-        --packing-effort  high spends seconds more where packs of few sequences leave gaps (default: %(default)s)
-        --overlong  what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)
+        --packing  method of packing; auto tries several and takes that with the fewest packs, sequential keeps the
+            order, none puts one sequence in a pack (default: %(default)s)
+        --packing-effort  high takes some seconds more to fill packs of few sequences better (default: %(default)s)
+        --overlong  what to do with sequences longer than --seq-length; lost tokens are counted (default: %(default)s)
         --sequence-multiple M  count each sequence as its length rounded up to M, so that padding for context
             parallelism (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)
-        --max-sequences-per-pack N  at most N (default: no limit)
+        --max-sequences-per-pack N  most sequences in a pack (default: no limit)
         --drop-untrained  leave out sequences, and cuts of --overlong split, with no token to train on
-        --seed N  of every shuffle and lot (default: %(default)s)
+        --seed N  seed of all shuffling and sampling (default: %(default)s)
         """,
         _as_argument,
     )
 
 
 def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
-    """The tokenizer, which may not be needed, and how rows are read."""
+    """Add the options of the tokenizer, which is ``required`` or not, and of how rows are read."""
     declare(
         group,
         f"""
         --tokenizer, {TOKENIZER_MODEL} PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
         --tokenizer-type  of Megatron
-        --row-kind  how rows are read (default: by their columns); preference takes chosen and rejected, which stay in
-            one pack and are dropped together where they are overlong, kto a label, true or false; of both, only what
-            follows the prompt is trained on
-        --messages-key NAME  column that holds the turns (default: by its usual names)
-        --mask-alignment  of masks in tokenised rows: at the trained token itself, or at the one before it
+        --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
+            in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,
+            only what follows the prompt is trained on
+        --messages-key NAME  field that holds the turns (default: one of the usual names)
+        --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
             (default: %(default)s)
         --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
         --append-eod  end every sequence with the end-of-sequence token
@@ -143,24 +146,24 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
-    """The chat template, and what is trained on."""
+    """Add the options of the chat template, and of what is trained on."""
     declare(
         parser.add_argument_group("chat template and masks"),
         """
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
-        --chat-template-kwargs JSON  variables for the template
-        --template-date YYYY-MM-DD  the date for templates that ask for today's, which would change
+        --chat-template-kwargs JSON  variables for the template, as a JSON object
+        --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
         --train-on  what the assistant says, only its answer to the last user message, or everything
             (default: %(default)s)
-        --turns  where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence
-            a turn, each as the model would see it (default: %(default)s)
+        --turns  if the template drops the reasoning of earlier turns: stop, make one sequence without it, or make a
+            sequence for each turn, as the model would see it (default: %(default)s)
         --no-train-on-thinking  leave reasoning out of the loss
         --no-train-on-tool-calls  leave tool calls out of the loss
         --allow-control-tokens  let text in the data that spells a control token, such as <|im_end|>, become that token
-        --partial-markers  where {%% generation %%} markers leave out part of what the assistant says: stop, or take
-            them as they stand (default: %(default)s)
-        --straddling  a token that begins before a trained span and ends in it is trained on, as in transformers, or
-            not (default: %(default)s)
+        --partial-markers  if {%% generation %%} markers leave out part of what the assistant says: stop, or train on
+            what they mark (default: %(default)s)
+        --straddling  whether to train on a token that begins before a trained span and ends in it, as transformers
+            does (default: %(default)s)
         --span-by-span  tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)
         """,
         _as_argument,
@@ -168,7 +171,7 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_argument(name: str) -> dict[str, Any]:
-    """Type, choices and default of an option, as ``declare`` takes them: those of the argument of ``preprocess``."""
+    """Settings of an option for ``declare``: type, choices and default of the argument ``name`` of ``preprocess``."""
     hint, default = _hints()[name], inspect.signature(preprocess).parameters[name].default
     keywords: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
     if hint is bool:
@@ -190,7 +193,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    from megatron_sft_idx.chat.inputs import parse_json  # imported late: that takes longer than other verbs run
+    from megatron_sft_idx.chat.inputs import parse_json  # imported late: the import takes longer than some verbs run
 
     try:
         value = parse_json(text.encode())
@@ -205,19 +208,19 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add both verbs."""
+    """Add the verbs ``preprocess`` and ``pack``."""
     parser = add_verb(
         verbs, "preprocess", "chats to a packed shard", _HELP, _run, product=lambda arguments: bool(arguments.dry_run)
     )
     group = parser.add_argument_group("input")
-    declared = "--input PATH...  files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe"
+    declared = "--input PATH...  files, globs, or save_to_disk folders, also at s3:// or msc://; - reads a pipe"
     declare(group, declared, input={"required": True})
     add_row_options(group)
     declare(
         group,
         """
-        --download  take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer
-            OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
+        --download  fetch what is not on this machine from the Hugging Face hub into its cache: --tokenizer OWNER/NAME,
+            --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
         """,
     )
     add_mask_options(parser)
@@ -228,27 +231,27 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         f"""
-        --workers N  tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of
-            the output (default: all processors, {available_cpus()} here, or those of the cluster)
-        --engine  this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths;
-            changes no byte of the output (default: %(default)s)
-        --ray-address ADDRESS  of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it
-            at the end)
+        --workers N  number of tokenising processes, 0 tokenises in this one; with --engine ray, most tasks at a time;
+            changes no byte of the output (default: all processors, {available_cpus()} here, or those of the cluster)
+        --engine  where to tokenise: on this machine, or on a Ray cluster whose nodes see input, tokenizer and output
+            at the same paths; changes no byte of the output (default: %(default)s)
+        --ray-address ADDRESS  address of a running cluster, HOST:PORT or auto (default: start a cluster on this
+            machine, and stop it at the end)
         --keep-corpus  keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked
-        --source  write the column source: of every sequence, which row of which file it was made from
+        --source  write the column source, which says of every sequence which row of which file it was made from
             (default: %(default)s)
-        --source-weight FILE=W...  multiply the loss of each row of a file by W, named as for --input-weight; masks that
-            are not 0 and 1 then are float32 (default: 1)
-        --resume  go on with a run that was interrupted or killed, to the same bytes; refused where input or options
-            changed, and says what
+        --source-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --input-weight; loss masks
+            become float32 if they hold other values than 0 and 1 (default: 1)
+        --resume  continue a command that was interrupted or killed, with the same bytes; refused if input or options
+            have changed, with what has
         """,
         _as_argument,
     )
     declare(
         group,
         """
-        --dry-run  encode the first rows of every file, show what they become and what would stop a run, write nothing
-        --full  with --dry-run: encode all rows, for every bad one, all lengths, and the packs there would be
+        --dry-run  encode the first rows of every file, show what they become and what would fail, and write nothing
+        --full  with --dry-run: encode all rows, and show every bad row, all lengths, and how they would be packed
         """,
     )
 
@@ -259,8 +262,8 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser,
         """
-        --source NAME  take the sequences of this input file only, by the name in the column source; may be given again
-        --allow-loss  leave out columns that have a row a pack
+        --source NAME  take only the sequences of this input file, by its name in the column source; may be repeated
+        --allow-loss  leave out columns that have one row for each pack
         """,
         source={"dest": "sources", "action": "append", "default": []},
     )
@@ -272,14 +275,14 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
     declare(
         parser.add_argument_group("which rows", _WHICH_ROWS),
         """
-        --max-rows N  the first N usable rows of the input; reads no more than it must
-        --dedup  exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of
-            memory a row (default: %(default)s)
+        --max-rows N  take the first N usable rows of the input, and read no more than needed
+        --dedup  exact leaves out rows that say what an earlier row says, even if their other fields differ; takes 50
+            bytes of memory a row (default: %(default)s)
         --sample SHARE  take this share of the rows (default: all)
-        --valid-fraction SHARE  keep this share of the conversations apart, whole, in a shard at PREFIX.valid
-            (default: none)
+        --valid-fraction SHARE  put this share of the conversations, each whole, into a shard of its own at
+            PREFIX.valid (default: none)
         --input-weight FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
-            half of them again; a file as it is in --input, its name alone, a glob or a folder (default: 1)
+            half of them again; FILE is a path as in --input, a file name, a glob or a folder (default: 1)
         --shuffle  shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
         """,
         _as_argument,

@@ -3,8 +3,8 @@
 Under cron and in batch jobs a standard stream may be closed, lie on a full disk, or be a terminal that hangs up. Python
 then has None where the stream was, or raises at every print; and the next file that is opened gets the number of the
 closed descriptor, so that whatever a library writes to descriptor 2 ends up in that file. So ``main`` runs inside
-``standard_streams``: descriptors 0 to 2 are open, what is printed to stderr is printed if possible, and a failed stdout
-fails the commands that exist for what they print, and no others.
+``standard_streams``: descriptors 0 to 2 are open, a failed stderr is never an error, and a failed stdout is an error
+only of commands whose product is what they print.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron_sft_idx.errors import SFTIndexError
 
 
 def message_of(error: Exception) -> str:
-    """An error in one line. One of the system's begins with its path, or both paths of a rename, and has no number."""
-    ours = isinstance(error, SFTIndexError)  # that no shard is there is an OSError too, with arguments of its own
-    if isinstance(error, OSError) and not ours and error.filename:
-        other = f" -> {error.filename2}" if error.filename2 else ""
-        return f"{error.filename}{other}: {error.strerror}"
+    """An error in one line. One of the system begins with its path, or both paths of a rename, without a number."""
+    is_ours = isinstance(error, SFTIndexError)  # ShardNotFoundError is an OSError too, but has other arguments
+    if isinstance(error, OSError) and not is_ours and error.filename:
+        target = f" -> {error.filename2}" if error.filename2 else ""
+        return f"{error.filename}{target}: {error.strerror}"
     return str(error)
 
 
 def print_error(message: str) -> None:
-    """Print an error to stderr; messages quote names and metadata of anybody's, and a terminal obeys escape codes."""
+    """Print an error to stderr, without control characters: a quoted name could otherwise command the terminal."""
     from megatron_sft_idx.inspect.text import PICTURES
 
     print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
@@ -44,9 +44,9 @@ class _LossyFile(io.FileIO):
     """A file that never fails: what cannot be written to its descriptor is dropped, and the reason kept.
 
     Attributes:
-        error: why output was dropped last; None if none was.
+        error: the error for which output was dropped last; None if no output was dropped.
         failing: whether the last write was dropped.
-        strict: whether the first error is raised, so that work whose output nobody receives ends early.
+        strict: whether the first error is raised, which ends work whose output nobody receives.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -81,7 +81,7 @@ class StandardOutput:
         self._stream, self._closed = stream, closed
 
     def begin(self, *, product: bool) -> None:
-        """Must be called before a verb's work; ``product``: whether the verb exists for what it prints.
+        """Get ready for a verb, before its work; ``product``: whether the verb's product is what it prints.
 
         Raises:
             OSError: there is no stdout to print the product to.
@@ -146,7 +146,7 @@ def _to_devnull(number: int) -> None:
 
 
 def _replacement(stream: TextIO | None, number: int) -> io.TextIOWrapper | None:
-    """A stream on the same descriptor; None where ``stream`` is something else."""
+    """A stream on the descriptor ``number``; None if ``stream`` is open on something else."""
     try:
         if stream is not None and stream.fileno() != number:
             return None
