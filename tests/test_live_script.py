@@ -57,6 +57,11 @@ def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
         (["--data-path", "0.5", "live:a", "0.5", "live:b"], 5, "a blend needs to know how much there is of each part"),
         (["--live-window", "-1"], 5, "--live-window -1, expected 0 or more"),
         (["--end-after", "nan"], 5, "--end-after nan, expected 0 or more"),
+        (["--consumers", "0"], 5, "--consumers 0, expected 1 or more"),
+        (["--num-chunks", "-1"], 5, "--num-chunks -1, expected 0 or more"),
+        (["--samples-per-chunk", "-5"], 5, "--samples-per-chunk -5, expected 1 or more"),
+        (["--num-workers", "-1"], 5, "--num-workers -1, expected 0 or more"),
+        (["--max-sequences-per-pack", "0"], 5, "--max-sequences-per-pack 0, expected 1 or more"),
         (["--data-path", "live:s3://bucket/a"], 5, "s3://bucket/a: live data needs files on a local disk"),
         (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer too"),
     ],
@@ -143,6 +148,16 @@ def test_nothing_comes(script: ModuleType, tmp_path: Path, caplog: pytest.LogCap
         run(script, options(tmp_path / "nothing", "--max-wait", 0.5))
     waits = [line for line in caplog.messages if "waits" in line]
     assert waits == [f"rank 0 waits 0 s for {tmp_path / 'nothing'}: neither a catalog nor chunks are there yet"]
+
+
+def test_a_script_may_have_fewer_options_than_ours(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    args = script.parse_arguments(options(folder, *PACKS))
+    for name in ("repack", "balance_attention", "chat_template", "on_bad_row"):
+        delattr(args, name)
+    script.check_live_options(args)
+    with script.open_live(args) as live:
+        assert live is not None
 
 
 def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tmp_path: Path) -> None:

@@ -74,7 +74,11 @@ def is_live(args: argparse.Namespace) -> bool:
 
 
 def check_live_options(args: argparse.Namespace) -> None:
-    """FormatError where live data and other options do not go together."""
+    """FormatError where live data and other options do not go together, or a number is too small.
+
+    Args:
+        args: Megatron's, those of ``add_live_options``, and what else the script has.
+    """
     name = " ".join(args.data_path)
     if len(args.data_path) > 1:
         raise FormatError(
@@ -93,12 +97,22 @@ def check_live_options(args: argparse.Namespace) -> None:
         ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
         ("data_cache_path", None, "there is no index to build once"),
     ):
-        if getattr(args, option) != off:
+        if getattr(args, option, off) != off:  # which not every script has
             raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
-    for option, least in (("live_window", 0), ("max_wait", 0), ("settle", 0), ("end_after", 0)):
+    for option, least in (
+        ("live_window", 0),
+        ("max_wait", 0),
+        ("num_workers", 0),
+        ("max_sequences_per_pack", 1),
+        ("samples_per_chunk", 1),
+        ("consumers", 1),
+        ("num_chunks", 0),
+        ("settle", 0),
+        ("end_after", 0),
+    ):
         if (value := getattr(args, option)) is not None and not value >= least:
             raise FormatError(f"--{option.replace('_', '-')} {value}, expected {least} or more")
-    if args.chat_template and not args.tokenizer_model:
+    if getattr(args, "chat_template", None) and not args.tokenizer_model:
         raise FormatError("--chat-template is for raw chats: give --tokenizer too")
 
 
@@ -123,7 +137,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
             Limits(args.seq_length, most),
             encoding,
             args.vocab_size,
-            args.on_bad_row,
+            getattr(args, "on_bad_row", "error"),
             samples_per_chunk=args.samples_per_chunk,
             num_chunks=args.num_chunks,
             end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
