@@ -106,9 +106,7 @@ class Rules:
     def shape(self, message: Mapping[str, Any], first: bool) -> int:
         """A number that two messages share if the template writes the same around their words.
 
-        Args:
-            message: as the template sees it.
-            first: whether it is the first message of its conversation.
+        ``first`` says whether the message is the first of its conversation.
         """
         content = message.get("content")
         words = content[0].get("text") if type(content) is list and len(content) == 1 else content
@@ -339,12 +337,7 @@ class Edges:
         return words or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
-        """What headers of assistants begin with: the first tag, or the first word up to a blank.
-
-        Args:
-            turn: the message, whose generation prompt is looked at.
-            head: a header that tracing found, or "".
-        """
+        """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``."""
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
         if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
@@ -370,11 +363,8 @@ class Edges:
     def _end_of_fed(self, turn: int, low: int, head: str, prompt: str) -> int | None:
         """Where the text ends that a server feeds before a turn; None where the conversation has no such text.
 
-        Args:
-            turn: the message.
-            low: where text that may belong to the turn starts.
-            head: the text from there to the first character that is certainly the turn's own.
-            prompt: the turn's generation prompt, or "".
+        ``head`` is the text from ``low`` to the first character that is certainly the turn's own, ``prompt`` the turn's
+        generation prompt or "".
         """
         fed, text = self._view(turn, prompt=True), self._text
         if fed is None:

@@ -200,11 +200,7 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def require_words(self, messages: Sequence[int]) -> None:
-        """Refuse the row unless all that these assistant messages say stands in the text, no matter where.
-
-        Raises:
-            SequenceError: the template leaves out some of their words.
-        """
+        """Refuse the row unless all that these assistant messages say stands in the text, no matter where."""
         for message in messages:
             pieces, segments = utterances_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
             self._require_words(message, pieces, segments, self._standing(pieces, segments))
@@ -267,10 +263,7 @@ class SpanFinder:
         return [one for one in written if self._text[one.start : one.stop].strip()]
 
     def _placed(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """The text from the strings before a message's own to those behind it, as one segment, found by marks.
-
-        Empty where marks cannot be used, or nothing of the message lies there.
-        """
+        """One segment from the strings before a message's own to those behind it, by marks; none where these fail."""
         places = self._places
         if places is None:
             return []
@@ -430,10 +423,7 @@ class SpanFinder:
         return "\n".join(self._text[stop:at] for (_, stop), at in zip(stretches, ends, strict=True))
 
     def _around(self, message: int) -> list[str]:
-        """Contents of the message before and of those up to the next answer, if long enough not to be the template's.
-
-        Where a segment holds one of them, the calls of the message may repeat it, or the segment may not be its own.
-        """
+        """Contents of the message before and of those up to the next answer, if too long to be the template's own."""
         others = list(self._messages[max(message - 1, 0) : message])
         others += takewhile(lambda one: one.get("role") != "assistant", self._messages[message + 1 :])
         return [words for words in map(content_of, others) if len(words) >= _TELLING]
@@ -441,11 +431,7 @@ class SpanFinder:
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int, bool]:
-        """Find, by renderings, where a turn of a new kind starts and stops, and whether an end of turn is in it.
-
-        Raises:
-            SequenceError: what renderings and tracing tell does not agree, or does not suffice.
-        """
+        """Find, by renderings, where a turn of a new kind starts and stops, and whether an end of turn is in it."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         places = self._places or []
@@ -508,11 +494,7 @@ class SpanFinder:
         return head, roles[min(behind)[1]] == "assistant" if behind else None
 
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
-        """Refuse the row where words of other messages lie inside the turn, or words of its own outside.
-
-        Raises:
-            SequenceError: so it is, which means that renderings and tracing do not agree.
-        """
+        """Refuse the row where words of other messages lie inside the turn, or words of its own outside."""
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
@@ -533,10 +515,7 @@ class SpanFinder:
                 raise unusable(self._mixed(message, "words outside", at))
 
     def _check_words(self, message: int, spans: Ranges) -> None:
-        """The same without marks: refuse the row where the content of another message lies inside the turn.
-
-        Only contents of ``_TELLING`` characters or more are looked for.
-        """
+        """The same without marks: refuse the row where a long content of another message lies inside the turn."""
         text = "\n".join(self._text[start:stop] for start, stop in spans)
         own = [piece.text for piece in utterances_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
