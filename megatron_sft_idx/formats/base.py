@@ -229,7 +229,6 @@ class PackedWriter(ABC):
         is_folder: whether the format is a folder of files.
         binary_masks: whether the format's masks hold 0 and 1 only.
         stores_columns: whether the format can hold columns.
-        reread_options: options of the reader that ``reread`` makes.
         lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
             ``"columns"`` that the format could not hold.
 
@@ -244,7 +243,6 @@ class PackedWriter(ABC):
     is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
-    reread_options: ClassVar[Mapping[str, Any]] = {}
     _output: PendingOutput
 
     def __init__(
@@ -357,8 +355,8 @@ class PackedWriter(ABC):
 
     def reread(self) -> PackedReader:
         """A reader of what was written. The caller must have called ``complete``, and not ``publish`` yet."""
-        columns: dict[str, Any] = {"columns": None} if self.stores_columns else {}
-        return self.reader(self._output.temporary, **self.reread_options, **columns)
+        options: dict[str, Any] = {"columns": None} if self.stores_columns else {}
+        return self.reader(self._output.temporary, **options)
 
     def publish(self) -> None:
         """Put what was written at ``path``, synced to disk. The caller must have called ``complete``."""

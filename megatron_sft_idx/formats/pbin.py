@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -406,7 +406,6 @@ class Writer(PackedWriter):
     """
 
     format = "pbin"
-    reread_options: ClassVar[dict[str, Any]] = {"mask_rule": "all"}
     reader, kind = Reader, Kind("a Modalities .pbin", _is_readable)
 
     def _begin(self) -> None:
@@ -441,6 +440,10 @@ class Writer(PackedWriter):
         # Last, as in Modalities: a header without the length of the data says that the file was not finished.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
+
+    def reread(self) -> Reader:
+        """A reader of what was written, which takes every token as trained on."""
+        return Reader(self._output.temporary, mask_rule="all")
 
     def _pairs(self) -> Iterator[NDArray[np.int64]]:
         offset = 0
