@@ -211,13 +211,13 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     )
 
     tokenizer = load_tokenizer(path, backend="tokenizers")
-    made = shard.header.tokenizer
-    if made is None:
+    fingerprint = shard.header.tokenizer
+    if fingerprint is None:
         print(f"{shard.prefix}: does not say which tokenizer made its ids; taking {path}", file=sys.stderr)
-    elif made != tokenizer.fingerprint:
+    elif fingerprint != tokenizer.fingerprint:
         raise FormatError(
             f"{path}: a tokenizer of fingerprint {tokenizer.fingerprint}, the ids of {shard.prefix} were made by"
-            f" {shortened(made, 200)}; name that one, or leave --tokenizer out to see ids"
+            f" {shortened(fingerprint, 200)}; name that one, or leave --tokenizer out to see ids"
         )
     return tokenizer.decode
 

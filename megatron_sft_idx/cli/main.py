@@ -96,8 +96,8 @@ def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
     parser = build_parser(*argv[:1])
     try:
         arguments = parser.parse_args(argv)
-    except SystemExit as leaving:
-        if not leaving.code:  # --help and --version
+    except SystemExit as exit_request:
+        if not exit_request.code:  # --help and --version
             output.finish(product=True)
         raise
     product = arguments.product(arguments)
@@ -127,11 +127,11 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _fail(message: str) -> int:

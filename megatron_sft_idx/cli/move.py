@@ -205,8 +205,8 @@ def _copy(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> No
             notes += copied.notes
             sent, present = sent + copied.nbytes_sent, present + copied.nbytes_found
             aborted += copied.uploads_aborted
-    what = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"
-    print(f"copied {what}: {sent:,} bytes sent, {present:,} bytes were there already")
+    destination = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"
+    print(f"copied {destination}: {sent:,} bytes sent, {present:,} bytes were there already")
     for note in notes:
         print(f"note: {note}")
     if aborted:

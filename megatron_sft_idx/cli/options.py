@@ -156,12 +156,12 @@ def _whole(text: str, least: int) -> int:
 
 def nbytes(text: str) -> int:
     """A number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
-    found = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
-    if not found or found[2] not in _UNITS or not int(found[1]):
+    match = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
+    if not match or match[2] not in _UNITS or not int(match[1]):
         units = ", ".join(unit for unit in _UNITS if unit)
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
-    unit: int = _UNITS[found[2]]
-    return int(found[1]) * unit
+    unit: int = _UNITS[match[2]]
+    return int(match[1]) * unit
 
 
 def writable(text: str) -> str:

@@ -120,20 +120,21 @@ def standard_streams() -> Iterator[StandardOutput]:
             closed.append(number)
             # Reading from a closed stdin goes on being an error, rather than an empty input.
             _to_devnull(number)
-    before = sys.stdout, sys.stderr
-    ours = [_replacement(stream, number) for number, stream in enumerate(before, 1)]
-    sys.stdout, sys.stderr = (new or old for new, old in zip(ours, before, strict=True))
+    originals = sys.stdout, sys.stderr
+    replacements = [_replacement(stream, number) for number, stream in enumerate(originals, 1)]
+    sys.stdout, sys.stderr = (new or old for new, old in zip(replacements, originals, strict=True))
     try:
-        yield StandardOutput(ours[0].buffer.raw if ours[0] else None, closed=1 in closed)  # type: ignore[attr-defined]
+        stdout: Any = replacements[0]
+        yield StandardOutput(stdout.buffer.raw if stdout else None, closed=1 in closed)
     finally:
-        for number, stream in enumerate(ours, 1):
+        for number, stream in enumerate(replacements, 1):
             if stream is not None:
                 raw: _LossyFile = stream.buffer.raw  # type: ignore[attr-defined]
                 raw.strict = False
                 stream.flush()
                 if raw.failing:  # keep Python from trying again when it exits
                     _to_devnull(number)
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = originals
 
 
 def _to_devnull(number: int) -> None:

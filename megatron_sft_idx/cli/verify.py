@@ -131,12 +131,12 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         results.append(report.as_json())
         if not arguments.json:
             print("\n".join(report.lines()), flush=True)
-    bad = sum(not result["ok"] for result in results)
+    num_bad = sum(not result["ok"] for result in results)
     if arguments.json:
-        print(json.dumps({"ok": not bad, "shards": results}, indent=2))
+        print(json.dumps({"ok": not num_bad, "shards": results}, indent=2))
     elif len(results) > 1:
-        print(f"{len(results)} shards: " + (f"{bad} NOT ok, {len(results) - bad} ok" if bad else "all ok"))
-    return 1 if bad else 0
+        print(f"{len(results)} shards: " + (f"{num_bad} NOT ok, {len(results) - num_bad} ok" if num_bad else "all ok"))
+    return 1 if num_bad else 0
 
 
 def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
