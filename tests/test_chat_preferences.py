@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,19 @@ def test_only_what_follows_the_common_messages_is_trained_on() -> None:
     # An answer that both begin with alike is part of the prompt.
     row = {"messages": Q, "chosen": said("A", "Q", "C", roles="au"), "rejected": said("A", "Q", "D", roles="au")}
     assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0, 0, 1]] * 2
+
+
+def test_messages_may_stand_in_their_fields_as_json_text() -> None:
+    rows = [
+        {"messages": Q, "chosen": said("A", roles="a"), "rejected": said("B", roles="a")},
+        {"prompt": Q, "chosen": said("Q", "A"), "rejected": said("Q", "B")},
+        {"messages": said("Q", "A"), "rejected_messages": said("Q", "B")},
+    ]
+    for row in rows:
+        text = {key: json.dumps(turns) for key, turns in row.items()}
+        assert read_judged(text, PAIRS) == read_judged(row, PAIRS)
+    (chosen, _), _ = read_judged({"prompt": "Q", "chosen": "[1, 2]", "rejected": "[Note] no"}, PAIRS)
+    assert chosen.messages[-1]["content"] == "[1, 2]"
 
 
 def test_what_stands_beside_a_pair_is_read() -> None:

@@ -170,6 +170,8 @@ GOOD = {
     "prompt-completion-wins": ({"prompt": "Q", "completion": "A", "instruction": "x", "output": "y"}, CHAT),
     "messages-win": ({"messages": CHAT, "prompt": "x", "chosen": [], "rejected": []}, CHAT),
     "conversational": ({"prompt": [USER, BOT, USER], "completion": [BOT]}, [USER, BOT, USER, BOT]),
+    "conversational-json": ({"prompt": json.dumps([USER]), "completion": json.dumps([BOT])}, CHAT),
+    "answer-is-json": ({"prompt": "Q", "completion": "[{}]"}, [USER, {"role": "assistant", "content": "[{}]"}]),
 }
 
 

@@ -19,6 +19,7 @@ are refused whatever else they hold, unless the options ask for them: ``preferen
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -187,6 +188,9 @@ def _read_plain(turn: Any, *, is_sharegpt: bool) -> _Message | None:
 
 def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
     prompt, completion = data.get("prompt"), data.get("completion")
+    turns = messages_of_json(prompt), messages_of_json(completion)
+    if all(isinstance(some, list) for some in turns):
+        prompt, completion = turns
     if isinstance(prompt, str) and isinstance(completion, str):
         if not prompt:
             raise RowError("prompt is empty")
@@ -614,6 +618,16 @@ def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kin
     """The value, if it is of a type (a string, a list or an object); else RowError."""
     if not isinstance(value, kind):
         raise RowError(f"{what} is {_kind_of(value)}, expected {expected or _JSON_NAMES[kind]}")
+    return value
+
+
+def messages_of_json(value: Any) -> Any:
+    """Messages that stand in their field as JSON text, as tables hold them; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            turns = parse_json(value.encode())
+            if turns and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns):
+                return turns
     return value
 
 

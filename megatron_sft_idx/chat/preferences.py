@@ -7,7 +7,7 @@ They are read only where ``RowOptions.kind`` asks for them. Read as ordinary cha
 - a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
 - one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
 - a list of messages (TRL): the whole conversation where it begins with a system's or user's message, else what follows
-  the prompt
+  the prompt; also as JSON text, as tables hold them
 
 The prompt stands under ``messages``, ``conversations`` or ``conversation``, under ``prompt`` as messages, or under the
 keys of Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages``, with nothing chosen (ms-swift),
@@ -34,6 +34,7 @@ from megatron_sft_idx.chat.chat_rows import (
     RowError,
     RowOptions,
     kind_by_keys,
+    messages_of_json,
     require_object,
     to_sequence_source,
 )
@@ -79,7 +80,7 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
-    messages = data[turns] if turns else None
+    messages = messages_of_json(data[turns]) if turns else None
     if messages is not None and not isinstance(messages, list):
         raise RowError(f"{turns} is no list of messages")
     rejected, all_of_rejected = _answer(data[rejected_in], rejected_in)
@@ -105,6 +106,7 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
 
 def _answer(value: Any, key: str) -> tuple[Turns, bool]:
     """The turns of an answer, and whether they are a whole conversation rather than what follows the prompt."""
+    value = messages_of_json(value)
     if isinstance(value, str):
         return (_transcript(value), True) if value.startswith(_HUMAN) else ([_message("assistant", value)], False)
     if isinstance(value, dict):
@@ -115,7 +117,7 @@ def _answer(value: Any, key: str) -> tuple[Turns, bool]:
 
 
 def _prompt_of(data: dict[str, Any]) -> Turns:
-    prompt = data.get("prompt")
+    prompt = messages_of_json(data.get("prompt"))
     if isinstance(prompt, list):
         return prompt
     if isinstance(prompt, str) and prompt.startswith(_HUMAN):
@@ -123,7 +125,8 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
     texts, history = _texts_of(data), data.get("history") or []
     if not all(isinstance(text, str) for text in texts.values()):
         raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(texts)}")
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    kinds = (list, tuple)
+    if not isinstance(history, kinds) or not all(isinstance(pair, kinds) and len(pair) == 2 for pair in history):
         raise RowError("history is no list of [prompt, answer] pairs")
     turns = [_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
     return [*turns, _message("user", "\n".join(texts.values()))] if texts else turns
