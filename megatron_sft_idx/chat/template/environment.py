@@ -424,7 +424,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """
 
     code_generator_class = CountingGenerator
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%", "/", "//"})
 
     def __init__(self, template_date: str | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
@@ -440,6 +440,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for name in ("lower", "upper"):
             self.tests[name] = _counted_test(tests[name], allowance.soft_text)
         self.tests["in"] = allowance.contains
+        self.tests["divisibleby"] = lambda value, num: self.call_binop(self, "%", value, num) == 0  # type: ignore[arg-type]
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = self._raise_exception
         self.globals["strftime_now"] = _strftime_now(template_date, allowance)
@@ -512,6 +513,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if plain:
                 return call_method(__self.allowance, __obj.__self__, __obj.__name__, args, kwargs)
             return _TemplateNamespace(*args, **kwargs)
+        if len(args) > SHORT_ARGUMENT:
+            __self.allowance.spend(ITEM * len(args))
         if args and type(__obj) is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
             __self.allowance.weigh(args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -551,14 +554,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self.call(context, self.getattr(value, name), *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left * right``, ``left ** right`` and ``left % right``, refusing what would not fit in memory."""
+        """Compute the product, power, quotient or remainder of two values, paid for, and refused if it is too large."""
         allowance = self.allowance
         if operator == "**":
             if not all(type(side) in (int, float) and abs(side) <= 4096 for side in (left, right)):
                 shown = [repr(side) if type(side) in (int, float) else type(side).__name__ for side in (left, right)]
                 raise Overspent(f"{_shortened(' ** '.join(shown))} is too large for a chat template")
-        elif operator == "%":
-            if isinstance(left, str):
+            if isinstance(left, int) and isinstance(right, int):
+                allowance.spend(left.bit_length() * max(0, right) >> 3)
+        elif operator != "*":
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() > 64:
+                allowance.spend(left.bit_length() * right.bit_length() >> 12)  # a division takes quadratic time
+            elif isinstance(left, str):
                 allowance.pay_for_percent_format(left, right if isinstance(right, tuple) else (right,))
         else:
             for value, times in ((left, right), (right, left)):
