@@ -12,7 +12,9 @@ from chats import write_rows
 from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import (
+    PRODUCER,
     Ack,
     Base,
     Catalog,
@@ -23,8 +25,10 @@ from megatron_sft_idx.live import (
     write_ack,
 )
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.produce.keeper import Room, StateKeeper
+from megatron_sft_idx.produce import ProduceOptions
+from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import NOT_YET, EncodingOptions, NotYet, PackOptions
 
 PACKS = ("--seq-length", 40, "--tokens-per-shard", 400, "--packing", "sequential")
 
@@ -227,6 +231,32 @@ def test_a_consumer_that_holds_everything_up_is_named(catalog):
         raise SaidError(line)
 
     state = catalog.producer()
-    room = Room(catalog, StateKeeper(catalog, state), None, said)
+    backpressure = Backpressure(catalog, StateKeeper(catalog, state), None, said)
     with pytest.raises(SaidError, match="it is not by of-last-week; remove the folder of one that reads no more"):
-        room.wait_for(1)
+        backpressure.wait_for(1)
+
+
+def test_an_error_during_a_wait_is_not_hidden_by_a_state_that_cannot_be_written(catalog):
+    Path(catalog.folder).mkdir()
+    keeper = StateKeeper(catalog, ProducerState(Limits(40, 8)))
+
+    def look() -> NotYet:
+        if keeper.state.state != "waiting for input":
+            return NOT_YET
+        path = Path(catalog.folder, PRODUCER)
+        path.unlink()
+        path.mkdir()  # which no file can replace
+        raise ValueError("the input is torn")
+
+    with pytest.raises(ValueError, match="the input is torn"):
+        keeper.wait_for(look, "waiting for input", lambda line: None, lambda: "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_ahead_shards", 0), ("max_ahead_nbytes", 0), ("consumers", 0), ("keep_recent", -1)]
+)
+def test_limits_out_of_range_are_refused_before_anything_is_made(catalog, name, value):
+    """The command line refuses them itself; Python's callers have only this."""
+    packing = PackOptions(40, max_sequences_per_pack=8)
+    with pytest.raises(FormatError, match=f"{name} {value}, expected {value + 1} or more"):
+        ProduceOptions(["rows.jsonl"], None, catalog.folder, EncodingOptions(""), packing, 400, **{name: value})

@@ -83,6 +83,7 @@ class CatalogShards(Catalog, LiveShards):
     def may_not_come(self, uncompleted: Sequence[int]) -> bool:
         """By the producer's ``--max-ahead-shards`` and ``--max-ahead-gb``, while the end is not known.
 
+        Once the end is written, all shards are published and none waits for a commit, so the answer is False.
         For the limit of bytes, every shard counts as many as the largest in ``uncompleted`` that is there now.
         """
         if self._limits is None or self.end() is not None:

@@ -96,13 +96,12 @@ class StateKeeper:
                 self.update(state=state)
             log(f"{state} for {waited:.0f} s: {why()}")
 
-        try:
-            for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
-                if not isinstance(result := look(), NotYet):
-                    return result
-        finally:
-            if self.state.state == state:
-                self.update(state="running")
+        # Where ``look`` fails, the state is left as it is: to write it might fail too, and hide the first error.
+        for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
+            if not isinstance(result := look(), NotYet):
+                if self.state.state == state:
+                    self.update(state="running")
+                return result
         raise AssertionError("looks never end by themselves")
 
     def end(self) -> None:
@@ -121,7 +120,7 @@ class StateKeeper:
                 self.update()
 
 
-class Room:
+class Backpressure:
     """How far the producer may run ahead of its consumers, and the removal of shards that these have completed.
 
     Args:

@@ -34,7 +34,7 @@ from megatron_sft_idx.produce.feed import (
     fixed_files,
     standard_input,
 )
-from megatron_sft_idx.produce.keeper import ENDED, Room, StateKeeper
+from megatron_sft_idx.produce.keeper import ENDED, Backpressure, StateKeeper
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.shard.journal import locked_name
 from megatron_sft_idx.shard.publication import remove_remains
@@ -124,6 +124,14 @@ class ProduceOptions:
             raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
         if self.packing.max_sequences_per_pack is None:
             raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
+        for name, value, minimum in (
+            ("max_ahead_shards", self.max_ahead_shards, 1),
+            ("max_ahead_nbytes", self.max_ahead_nbytes, 1),
+            ("consumers", self.consumers, 1),
+            ("keep_recent", self.keep_recent, 0),
+        ):
+            if value is not None and value < minimum:
+                raise FormatError(f"{name} {value}, expected {minimum} or more, as a catalog could not be read again")
         if self.tokens_per_shard < self.packing.capacity:
             raise FormatError(
                 f"--tokens-per-shard {self.tokens_per_shard} is below --seq-length {self.packing.capacity}: a shard"
@@ -208,21 +216,21 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
             taken.clear()
         source = _input(options, files, taken, cursor.position.file, log)
         keeper = StateKeeper(catalog, state)
-        room = Room(catalog, keeper, options.ack_dir, log)
+        backpressure = Backpressure(catalog, keeper, options.ack_dir, log)
         if is_complete := catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
             keeper.state = replace(state, **ENDED)
-            room.remove_remains()
-            room.free_completed()
+            backpressure.remove_remains()
+            backpressure.free_completed()
         else:
             if state.published:
                 log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
             sizes = total_bytes(files), total_bytes(files[cursor.position.file :])
-            cursor = _Production(options, catalog, encoder, keeper, room, sizes, log).run(source, cursor)
+            cursor = _Production(options, catalog, encoder, keeper, backpressure, sizes, log).run(source, cursor)
     shards, new = keeper.state.published, keeper.state.published - state.published
     lines = [
         f"{'found' if is_complete else 'wrote'} {catalog.folder}",
-        f"shards          {shards:,} ({new:,} made by this run, {room.removed:,} removed by it)",
+        f"shards          {shards:,} ({new:,} made by this run, {backpressure.removed:,} removed by it)",
         f"rows            {cursor.rows:,}",
         *([f"  skipped       {cursor.skipped:,}"] if cursor.skipped else []),
         f"seconds         {time.monotonic() - begin:.1f}",
@@ -291,12 +299,12 @@ class _Production:
         catalog: Catalog,
         encoder: RowEncoder,
         keeper: StateKeeper,
-        room: Room,
+        backpressure: Backpressure,
         sizes: tuple[int, int],
         log: Callable[[str], None],
     ) -> None:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
-        self._keeper, self._room, self._sizes = keeper, room, sizes
+        self._keeper, self._backpressure, self._sizes = keeper, backpressure, sizes
         self._work = _work_of(catalog)
         # Bytes that were read count those of pieces that are in shards already, which are read again to compare them.
         self._begin, self._num_tokens, self._new_nbytes, self._read_nbytes = time.monotonic(), 0, 0, 0
@@ -314,10 +322,10 @@ class _Production:
                 pool.map_in_order(_encode, encoding, pieces, name_of="{0[0].path}:{0[0].first}".format)
             ) as results,
         ):
-            self._room.remove_remains()
+            self._backpressure.remove_remains()
             while (behind := self._make(results, report, cursor)) is not None:
                 cursor = behind
-            self._room.free_completed()
+            self._backpressure.free_completed()
             if not keeper.state.published:
                 raise FormatError(
                     f"{folder}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
@@ -394,7 +402,7 @@ class _Production:
         """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
         number = self._keeper.state.published
         # The packed shard takes about as many bytes as its parts, since its tokens are the same.
-        self._room.wait_for(sum(map(os.path.getsize, table.paths)))
+        self._backpressure.wait_for(sum(map(os.path.getsize, table.paths)))
         headers = make_packs(
             PartsReader(table),
             lengths,
