@@ -2,7 +2,7 @@
 
 A consumer goes through a list of items: what an earlier run with another number of ranks left over, then the shards
 from its frontier on. Item j belongs to data-parallel rank j mod size, which takes its items in order. So which shards
-are complete follows from one small file a rank, and nobody counts anything twice.
+are complete follows from one small file for each rank, and no shard is counted twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Leftover(Record):
-    """An item that is what remained of some shards.
+    """An item that holds the packs of some shards that an earlier number of ranks had not trained on.
 
     Attributes:
-        shards: whose packs, in the order in which their group was shuffled.
-        offset: packs of them that are done.
+        shards: numbers of the shards, in the order in which their group was shuffled.
+        offset: how many packs of the group were trained on already.
     """
 
     shards: tuple[int, ...]
@@ -37,11 +37,12 @@ class Base(Record):
     """Where the list of items begins. A fresh start has no leftovers and frontier 0.
 
     Attributes:
-        epoch: for which this holds, from 0; a later epoch begins afresh.
-        seed: of the shuffle.
-        window: items that are shuffled together.
+        epoch: the epoch whose items these are, from 0; a later epoch begins with shard 0 and no leftovers.
+        seed: the seed of the shuffle.
+        window: how many items are shuffled together.
         leftovers: the first items.
-        frontier: the shard that follows them; the others below it are done.
+        frontier: the number of the shard that follows the leftovers. Shards below it that are in no leftover are
+            completed.
     """
 
     epoch: int = 0
@@ -65,15 +66,15 @@ class Ack(Record):
     """What one rank of a consumer has trained on.
 
     Attributes:
-        consumer: its name.
-        generation: grows when the consumer goes on with another number of ranks; the newest counts.
-        base: where the items begin.
-        size: data-parallel ranks.
-        rank: which of them.
-        items_done: of this rank, in this epoch; its i-th is item ``rank + i * size``.
-        packs_done: packs in these items.
-        epoch: in which they were done, from 0.
-        epochs: how many there are to be.
+        consumer: the name of the consumer.
+        generation: grows when the consumer goes on with another number of ranks; only the newest one counts.
+        base: where the list of items begins.
+        size: the number of data-parallel ranks.
+        rank: the data-parallel rank, from 0.
+        items_done: how many of its items the rank has trained on in this epoch; its i-th is item ``rank + i * size``.
+        packs_done: the number of packs in these items.
+        epoch: the epoch that ``items_done`` counts in, from 0.
+        epochs: how many epochs the consumer trains for.
     """
 
     consumer: str
@@ -99,7 +100,7 @@ class Ack(Record):
         return self.base if self.base.epoch == self.epoch else Base(self.epoch, self.base.seed, self.base.window)
 
     def agrees_with(self, other: Ack) -> bool:
-        """Whether both can be of one generation."""
+        """Whether both acknowledgements can belong to one generation."""
         mine, theirs = ((ack.size, ack.epochs, ack.base.seed, ack.base.window) for ack in (self, other))
         if mine != theirs:
             return False
@@ -165,10 +166,11 @@ def _names(folder: str) -> list[str]:
 
 
 def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterable[int]) -> list[int]:
-    """Which of the shards ``numbers`` every consumer has completed, in their order, by what ``read_acks`` gave.
+    """The shards among ``numbers`` that every consumer has completed, in the order of ``numbers``.
 
-    A shard is complete when its rank has done it in the last epoch, or an earlier generation had. None is before there
-    are ``consumers``; where there are more, all of them count.
+    A consumer has completed a shard when the rank that the shard belongs to has trained on it in the last epoch, or an
+    earlier generation had. While fewer than ``consumers`` have acknowledged anything, no shard is completed; where more
+    have, all of them count. ``acks`` is what ``read_acks`` returns.
     """
     if len(acks) < consumers:
         return []
@@ -177,7 +179,7 @@ def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterab
 
 
 def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
-    """Whether one consumer has completed a shard."""
+    """A function that says whether one consumer has completed the shard of a number."""
     # Ranks that have not come to the last epoch have done nothing that counts.
     last = [ack for ack in acks if ack.epoch == ack.epochs - 1]
     size, items_done = acks[0].size, {ack.rank: ack.items_done for ack in last}
@@ -194,9 +196,9 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
 
 
 def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
-    """The shards before ``below``, also those still to come, that one consumer has not completed.
+    """The shards with numbers less than ``below``, published or not, that one consumer has not completed.
 
-    ``acks`` are those of all its ranks, in one epoch, the last one, and of one base.
+    ``acks`` must be those of all ranks of the consumer, all in the last epoch and with the same base.
     """
     base, size = acks[0].current_base(), acks[0].size
     done = min(ack.items_done for ack in acks) * size
@@ -207,7 +209,7 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
 
 
 def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]:
-    """Items and the packs in them that ranks of a consumer have acknowledged in the order of ``ours``; by rank."""
+    """For each rank of a consumer that acknowledged in the order of ``ours``: how many items, and packs in them."""
     return {
         ack.rank: (ack.items_done, ack.packs_done)
         for ack in newest
@@ -216,9 +218,11 @@ def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]
 
 
 def next_generation(newest: Sequence[Ack], ours: Ack) -> int:
-    """The generation under which a rank goes on: no older than what is acknowledged, nor mixed with it.
+    """The generation under which a rank goes on from ``ours``.
 
-    Acknowledgements may be ahead of ``ours``: of a run that was given up, or of this run's other ranks.
+    That is the generation of ``ours`` where no acknowledgement is as new; else that of the newest acknowledgements
+    where all of these agree with ``ours``, and the one after it where some do not. Acknowledgements may be ahead of
+    ``ours``: they may come from a job that was given up, or from this job's other ranks.
     """
     if not newest or newest[0].generation < ours.generation:
         return ours.generation

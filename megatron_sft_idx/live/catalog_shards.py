@@ -83,7 +83,8 @@ class CatalogShards(Catalog, LiveShards):
     def may_not_come(self, uncompleted: Sequence[int]) -> bool:
         """By the producer's ``--max-ahead-shards`` and ``--max-ahead-gb``, while the end is not known.
 
-        Once the end is written, all shards are published and none waits for a commit, so the answer is False.
+        Once the end is written, no shard is held back any more, and the answer is False. So a job that goes on from a
+        checkpoint may save, and deal anew, at other steps than one that was at the same place before the end was there.
         For the limit of bytes, every shard counts as many as the largest in ``uncompleted`` that is there now.
         """
         if self._limits is None or self.end() is not None:

@@ -1,9 +1,9 @@
 """Numbered chunks of JSON lines as live shards: ``chunk_00000.jsonl`` and on, written by anybody's producer.
 
-Nobody renames a chunk when it is done. It is whole when a later chunk or the declared end is there; half a line at its
-end is an error then. The newest chunk has neither. It is taken as whole when it has not changed for a while and ends
-with a line, which is said, as a producer that paused for longer would be mistaken for one that is done. Its size is
-then held against what it was until it has a successor, so such a mistake is an error and no loss.
+A producer does not rename a chunk when it is complete. A chunk is whole when a later chunk or the declared end is
+there; half a line at its end is an error then. The newest chunk has no successor. It is taken as whole when it has not
+changed for a while and ends with a whole line, and a message says so. Its producer may only have paused: so its size is
+compared until it has a successor, and a chunk that grew meanwhile is an error.
 
 Every line is one pack, whatever is wrong with it: a line that cannot be used is an error, or, where that is asked for,
 a pack of one token whose loss is masked. So a chunk's packs are counted without reading them, and the order of
@@ -54,9 +54,9 @@ logger = logging.getLogger("megatron_sft_idx.live")
 
 @dataclass
 class LiveChunks(LiveShards):
-    """Chunks as ``LiveShards``; give all ranks the same. Pre-packed lines are parsed, raw chats tokenised, one a pack.
+    """Chunks as ``LiveShards``: pre-packed lines are parsed; raw chats are tokenised, each into a pack of its own.
 
-    It pickles small: what is heavy is made where lines are read.
+    All ranks must be given the same arguments. Pickled, it is small: each process makes its own tokenizer.
 
     Args:
         folder: of the chunks.
@@ -95,7 +95,7 @@ class LiveChunks(LiveShards):
         where = "keep it where who writes them and trainers share a file system"
         require_local(self.folder, "a folder of chunks", where)
         self.skipped = 0
-        # What chunks without a successor look like, and of those that were taken as whole, how many bytes they had.
+        # By number of a chunk without a successor: its size and time, and if it was taken as whole, its bytes then.
         self._looks: dict[int, Unchanged] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
@@ -104,14 +104,14 @@ class LiveChunks(LiveShards):
         self._may_mark = self.acks is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was made, but with what the tokenizer's files have turned out to be."""
+        """The arguments that it was made with; those of the tokenizer as the encoder completed them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if (made := vars(self).get("encoder")) is not None:
             values["encoding"] = made.options
         return LiveChunks, tuple(values.values())
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """As it was made, and the tokenizer's padding id."""
+        """The limits that it was made with, and the tokenizer's padding id."""
         return self.promised, self.pad_id
 
     def path_of(self, number: int) -> str:
@@ -269,7 +269,7 @@ class LiveChunks(LiveShards):
         return OpenPacks(len(chunk), None, {}, None, load, lambda found: FormatError(f"{chunk.path}: {found}"))
 
     def committed(self) -> None:
-        """Mark every chunk that is there and that every consumer is done with."""
+        """Mark every chunk in the folder that every consumer has completed."""
         if self.acks is None or not self._may_mark:
             return
         for number in completed(read_acks(self.acks), self.consumers, chunk_numbers(self.folder)):
@@ -311,7 +311,7 @@ class LiveChunks(LiveShards):
 
     @cached_property
     def encoder(self) -> RowEncoder | None:
-        """Made by the process that tokenises."""
+        """The encoder of raw chats, made by the process that first asks for it; None for pre-packed lines."""
         return None if self.encoding is None else RowEncoder(self.encoding)
 
     @property

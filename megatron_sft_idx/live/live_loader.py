@@ -140,7 +140,7 @@ class LiveDataset(IterableDataset[Tensors]):
         self._writes: bool | None = None
 
     def waiter(self, stop: _Event | None = None) -> Waiter:
-        """This rank, where it waits: until ``stop`` is set, or in a worker process until its parent is gone."""
+        """A waiter for this rank; it stops when ``stop`` is set, and in a worker process when the parent has ended."""
         info, parent = get_worker_info(), os.getppid()
         sleep = time.sleep if stop is None else stop.wait
 
@@ -204,7 +204,7 @@ class LiveDataset(IterableDataset[Tensors]):
             self.state = dataclasses.replace(self.state, generation=generation)
 
     def require_room(self, waiter: Waiter, *, lagging: bool = False) -> None:
-        """FormatError where the producer may not be as far ahead as training needs it; see ``prepare``."""
+        """Raise FormatError where the producer may not be as far ahead as training needs; see ``prepare``."""
         promised, state = self.shards.limits(waiter)[0], self.state
         if promised.max_ahead_shards is None:
             return
@@ -233,11 +233,11 @@ class LiveDataset(IterableDataset[Tensors]):
         return self.shards.may_not_come(uncompleted([self.ack(one) for one in committed], last))
 
     def ack(self, state: RankState) -> Ack:
-        """What is acknowledged once the checkpoint that holds ``state`` is durable."""
+        """The acknowledgement to be written once the checkpoint that holds ``state`` is durable."""
         return state.ack(self.consumer, self.epochs)
 
     def newest_acks(self) -> list[Ack]:
-        """Those of this consumer's newest generation, by rank; none before the first checkpoint of any run."""
+        """The acknowledgements of this consumer's newest generation, by rank; empty before its first checkpoint."""
         return read_acks(self.acks).get(self.consumer, [])
 
     def may_acknowledge(self) -> bool:

@@ -34,7 +34,7 @@ _OF_CHUNKS = ("tokenizer_model", "samples_per_chunk", "num_chunks", "end_after")
 
 
 def add_live_options(parser: argparse.ArgumentParser) -> None:
-    """Add what ``--data-path live:FOLDER`` may be told."""
+    """Add the options that go with ``--data-path live:FOLDER``."""
     live = parser.add_argument_group("live data (--data-path live:FOLDER)")
     live.add_argument(
         "--live-end",
@@ -69,7 +69,7 @@ _CHUNK_OPTIONS: tuple[tuple[str, type, Any, str, str], ...] = (
 
 
 def is_live(args: argparse.Namespace) -> bool:
-    """Whether the arguments name live data."""
+    """Whether ``--data-path`` names live data."""
     return any(path.startswith(LIVE) for path in args.data_path)
 
 
@@ -207,29 +207,30 @@ class LiveData(Iterator[Tensors]):
     def __init__(self, make: Callable[[], LiveLoader], ending: AbstractContextManager[None]) -> None:
         self._make, self._loader, self._ending = make, make(), ending
         self._saved, self._begun = self._loader.state, False
-        # Of all ranks, as acknowledged last; None before the first step.
+        # The states of all ranks that were acknowledged last; None before the first step.
         self._committed: list[RankState] | None = None
 
     def __next__(self) -> Tensors:
         if not self._begun:
             self._begun = True
-            # What an earlier run acknowledged beyond this point will be read again; what it did not, is done.
+            # Shards that an earlier job acknowledged beyond this point will be read again and must not be removed.
             if _leads():
                 self._loader.commit()
         return next(self._loader)
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the tokenizer; waits for a shard that says so. None where nobody does.
+        """How many ids the tokenizer has, by a shard, which this waits for; None where neither shard nor producer says.
 
-        FormatError: training could not go on with how far the producer may be ahead.
+        Raises:
+            FormatError: training would come to a stop, since the producer may not be as far ahead as training needs.
         """
         dataset, shards = self._loader.dataset, self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
             return None if shards.encoder is None else shards.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
         dataset.require_room(dataset.waiter(), lagging=self._loader.num_workers > 0)
-        # All of them are freed where a run that was through is started again.
+        # No shard is there where a job that has completed all of them is started again; the producer's file still is.
         header, producer = shards.newest_header(), shards.producer()
         said = header.metadata if header is not None else producer.options if producer is not None else {}
         tokenizer = said.get("tokenizer")
@@ -261,7 +262,7 @@ class LiveData(Iterator[Tensors]):
         loader = self._loader
         loader.prepare()
         if not loader.dataset.needs_acks:
-            return False  # for all of them, which need not ask each other before every step
+            return False  # on all ranks alike, so that they need not ask each other before every step
         if self._committed is None:
             self._committed = self._gather(loader.state)
         blocked = loader.dataset.may_wait_in_vain(loader.state, self._committed)
@@ -270,10 +271,10 @@ class LiveData(Iterator[Tensors]):
         return bool(flag)
 
     def deal_anew(self) -> None:
-        """Deal what is left out anew among all ranks, which call this together right after a commit.
+        """Deal the packs that no rank has trained on out anew; all ranks must call this together right after a commit.
 
-        Ranks whose shards have more packs fall behind the others, and what they have not completed keeps the producer
-        waiting. Every pack still comes once, as where a checkpoint is continued on another number of ranks.
+        A rank whose shards have more packs falls behind the others, and the producer waits for the shards that this
+        rank has not completed. Every pack still comes exactly once.
         """
         states = self.gather_states()
         self._loader.close()
@@ -285,10 +286,10 @@ class LiveData(Iterator[Tensors]):
         logger.info("%s: what is left is dealt out anew", self._loader.dataset.shards.folder)
 
     def load_states(self, states: Any) -> None:
-        """Go on where a checkpoint ended, of a job with any number of ranks.
+        """Go on from the states in a checkpoint, made by a job with any number of ranks.
 
         Raises:
-            FormatError: no such states, as in a checkpoint of a run on finished data.
+            FormatError: the checkpoint has no such states, as one of a job on finished data.
         """
         if not isinstance(states, list):
             raise FormatError(
