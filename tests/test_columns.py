@@ -560,7 +560,10 @@ def test_a_column_of_another_shard_is_a_finding_and_not_a_column(tmp_path: Path)
     write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
     write_samples(tmp_path / "y", PACKS[:39])
     shutil.copy(tmp_path / "x.source.col", tmp_path / "y.source.col")
-    assert list(Shard(tmp_path / "y").columns) == []
+    columns = Shard(tmp_path / "y").columns
+    assert list(columns) == []
+    assert "source" not in columns
+    assert columns.get("source") is None
     with pytest.raises(CorruptShardError, match="C6"):
         Shard(tmp_path / "y", columns=["source"])
     assert {finding.rule for finding in verify_shard(tmp_path / "y").findings} == {"C5", "C6"}

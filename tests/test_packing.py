@@ -281,6 +281,7 @@ def test_no_lengths_make_no_packs(method):
     for lengths in ([], np.zeros(0, np.int32), np.zeros(0)):
         plan = pack_sequences(lengths, 8, method=method)
         assert plan.offsets.tolist() == [0]
+        assert plan.method in OTHERS
         assert plan.sequences.dtype == np.int64
         assert (plan.num_packs, plan.fill, plan.lower_bound, plan.longest, plan.most_sequences) == (
             0,

@@ -171,7 +171,10 @@ def test_a_sequence_outside_its_shard_is_refused(places: tuple[Path, str]) -> No
     plan.starts[-1] += 10**6
     with pytest.raises(ValueError, match="outside"):
         assembler.fill(plan, assembler_batch(assembler))
-    assert isinstance(assembler.source.arrays(0)[0], RemoteArray)
+    array = assembler.source.arrays(0)[0]
+    assert isinstance(array, RemoteArray)
+    with pytest.raises(ValueError, match="not in steps of 2"):
+        array[::2]
 
 
 def assembler_batch(assembler: BatchAssembler) -> Any:

@@ -21,6 +21,13 @@ from megatron_sft_idx.tokenize.local import NOT_YET, Local
 start_worker = local._start
 
 
+class UnpicklableError(OSError):
+    """An error as libraries have them, which pickle cannot make again: it keeps what the base class was given."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+
+
 class Deadly(NamedTuple):
     """A number to die at until one has died ``deaths`` times, which files in ``folder`` count."""
 
@@ -38,6 +45,8 @@ def square(deadly: Deadly, number: int) -> int:
         raise SequenceError("numbers", number, "too large")
     if number == 2000:
         raise ZeroDivisionError("a bug of the task")
+    if number == 3000:
+        raise UnpicklableError(7, "a store said no")
     return number * number
 
 
@@ -136,6 +145,12 @@ def test_errors_come_at_their_turn_and_whole(tmp_path):
         with pytest.raises(SequenceError) as caught:
             next(numbers)
     assert (caught.value.source, caught.value.position, caught.value.reason) == ("numbers", 1000, "too large")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_that_cannot_be_pickled_is_no_dead_worker(tmp_path, workers):
+    with pytest.raises((OSError, RuntimeError), match="7: a store said no"):
+        squares(tmp_path, [1, 3000], workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -123,7 +123,9 @@ def pack_sequences(
     starts = None if groups is None else _group_starts(groups, len(array))
     if len(array) == 0:
         empty = np.zeros(0, np.int64)
-        return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
+        return PackPlan(
+            np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, "best-fit" if method == "auto" else method
+        )
     if starts is None:
         return _Problem(array, capacity, multiple, limit, seed).plan(method, effort)
     counts = np.diff(starts, append=len(array))

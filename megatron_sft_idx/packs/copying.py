@@ -76,7 +76,7 @@ class CheckedArray:
                 0,
                 self.rule,
                 f"checksum of all bytes is {stream.hex()}, the header says {self.checksum.hex()};"
-                " the file was changed or is of another shard: restore it. Nothing was written",
+                " the file was changed or is of another shard: restore it. Nothing was published",
             )
 
     def verify(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -233,18 +233,22 @@ class ShardColumns(Mapping[str, ShardColumn]):
         return self._opened[name]
 
     def __getitem__(self, name: str) -> ShardColumn:
-        try:
-            return self.open(name)
-        except ShardNotFoundError:
-            if name in listed_columns(self._header.metadata):
-                raise
-            raise KeyError(name) from None
+        if name not in self:
+            raise KeyError(name)
+        return self.open(name)
+
+    def __contains__(self, name: object) -> bool:
+        # As the names are listed, but without a look through the folder.
+        return name in self._opened or (isinstance(name, str) and name in self._names({name}))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(column_names(self._paths, self._header))
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len(column_names(self._paths, self._header))
+        return len(self._names())
+
+    def _names(self, beside: Collection[str] | None = None) -> list[str]:
+        return column_names(self._paths, self._header, beside)
 
 
 def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:

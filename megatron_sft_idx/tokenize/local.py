@@ -278,6 +278,15 @@ def _start(pipe: Connection[Any, Any]) -> None:
     threading.Thread(target=_end_with_pool, args=(pipe,), name="end with the pool", daemon=True).start()
 
 
+def _survives_pickling(error: Exception) -> bool:
+    """Whether the pool can pass an error on; some classes cannot be made again of what their base was given."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
 def _end_with_pool(pipe: Connection[Any, Any]) -> None:
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
@@ -292,8 +301,8 @@ def _work(function: Callable[[Any, Any], Any], shared: bytes, item: Any) -> Any:
         if _shared[0] != shared:
             _shared = shared, pickle.loads(shared)
         return function(_shared[1], item)
-    except (SFTIndexError, OSError):
-        raise
-    except Exception:
+    except Exception as error:
+        if isinstance(error, (SFTIndexError, OSError)) and _survives_pickling(error):
+            raise
         # A bug: what the pool raises must show where.
         raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None

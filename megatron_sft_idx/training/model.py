@@ -183,7 +183,10 @@ def current_device() -> torch.device:
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """While entered, in this thread, what Megatron asks of CUDA is given by the CPU; nothing where CUDA exists."""
+    """While entered, what Megatron asks of CUDA is given by the CPU; nothing where CUDA exists.
+
+    ``torch.cuda`` is changed for all threads of the process, calls that name a device in this thread only.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -209,8 +212,8 @@ class _CpuStream:
 # before it writes a checkpoint.
 _WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
-    "current_stream": lambda *_: _CpuStream(),
-    "synchronize": lambda *_: None,
+    "current_stream": lambda *_, **__: _CpuStream(),
+    "synchronize": lambda *_, **__: None,
 }
 
 
@@ -227,6 +230,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = tuple(
+                "cpu" if isinstance(one, (str, torch.device)) and str(one)[:4] == "cuda" else one for one in args
+            )
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

@@ -351,7 +351,9 @@ class RemoteArray:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, _ = index.indices(self._count)
+        start, stop, step = index.indices(self._count)
+        if step != 1:
+            raise ValueError(f"items of a remote array are read one after the other, not in steps of {step}")
         items = self.fetch(start, max(start, stop))
         self.confirm_unchanged()
         return items
