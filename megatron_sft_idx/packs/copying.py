@@ -266,11 +266,12 @@ class CopyWriter:
     def append(self, source: SourceShard, first: int, stop: int, renumber: Renumber | None = None) -> None:
         """Append the packs ``[first, stop)`` of a source; ``renumber`` has functions that change rows of columns.
 
-        The packs are entered into the journal behind their data. All packs of a source have passed its checksums by
-        then, so that nothing of a corrupt source is recovered from a killed merge.
+        The packs are entered into the journal behind their data, so that nothing of a corrupt source is recovered from
+        a killed merge. A checksum is of a whole file: the caller must call ``source.verify`` before it appends some of
+        a source's packs, and ``source.verify_indexes`` before it appends all of them.
 
         Raises:
-            CorruptShardError: the source breaks F2, F3, C7, O1 or O2.
+            CorruptShardError: all packs are appended, and the source breaks F2, F3 or C7.
         """
         token_span, sequence_span = source.spans(first, stop)
         spans: dict[Per, tuple[int, int]] = {"token": token_span, "sequence": sequence_span, "pack": (first, stop)}
