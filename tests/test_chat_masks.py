@@ -87,6 +87,44 @@ def test_thinking_left_out_with_its_tags(name: str, expected: list[str]) -> None
 EMPTY_THINKING = CHATML.replace("m.content", "('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content")
 
 
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ("<|channel>thought\n", "<channel|>"),
+        ("[THINK]", "[/THINK]"),
+    ],
+)
+def test_thinking_goes_with_its_tags_however_they_are_spelt(opening: str, closing: str) -> None:
+    written = f"'{opening}' + (m.reasoning_content or '') + '{closing}'".replace("\n", "\\n")
+    source = CHATML.replace("m.content", f"({written} if m.role == 'assistant' else '') + m.content")
+    for more in ({}, {"reasoning_content": "because"}):
+        conversation = talk(user("u"), said("a", **more))
+        thought = f"{opening}{more.get('reasoning_content', '')}{closing}"
+        assert learnt(source, conversation) == [f"{thought}a<|im_end|>"]
+        assert learnt(source, conversation, train_on_thinking=False) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("around", "answer"),
+    [
+        ("m.reasoning_content + '<|out|>' + m.content", "<|out|>answer"),  # a tag that opens every answer
+        ("m.reasoning_content + '\n[BEGIN FINAL RESPONSE]\n' + m.content", "answer"),
+        ("m.reasoning_content + '<|next|>' + m.content", "answer"),
+    ],
+)
+def test_a_tag_behind_thinking_goes_with_it_where_an_answer_alone_has_none(around: str, answer: str) -> None:
+    alone = "'<|out|>' + m.content" if "<|out|>" in around else "m.content"
+    source = CHATML.replace(
+        "m.content", f"(({around}) if m.reasoning_content else {alone} if m.role == 'assistant' else m.content)"
+    )
+    for number in (1, 2):
+        rows = [user("u"), said("answer", reasoning_content="because")] * number
+        assert learnt(source, talk(*rows), train_on_thinking=False) == [f"{answer}<|im_end|>"] * number
+
+
 def test_empty_thinking_tags_are_thinking_too() -> None:
     conversation = talk(user("u"), said("a"))
     assert learnt(EMPTY_THINKING, conversation) == ["<think>\n\n</think>\n\na<|im_end|>"]

@@ -596,4 +596,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ending:
+        if not (isinstance(ending.code, int) and torch.distributed.is_initialized()):
+            raise
+        # Torch may abort if Python ends while the group's threads run, and ending these may wait for other ranks.
+        os._exit(ending.code)

@@ -26,6 +26,7 @@ from markupsafe import escape
 from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, Edge, Edges, Rules, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced
 from megatron_sft_idx.chat.template.words import (
+    REASONING_FIELDS,
     DataMark,
     Utterance,
     content_of,
@@ -38,11 +39,15 @@ from megatron_sft_idx.errors import SequenceError
 
 Ranges = list[tuple[int, int]]
 
-_CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
+_CLOSING = re.compile(r"\s*(<[^<>\s]*>|\[/?[A-Z_]+(?: [A-Z_]+)*\])\s*")
 _TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
+_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+# In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
 _EMPTY_THINKING = re.compile(
-    r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
-    r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
+    rf"\s*(?:<(?:\w+:)?{_THOUGHT}>\s*)?</(?:\w+:)?{_THOUGHT}>\s*"
+    rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{_THOUGHT}\|>\s*)?<\|end_(?:of_)?{_THOUGHT}\|>\s*"
+    r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
+    re.IGNORECASE,
 )
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _TELLING = 8  # characters: words of this length are taken for a message's, since templates hardly write them themselves
@@ -586,7 +591,18 @@ class SpanFinder:
         low = max((end for _, end in said if end <= low), default=start)
         limit = min((begin for begin, _ in said if begin >= high), default=stop)
         closing = _CLOSING.match(self._text, high, limit)
-        return [(low, closing.end() if closing else high)]
+        if closing is None or self._opens_without_reasoning(message, start, closing[1]):
+            return [(low, high)]
+        return [(low, closing.end())]
+
+    def _opens_without_reasoning(self, message: int, start: int, tag: str) -> bool:
+        """Whether the turn begins with the tag behind its reasoning where it has none: then the tag closes nothing."""
+        if tag.startswith(("</", "[/")) or "end" in tag.lower() or (tag.endswith("|>") and not tag.startswith("<|")):
+            return False  # it says itself that it closes something
+        bare = {key: value for key, value in self._messages[message].items() if key not in REASONING_FIELDS}
+        messages = [*self._messages[:message], bare, *self._messages[message + 1 :]]
+        other = self._render(messages=messages, add_generation_prompt=False)
+        return other is not None and other.startswith(self._text[:start]) and other[start:].lstrip().startswith(tag)
 
     def _calls(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
         """Where the calls of a message stand: between its words, or behind them up to the end of the turn."""
