@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from live_catalogs import MemoryShards, loader, make_catalog
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Waiter
+from megatron_sft_idx.live import Catalog, Waiter
 from megatron_sft_idx.live.acks import uncompleted
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_loader import LiveDataset
 from megatron_sft_idx.live.live_order import RankState, Walk, least_ahead, resume
+from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
 
 
 class DeadlockError(Exception):
@@ -195,6 +196,29 @@ def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
         else:
             with pytest.raises(FormatError, match=r"take 4 packs a step need 4 to go on; .* --max-ahead-shards 4"):
                 next(batches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_the_producer_waits_for_a_commit_consumers_know(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else both would wait for each other; a shard's parts take more bytes than the shard, and shards differ."""
+    rng = np.random.default_rng(seed)
+    catalog = make_catalog(tmp_path / "c", [1, 1, 1], ended=False)
+    sizes = rng.integers(50, 150, 3).tolist()
+    for kind in (Catalog, CatalogShards):
+        monkeypatch.setattr(kind, "shard_nbytes", lambda self, number: sizes[number])
+    for limit in range(150, 800, 7):
+        said = make_catalog(tmp_path / "c2", [], ended=False, max_ahead_nbytes=limit).producer()
+        assert said is not None
+        catalog.write_producer(said := replace(said, published=3))
+        backpressure = Backpressure(catalog, StateKeeper(catalog, said), None, print)
+        outcomes = []
+        monkeypatch.setattr(StateKeeper, "wait_for", lambda self, look, *rest: outcomes.append(look()))  # noqa: B023
+        backpressure.wait_for(int(rng.integers(50, 150)))
+        shards = CatalogShards(catalog.folder)
+        shards.limits(Waiter("a test"))
+        assert outcomes == [True] or shards.may_not_come([0, 1, 2])
 
 
 def test_bytes_ahead_count_by_the_largest_shard_and_as_shards_do_whatever_is_published(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def add_parser(verbs: Verbs) -> None:
             leave less padding
         --max-ahead-shards N  wait while N published shards are not completed (default: no limit)
         --max-ahead-gb G  wait while one more shard would bring the shards that are not completed above G times 10^9
-            bytes (default: no limit)
+            bytes; beside others it counts as the largest of them at most (default: no limit)
         --consumers N  number of trainings that read the catalog; a shard is completed when all of them have completed
             it (default: %(default)s)
         --keep-recent N  remove completed shards but for the N newest; 0 keeps none (default: remove nothing)

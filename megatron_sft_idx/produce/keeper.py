@@ -145,6 +145,9 @@ class Backpressure:
     def wait_for(self, nbytes: int) -> None:
         """Wait until another shard of about ``nbytes`` may be published.
 
+        Beside shards that are ahead it counts as the largest of these at most. Consumers know no more of the next shard
+        (``CatalogShards.may_not_come``): where they believe that it comes, this may not wait for them to commit.
+
         Raises:
             FormatError: the shard alone is larger than the producer may be ahead, or an acknowledgement is damaged.
         """
@@ -158,7 +161,8 @@ class Backpressure:
 
         def has_room() -> bool | NotYet:
             ahead[:] = self.free_completed()
-            fits = limit is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= limit
+            sizes = [] if limit is None else [*map(self._catalog.shard_nbytes, ahead)]
+            fits = limit is None or sum(sizes) + min(nbytes, max(sizes, default=0)) <= limit
             return not ahead or (fits and len(ahead) < (self._limits.max_ahead_shards or math.inf)) or NOT_YET
 
         self._keeper.wait_for(has_room, "waiting for consumers", self._log, lambda: self._why(ahead))
