@@ -61,7 +61,7 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
         return _read_verdict(row, options)
     prompt, chosen, rejected = _pair_of(row, options)
     used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
-    # A number in a verdict's place is the class of the row: only beside a completion of the row's own would it judge.
+    # A number in the place of a verdict is a class; beside the completions below it would be taken for one on them.
     used |= {key for key in VERDICTS if not isinstance(row.get(key), bool)}
     rest = {key: value for key, value in row.items() if key not in used}
     alone = replace(options, kind="prompt-completion", messages_key=None)

@@ -202,21 +202,25 @@ class Edges:
         """
         head = self._text[low:first]
         prompts = self._prompts(turn)
-        fed = self._end_of_fed(turn, low, head, prompts[0])
-        if fed is not None and prompts[0]:
-            return fed
-        if not any(prompts):
-            if turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
-                return fed  # the end of a prompt that the template writes unasked; what follows it is the model's
-            fed = None
-        for prompt in prompts:
-            behind = self._behind(prompt, head)
-            if behind:
-                return max(fed or 0, low + behind)
-        if fed is not None:
-            return fed
+        if any(prompts):
+            fed = self._end_of_fed(turn, low, head, prompts[0])
+            if fed is not None and prompts[0]:
+                return fed
+            for prompt in prompts:
+                behind = self._behind(prompt, head)
+                if behind:
+                    return max(fed or 0, low + behind)
+            if fed is not None:
+                return fed
+        elif turn and own is not None:
+            # A prompt that the template writes unasked may end within the head; what follows it is the model's.
+            fed = self._end_of_fed(turn, low, head, "")
+            if fed is not None and fed > low and self._text[fed:own].strip():
+                return fed
+        if own is not None and not reasons:
+            return own
         header = self._header_length(turn, low, head)
-        if own is None or (reasons and header is not None and head[header:].strip()):
+        if own is None or (header is not None and head[header:].strip()):
             return low + (header or 0)
         return own
 

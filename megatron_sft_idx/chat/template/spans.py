@@ -193,14 +193,14 @@ class SpanFinder:
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._standing(pieces, segments)
         self._require_words(message, pieces, segments, found)
-        inside = [Segment(start, stop, 0, message) for start, stop in spans]
+        blocks = [Segment(start, stop, 0, message) for start, stop in spans]
+        inside = {piece: at + len(piece.text) for at, piece in self._standing(pieces, blocks)}
         if self._rules.options.partial_markers == "error":
-            self._require_calls(message, pieces, inside, _OUTSIDE)
+            self._require_calls(message, pieces, blocks, _OUTSIDE)
             for _, piece in found:
-                if piece.kind != "call" and self._find(piece.text, inside) < 0:
+                if piece.kind != "call" and piece not in inside:
                     raise self._refused(message, f"the {piece.kind} {_short(piece.text)}", _OUTSIDE)
-        said = max((at + len(piece.text) for at, piece in self._standing(pieces, inside)), default=-1)
-        if said >= 0 and not self._text[said : spans[-1][1]].strip():
+        if inside and not self._text[max(inside.values()) : spans[-1][1]].strip():
             self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
 
