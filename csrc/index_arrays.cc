@@ -79,26 +79,6 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
   return out;
 }
 
-std::vector<std::int64_t> first_fits(const std::uint8_t* flags, std::int64_t size, const std::uint32_t* starts,
-                                     const std::int64_t* offsets, std::size_t packs, std::int64_t least) {
-  std::vector<std::int64_t> begins;
-  for (std::size_t k = 0; k < packs; ++k) {
-    const std::uint32_t *first = starts + offsets[k], *last = starts + offsets[k + 1];
-    if (!std::is_sorted(first, last)) throw std::invalid_argument("starts do not ascend");
-    const std::int64_t stop = size - last[-1];
-    for (;; ++least) {
-      const void* set = least < stop ? std::memchr(flags + least, 1, static_cast<std::size_t>(stop - least)) : nullptr;
-      if (!set) return begins;
-      const auto* place = static_cast<const std::uint8_t*>(set);
-      least = place - flags;
-      if (std::all_of(first, last, [place](std::uint32_t start) { return place[start] == 1; })) break;
-    }
-    begins.push_back(least);
-    least += last[-1] + 1;
-  }
-  return begins;
-}
-
 void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,
                       const std::uint32_t* starts, std::size_t starts_count, std::int64_t* out) {
   if (sequence_offsets[0] != 0 || token_offsets[0] != 0) throw std::invalid_argument("offsets begin with 0");

@@ -40,12 +40,6 @@ struct PackLimits {
 PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int64_t* shards,
                            const std::int64_t* packs, std::size_t count, const PackLimits& limits);
 
-// Puts packs behind one another, each at the first place from `least` on where flags are 1 at its begin and at all its
-// starts, as long as its last start lies below `size`; returns where they begin. The next pack begins behind a last
-// start. Pack k has the starts offsets[k] to offsets[k + 1]. Throws std::invalid_argument where they do not ascend.
-std::vector<std::int64_t> first_fits(const std::uint8_t* flags, std::int64_t size, const std::uint32_t* starts,
-                                     const std::int64_t* offsets, std::size_t packs, std::int64_t least);
-
 // Absolute positions of all sequences: out[s] = token_offsets[pack of s] + starts[s], and the token count last.
 // sequence_offsets and token_offsets are the CSR arrays of .seq.idx. Throws where they disagree with starts.
 void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,

@@ -3,12 +3,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "rules.h"
 
 namespace sft_idx {
+
+// Leaves the bytes that a vector grows by as they are: they are written over at once.
+struct Unset : std::allocator<unsigned char> {
+  template <typename T>
+  struct rebind {
+    using other = Unset;
+  };
+  void construct(unsigned char* byte) { ::new (static_cast<void*>(byte)) unsigned char; }
+};
+using StagedBytes = std::vector<unsigned char, Unset>;
 
 // Holds staged tokens (u16 or i32), masks (u8 or f32), starts and journal records until they are written and cleared,
 // and the running counts of all packs ever added.
@@ -34,8 +46,8 @@ class PackStage {
   const Totals& totals() const { return totals_; }
   TokenType token_type() const { return rules_.tokens; }
   MaskType mask_type() const { return rules_.mask; }
-  const std::vector<unsigned char>& tokens() const { return tokens_; }
-  const std::vector<unsigned char>& mask() const { return mask_; }
+  const StagedBytes& tokens() const { return tokens_; }
+  const StagedBytes& mask() const { return mask_; }
   const std::vector<std::uint32_t>& starts() const { return starts_; }
   const std::vector<std::uint32_t>& records() const { return records_; }  // length, sequences of each staged pack
 
@@ -49,7 +61,7 @@ class PackStage {
   PackRules rules_;
   std::size_t room_;
   Totals totals_;
-  std::vector<unsigned char> tokens_, mask_;
+  StagedBytes tokens_, mask_;
   std::vector<std::uint32_t> starts_, records_;
 };
 

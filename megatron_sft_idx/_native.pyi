@@ -16,9 +16,6 @@ def pack_segments(
     packs: NDArray[np.int64],
     limits: tuple[int, int, int] = ...,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]: ...
-def first_fits(
-    flags: NDArray[np.bool_], starts: NDArray[np.uint32], offsets: NDArray[np.int64], least: int
-) -> NDArray[np.int64]: ...
 
 class PackStage:
     def __init__(

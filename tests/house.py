@@ -44,9 +44,7 @@ TOP_LEVEL = {
     *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
 }
 # A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
-SHARED_NAMES = {
-    "local": {"storage", "tokenize"},
-}
+SHARED_NAMES = {"local": {"storage", "tokenize"}}
 # A class, or a public function of a module, has a name of its own too, but for what every format is asked for by name.
 ASKED_FOR = {"Reader", "Writer", "recognise"}
 # Written so that this file does not hold what it looks for.

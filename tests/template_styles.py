@@ -262,11 +262,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 
 def make(source: str, **options: Any) -> ChatTemplate:
     return ChatTemplate(
-        source,
-        special_tokens=SPECIAL,
-        control_tokens=CONTROLS,
-        options=MaskOptions(**options),
-        name="t.jinja",
+        source, special_tokens=SPECIAL, control_tokens=CONTROLS, options=MaskOptions(**options), name="t.jinja"
     )
 
 
@@ -286,16 +282,9 @@ def turns(style: Style, count: int) -> list[dict[str, Any]]:
     for turn in range(1, count + 1):
         messages.append({"role": "user", "content": f"ask{turn} why{turn}?"})
         if style.calls:
-            call = {
-                "type": "function",
-                "function": {"name": f"func{turn}", "arguments": {f"key{turn}": turn}},
-            }
+            call = {"type": "function", "function": {"name": f"func{turn}", "arguments": {f"key{turn}": turn}}}
             calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-            messages += [
-                calls,
-                {"role": "tool", "content": f"out{turn}"},
-                {"role": "tool", "content": f"more{turn}"},
-            ]
+            messages += [calls, {"role": "tool", "content": f"out{turn}"}, {"role": "tool", "content": f"more{turn}"}]
         answer = {"role": "assistant", "content": f"answer{turn} is{turn}.\n  indented{turn}"}
         if style.thinks:
             answer["reasoning_content"] = f"because{turn} of{turn}"

@@ -86,7 +86,7 @@ def test_a_folder_that_is_not_there_is_an_empty_catalog(tmp_path):
         ({"beat": 2**80}, "beat is "),
         ({"beat": "7"}, "beat is '7'"),
         ({"state": "asleep"}, "state is 'asleep', expected running | "),
-        ({"state": ["running"]}, "state is ['running'], expected a string"),
+        ({"state": ["running"]}, "state is ['running'], expected running | waiting for consumers"),
         ({"reason": 3}, "reason is 3, expected a string"),
         ({"published": None}, "published is None"),
         ({"freed": 13}, "freed is 13, expected no more than the 12 published"),

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megatron_sft_idx.chat import inputs
 from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 
@@ -48,11 +49,11 @@ BROKEN_FILES = {
     "zst-flipped": ("a.jsonl.zst", ZST[:60] + bytes([ZST[60] ^ 255]) + ZST[61:], "broken zstd data"),
     "zst-junk-after": ("a.jsonl.zst", ZST + b"junk", "broken zstd data"),
     "zst-cut-between": ("a.jsonl.zst", ZST + ZST[:10], "broken zstd data: ends inside a frame"),
-    "bz2": ("a.jsonl.bz2", bz2.compress(LINES), "this is bzip2 data; expected .json, .jsonl"),
-    "xz": ("a.jsonl.xz", lzma.compress(LINES), "this is xz data"),
-    "zip": ("a.zip", b"PK\x03\x04....", "this is a zip archive"),
-    "utf16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), "this is UTF-16 text"),
-    "npy": ("a.npy", b"\x93NUMPY\x01\x00", "this is a numpy file"),
+    "bz2": ("a.jsonl.bz2", bz2.compress(LINES), "starts like no known file, b'BZh.*; expected .json, .jsonl"),
+    "xz": ("a.jsonl.xz", lzma.compress(LINES), "starts like no known file, .*7zXZ"),
+    "zip": ("a.zip", b"PK\x03\x04....", "starts like no known file, b'PK"),
+    "utf16": ("a.json", '{"a": 1}'.encode("utf-16"), "starts like no known file"),
+    "npy": ("a.npy", b"\x93NUMPY\x01\x00", "starts like no known file, .*NUMPY"),
     "csv": ("a.csv", b"prompt,answer\n1,2\n", "starts like no known file, b'prompt,answer"),
     "gz-of-csv": ("a.csv.gz", gzip.compress(b"prompt,answer\n1,2\n"), "starts like no known file"),
     "gz-of-parquet": ("a.parquet.gz", gzip.compress(b"PAR1..."), "starts like no known file, b'PAR1"),
@@ -143,13 +144,14 @@ def test_bad_element_of_an_array(tmp_path, content, bad, message):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 @pytest.mark.parametrize("row", [b'"' + b"x" * 5000 + b'"', b'"' + b"x" * 5000])
-def test_a_row_without_end_stops_before_it_fills_the_memory(tmp_path, name, row):
+def test_a_row_without_end_stops_before_it_fills_the_memory(tmp_path, monkeypatch, name, row):
+    monkeypatch.setattr(inputs, "MAX_ROW_NBYTES", 4000)
     path = tmp_path / name
     path.write_bytes(b'[{"a": 1}, ' + row if name == "a.json" else b'{"a": 1}\n' + row)
     if row.endswith(b'x"') and name == "a.json":
         path.write_bytes(path.read_bytes() + b"]")
     with pytest.raises(FormatError, match=r"row 2 is longer than 4000 bytes; expected one JSON object a line"):
-        list(iter_pieces(expand_inputs([path]), piece_nbytes=100, max_row_nbytes=4000))
+        list(iter_pieces(expand_inputs([path]), piece_nbytes=100))
 
 
 def saved(folder, state='{"_data_files": [{"filename": "d.arrow"}]}'):
@@ -179,16 +181,19 @@ BAD_INPUTS = {
     "splits": (lambda p: [splits(p / "ds")], "several splits; name the one you mean: .*ds/train, .*ds/test"),
     "state-broken": (lambda p: [saved(p / "ds", "{")], "ds/state.json: not valid JSON"),
     "state-list": (lambda p: [saved(p / "ds", "[]")], "ds/state.json: expected a JSON object"),
-    "state-no-files": (lambda p: [saved(p / "ds", "{}")], "expected a list of file names"),
+    **{
+        f"state-files-{number}": (lambda p, state=state: [saved(p / "ds", state)], "expected a list of file names")
+        for number, state in enumerate(
+            ("{}", '{"_data_files": 5}', '{"_data_files": [1]}', '{"_data_files": [{"x": 1}]}')
+        )
+    },
+    "state-file-number": (lambda p: [saved(p / "ds", '{"_data_files": [{"filename": 5}]}')], "lacks its data: 5"),
     "state-empty": (lambda p: [saved(p / "ds", '{"_data_files": []}')], "lacks its data: no .arrow files"),
     "state-missing": (lambda p: [saved(p / "ds")], "ds: this saved dataset lacks its data: d.arrow"),
     "state-selection": (lambda p: [saved(p / "ds", '{"_indices_data_files": [1]}')], r"flatten_indices\(\)"),
     "twice": (lambda p: [twice(p / "a.jsonl")] * 2, "a.jsonl: named twice"),
     "twice-by-glob": (lambda p: [twice(p / "a.jsonl"), f"{p}/*"], r"named twice, by '.*a.jsonl' and '.*/\*'"),
-    "dangling": (
-        lambda p: [(p / "a.jsonl").symlink_to("gone"), p / "a.jsonl"][1:],
-        "cannot be read: No such",
-    ),
+    "dangling": (lambda p: [(p / "a.jsonl").symlink_to("gone"), p / "a.jsonl"][1:], "cannot be read: No such"),
     "pipe": (lambda p: [os.mkfifo(p / "a.jsonl"), p / "a.jsonl"][1:], "not a regular file"),
 }
 
@@ -229,12 +234,7 @@ def test_a_file_without_permission(tmp_path):
     "extra",
     [
         ("zstandard", "a.zst", ZST, r"reading .zst needs zstandard: pip install 'megatron-sft-idx\[zstd\]'"),
-        (
-            "pyarrow",
-            "a.parquet",
-            b"PAR1",
-            r"reading Parquet files needs pyarrow: pip install 'mega.*\[parquet\]'",
-        ),
+        ("pyarrow", "a.parquet", b"PAR1", r"reading Parquet files needs pyarrow: pip install 'mega.*\[parquet\]'"),
         ("pyarrow", "a.arrow", b"ARROW1\0\0", r"reading Arrow files needs pyarrow"),
     ],
 )

@@ -150,10 +150,7 @@ def test_tool_calls_left_out() -> None:
     )
     assert learnt(style.source, conversation, train_on_tool_calls=False) == ["let me"]
     answered = talk(
-        user("u"),
-        said("let me", tool_calls=[call("f", {"k": 1})]),
-        {"role": "tool", "content": "r"},
-        said("so"),
+        user("u"), said("let me", tool_calls=[call("f", {"k": 1})]), {"role": "tool", "content": "r"}, said("so")
     )
     assert learnt(style.source, answered, train_on_tool_calls=False) == ["let me", "so<|im_end|>"]
 
@@ -311,19 +308,9 @@ def test_control_tokens_spelt_by_the_data_are_literals() -> None:
 
 
 def test_control_tokens_in_tools_names_and_arguments_are_literals() -> None:
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "f", "description": "<|im_start|>", "parameters": {"</s>": 1}},
-        }
-    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<|im_start|>", "parameters": {"</s>": 1}}}]
     conversation = talk(user("u"), said("", tool_calls=[call("f", {"<s>": "<|im_end|>é"})]), tools=tools)
-    assert restored(make(STYLES["tools"].source).render(conversation)) == [
-        "<|im_start|>",
-        "</s>",
-        "<s>",
-        "<|im_end|>",
-    ]
+    assert restored(make(STYLES["tools"].source).render(conversation)) == ["<|im_start|>", "</s>", "<s>", "<|im_end|>"]
 
 
 def test_thinking_tags_of_the_assistant_stay_control_tokens() -> None:
@@ -385,11 +372,7 @@ def test_arguments_take_the_form_that_the_template_writes_well() -> None:
     both = dumps.replace(
         "call.arguments | tojson", "(call.arguments if call.arguments is string else call.arguments | tojson)"
     )
-    for source, converted in (
-        (dumps, {str: 1, dict: 0}),
-        (pastes, {str: 0, dict: 1}),
-        (both, {str: 0, dict: 0}),
-    ):
+    for source, converted in ((dumps, {str: 1, dict: 0}), (pastes, {str: 0, dict: 1}), (both, {str: 0, dict: 0})):
         for arguments in (text, parsed):
             rendered = make(source).render(talk(user("u"), said("", tool_calls=[call("f", arguments)])))
             assert '"arguments": {"k": "é"}}' in rendered.text

@@ -116,9 +116,12 @@ def test_what_stands_beside_a_pair_is_read() -> None:
         ({"chosen": said("Q", "A"), "rejected": said("Q")}, "one is the beginning of the other"),
         ({"prompt": "Q", "chosen": "A", "rejected": [1]}, "rejected is neither a string"),
         ({"prompt": "Q", "chosen": 1.5, "rejected": "B"}, "chosen is neither a string"),
-        ({"prompt": 3, "chosen": "A", "rejected": "B"}, "prompt is neither|the prompt is neither"),
+        ({"prompt": 3, "chosen": "A", "rejected": "B"}, "prompt is a number, expected a string"),
         ({"messages": "Q", "chosen": "A", "rejected": "B"}, "messages is no list"),
-        ({"history": ["x"], "prompt": "Q", "chosen": "A", "rejected": "B"}, "history is no list"),
+        (
+            {"history": ["x"], "prompt": "Q", "chosen": "A", "rejected": "B"},
+            r"history is not a list of \[prompt, answer\] pairs",
+        ),
         ({"prompt": "X", "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "in which prompt is not a message"),
         ({"messages": said("X"), "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "do not begin with the row's"),
         (

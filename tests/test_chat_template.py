@@ -95,12 +95,7 @@ def conversations(draw: st.DrawFn, style: Style) -> list[dict[str, Any]]:
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(TEXT)})
         if style.calls and draw(st.booleans()):
-            call = {
-                "function": {
-                    "name": draw(st.sampled_from(["f", "assistant"])),
-                    "arguments": {"k": draw(TEXT)},
-                }
-            }
+            call = {"function": {"name": draw(st.sampled_from(["f", "assistant"])), "arguments": {"k": draw(TEXT)}}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             messages.append({"role": "tool", "content": draw(TEXT)})
         answer = {"role": "assistant", "content": draw(answers(style))}

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.types import Conversation, MaskOptions
 from megatron_sft_idx.errors import SequenceError
 
 
@@ -130,6 +130,15 @@ PROMPT_WITH_SYSTEM = CHATML.replace(
 def test_a_prompt_that_begins_with_a_system_text_hides_no_header() -> None:
     conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
     assert learnt(PROMPT_WITH_SYSTEM, conversation) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
+
+
+WORDS_WITH_SYSTEM = """
+{%- for m in messages %}{{ m.role + ': ' + m.content + '</s>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'system: Call a tool\nassistant: ' }}{% endif %}"""
+
+
+def test_such_a_prompt_of_words_alone_takes_no_white_space_of_an_answer() -> None:
+    assert learnt(WORDS_WITH_SYSTEM, talk(user("u"), said("\n a"))) == ["\n a</s>"]
 
 
 # Ends of turns
@@ -262,6 +271,22 @@ def test_where_tracing_cannot_follow_beginnings_and_marks_do(source: str) -> Non
     assert trained(rendered) == ["answer one<|im_end|>", "answer two <|im_end|>", "user<|im_end|>"]
     stock, _ = render_jinja_template([messages], chat_template=source, **SPECIAL)
     assert rendered.text == stock[0]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"key": "value"}])
+def test_where_tracing_cannot_follow_a_call_is_learnt_whole(arguments: dict[str, str]) -> None:
+    """A control token inside a call does not end the turn, though nothing of the call behind it comes from the data."""
+    source = COPIES.replace(
+        "+ m.content + '<|im_end|>", "+ (m.content or '') }}{% for c in m.tool_calls or [] %}{{ '[CALL]' + c.function.name + "
+        "'[ID]abc1[ARGS]' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>"
+    )  # fmt: skip
+    controls = ["<|im_end|>", "[CALL]", "[ID]", "[ARGS]"]
+    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(turns="whole"))
+    calls = {"tool_calls": [call("look", arguments)]}
+    rendered = template.render(
+        read(user("ask one"), {"role": "assistant", "content": "", **calls}, result("r"), said("a"))
+    )
+    assert trained(rendered) == [f"[CALL]look[ID]abc1[ARGS]{json.dumps(arguments)}<|im_end|>", "a<|im_end|>"]
 
 
 def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> None:
@@ -492,6 +517,21 @@ def test_what_follows_a_prompt_that_is_always_written_is_the_model_s() -> None:
     assert learnt(source, row) == [f"[ANSWER]answer {number}[/ANSWER]<|end|>" for number in ("one", "two")]
     spaced = source.replace("<|assistant|>[ANSWER]", "<|assistant|>\n").replace("[/ANSWER]", "")
     assert learnt(spaced, row) == ["answer one<|end|>", "answer two<|end|>"]  # white space behind it is the header's
+
+
+def test_all_behind_a_result_is_the_model_s_where_no_prompt_follows_it() -> None:
+    source = """
+{%- for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|Tool|>{{ m.content }}<|end|>
+{%- else %}{% if messages[loop.index0 - 1].role == 'user' %}<|Assistant|>{% endif %}
+{%- for c in m.tool_calls or [] %}[CALL]{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}
+{%- if m.content %}[ANSWER]{{ m.content }}{% endif %}</s>{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}<|Assistant|>{% endif %}"""
+    row = read(user("u"), asked("look"), result("r"), said("answer one"), user("v"), said("answer two"))
+    assert learnt(source, row) == [
+        '[CALL]look {"key": "value"}</s>',
+        "[ANSWER]answer one</s>",
+        "[ANSWER]answer two</s>",
+    ]
 
 
 def test_markers_that_leave_the_end_of_a_turn_out_are_counted() -> None:

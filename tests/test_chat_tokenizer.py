@@ -41,15 +41,6 @@ def forgotten() -> Iterator[None]:
     library.cache_clear()
 
 
-@st.composite
-def rendered(draw: st.DrawFn) -> Rendered:
-    text = draw(st.lists(st.one_of(zoo.texts(), st.sampled_from(CONTROL)), max_size=8).map("".join))
-    edges = sorted(draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    edges = edges[: len(edges) // 2 * 2]
-    weights = st.sampled_from([1.0, 0.5, 0.0])
-    return Rendered(text, [Span(a, b, draw(weights)) for a, b in zip(edges[::2], edges[1::2], strict=True)])
-
-
 def twin(kind: str, row: Rendered, whole: bool) -> tuple[list[int], list[float], int]:
     """By looking at every token's offsets for every span."""
     encoding = library(kind).encode(row.text, add_special_tokens=False)
@@ -84,7 +75,7 @@ def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded], 
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "auto") for kind in zoo.FAST), *((kind, "tokenizers") for kind in zoo.KINDS)]
 )
-@given(rows=st.lists(rendered(), max_size=3), whole=st.booleans())
+@given(rows=st.lists(zoo.rendered(CONTROL), max_size=3), whole=st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_masks_equal_the_twin(kind: str, backend: str, rows: list[Rendered], whole: bool) -> None:
     encoded = load(kind, backend).encode(rows, whole_characters=whole)
@@ -100,31 +91,12 @@ def test_byte_level_ids_decode_to_the_text(kind: str, text: str) -> None:
     assert decoded == (library(kind).normalizer.normalize_str(text) if "+nfc" in zoo.FAST[kind] else text)
 
 
-@st.composite
-def chat_with_literals(draw: st.DrawFn) -> tuple[Rendered, int]:
-    """A text of template parts and data, where control tokens in the data are marked as literals."""
-    parts: list[str] = []
-    literals = []
-    kept = 0
-    for part in draw(st.lists(st.one_of(zoo.texts(), st.sampled_from([*CONTROL, "<think>"])), max_size=8)):
-        parts.append(part)
-        if part in CONTROL or part == "<think>":
-            at = sum(map(len, parts[:-1]))
-            if draw(st.booleans()):
-                literals.append((at, at + len(part)))
-            else:
-                kept += 1
-    text = "".join(parts)
-    edges = sorted(draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
-    return Rendered(text, [Span(*edges)], literals), kept
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "split-unknown", "metaspace", "llama2"])
-@given(case=chat_with_literals())
+@given(row=zoo.rendered([*CONTROL, "<think>"], literals=True))
 @settings(deadline=None, max_examples=60)
-def test_literals_never_become_control_tokens(kind: str, case: tuple[Rendered, int]) -> None:
-    row, kept = case
+def test_literals_never_become_control_tokens(kind: str, row: Rendered) -> None:
     tokenizer = load(kind)
+    kept = sum(map(row.text.count, [*CONTROL, "<think>"])) - len(row.literals)
     encoded = tokenizer.encode([row])[0]
     added = [library(kind).token_to_id(text) for text in [*CONTROL, "<think>"]]
     assert np.isin(encoded.input_ids, added).sum() == kept
@@ -139,12 +111,43 @@ def test_literals_never_become_control_tokens(kind: str, case: tuple[Rendered, i
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "metaspace", "llama2"])
-@given(row=rendered())
+@given(row=zoo.rendered(CONTROL))
 @settings(deadline=None, max_examples=60)
 def test_shielding_nothing_changes_nothing(kind: str, row: Rendered) -> None:
-    tokenizer = load(kind)
-    ids = tokenizer._model.shield(False).encode(row.text, [])[0]
-    assert ids.tolist() == tokenizer.encode([row])[0].input_ids.tolist()
+    """A literal that holds nothing sends a text through the stretches between its control tokens."""
+    stretched = load(kind).encode([row._replace(literals=[(0, 0)])])[0]
+    whole = load(kind).encode([row])[0]
+    assert stretched.input_ids.tolist() == whole.input_ids.tolist()
+    assert stretched.loss_mask.tolist() == whole.loss_mask.tolist()
+
+
+def flagged(folder: Path, kind: str, **flags: bool) -> Tokenizer:
+    """A tokenizer whose control tokens have these flags."""
+    added = [{**token, **flags} for token in zoo.spec_of(kind)["added_tokens"]]
+    return load_tokenizer(zoo.write_folder(folder, kind, added_tokens=added))
+
+
+@pytest.mark.parametrize("flags", [{"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "metaspace", "prefix-space"])
+def test_beside_literals_control_tokens_take_the_white_space_of_their_flags(
+    tmp_path: Path, kind: str, flags: dict[str, bool]
+) -> None:
+    tokenizer = flagged(tmp_path, kind, **flags)
+    text = " a \n<s>\t\tthe fox<|im_end|>  <|im_start|>\nuser </s> x "
+    for start in range(len(text)):
+        row = Rendered(text, [Span(start, len(text))])
+        stretched, whole = tokenizer.encode([row._replace(literals=[(0, 0)]), row])
+        assert stretched.input_ids.tolist() == whole.input_ids.tolist()
+        assert stretched.loss_mask.tolist() == whole.loss_mask.tolist()
+
+
+def test_control_tokens_that_the_tokenizer_finds_otherwise_are_refused_by_row(tmp_path: Path) -> None:
+    """To the library a combining mark is a part of a word, to Python's patterns it is none."""
+    tokenizer = flagged(tmp_path, "llama3", single_word=True)
+    literal = Rendered("<think> a </s> b", [], [(0, 7)])
+    assert tokenizer.decode(tokenizer.encode([literal])[0].input_ids) == literal.text
+    with pytest.raises(SequenceError, match=r"rendered:1: control tokens .* this tokenizer does not split at them"):
+        tokenizer.encode([literal, Rendered("<think> a </s>\u0957 b", [], [(0, 7)])])
 
 
 def test_masks_of_rows_with_literals_follow_the_true_text() -> None:
@@ -157,10 +160,7 @@ def test_masks_of_rows_with_literals_follow_the_true_text() -> None:
         encoded = tokenizer.encode([Rendered(text, [Span(17, 49), answer], quotes)])[0]
         parts = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask > 0, [0]]).astype(int)))
         trained = [tokenizer.decode(encoded.input_ids[a:b]).strip() for a, b in parts.reshape(-1, 2)]
-        assert [part.replace(" ", "") for part in trained] == [
-            "say<|im_end|>twice:<|im_end|>",
-            "no<|im_end|>",
-        ]
+        assert [part.replace(" ", "") for part in trained] == ["say<|im_end|>twice:<|im_end|>", "no<|im_end|>"]
         assert encoded.notes["literals"] == 2
 
 
@@ -170,7 +170,7 @@ def test_a_tokenizer_that_knows_its_control_tokens_as_words_says_so() -> None:
 
 
 @pytest.mark.parametrize("kind", zoo.BYTE_LEVEL)
-@given(row=rendered())
+@given(row=zoo.rendered(CONTROL))
 @settings(deadline=None, max_examples=40)
 def test_span_by_span_leaves_no_token_across_an_edge(kind: str, row: Rendered) -> None:
     encoded = load(kind).encode([row], span_by_span=True)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -35,15 +34,14 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
     settled,
 )
 from megatron_sft_idx.chat.types import Rendered
-from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 pytest.importorskip("gigatoken")
 
 
 def engines(spec: dict[str, Any]) -> tuple[FastEngine, Tokenizer]:
     tokenizer = build_tokenizer(spec)
-    fast, reason = load_fast_engine(spec, tokenizer)
-    assert fast is not None, reason
+    fast = load_fast_engine(spec, tokenizer)
+    assert fast is not None
     return fast, tokenizer
 
 
@@ -138,13 +136,7 @@ def variant(kind: str, **flags: bool) -> dict[str, Any]:
     spec = zoo.spec_of(kind)
     last = max(token["id"] for token in spec["added_tokens"])
     for i, text in enumerate(["<think>\n", "<|im", "the fox", "\n\n", "é好"]):
-        plain = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": False,
-        }
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
         spec["added_tokens"].append({"id": last + 1 + i, "content": text, **plain})
     for token in spec["added_tokens"]:
         token.update(flags)
@@ -245,18 +237,13 @@ def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch
     spec = zoo.spec_of("gpt2")
     right = gigatoken.Tokenizer.from_json(json.dumps(spec))
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda data: Wrong(right))
-    assert load_fast_engine(spec, build_tokenizer(spec)) == (
-        None,
-        "gigatoken's ids differ from those of tokenizers on a sample",
-    )
+    assert load_fast_engine(spec, build_tokenizer(spec)) is None
 
 
 def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "known_class", lambda spec: "gpt2")
     spec = zoo.spec_of("split-unknown")
-    engine, reason = load_fast_engine(spec, build_tokenizer(spec))
-    assert engine is None
-    assert reason.startswith("gigatoken cannot load it: ")
+    assert load_fast_engine(spec, build_tokenizer(spec)) is None
 
 
 def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +265,7 @@ from megatron_sft_idx.chat.tokenizer import load_tokenizer
 
 def loaded(times):
     for _ in range(times):
-        load_tokenizer(sys.argv[1], backend="gigatoken")
+        assert load_tokenizer(sys.argv[1]).backend == "gigatoken"
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 print(-loaded(4) + loaded(16))
@@ -288,35 +275,16 @@ print(-loaded(4) + loaded(16))
 def test_what_the_sample_took_is_given_back() -> None:
     """The tokenizers library keeps a thread's words after their tokenizer is gone: of the sample, three megabytes."""
     # One arena: with more of them what is free depends on which threads met.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
     grown = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], check=True, env=environment, capture_output=True)
     assert int(grown.stdout) < 8 << 20
-
-
-def test_the_sample_is_paid_for_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are handed what the first process proved, and prove it again for another tokenizer or other libraries."""
-    samples: list[str] = []
-    agrees = engine_module._agrees
-    monkeypatch.setattr(engine_module, "_agrees", lambda *args: samples.append("one more") or agrees(*args))
-    encoder = RowEncoder(EncodingOptions(str(zoo.write_folder(tmp_path / "a", "gpt2"))))
-    assert (len(samples), encoder.tokenizer.backend) == (1, "gigatoken")
-    handed = pickle.loads(pickle.dumps(encoder.options))
-    assert RowEncoder(handed).tokenizer.backend == "gigatoken"
-    assert pickle.loads(pickle.dumps(encoder.tokenizer)).backend == "gigatoken"
-    assert len(samples) == 1
-    zoo.write_folder(tmp_path / "a", "llama3")
-    assert RowEncoder(handed).tokenizer.backend == "gigatoken"
-    assert len(samples) == 2
-    monkeypatch.setattr(engine_module, "version", lambda name: "0.0.1")
-    assert load_tokenizer(tmp_path / "a", proof=RowEncoder(handed).tokenizer.proof.replace("0.0.1", "0.0.2"))
-    assert len(samples) == 4
 
 
 def test_loading_and_encoding_import_nothing_large() -> None:
     script = (
         "import sys; from megatron_sft_idx.chat.tokenizer import load_tokenizer as load; "
         "from megatron_sft_idx.chat.types import Rendered; "
-        "t = load(sys.argv[1], backend='gigatoken'); t.encode([Rendered('é', [])]); "
+        "t = load(sys.argv[1]); t.encode([Rendered('é', [])]); "
         "print({'awkward', 'transformers', 'sentencepiece', 'tiktoken', 'mistral_common', 'torch'} & set(sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -53,20 +53,13 @@ def chats(seed: int, count: int) -> list[list[dict[str, str]]]:
 def both(folder: Path, kind: str, template: str, conversations: list[Any], backend: str) -> tuple[Any, Any, Any]:
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     out = theirs.apply_chat_template(
-        conversations,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-        tokenize=True,
+        conversations, chat_template=template, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
     )
     ours = load_tokenizer(folder, backend=backend)
     assert ours.special_tokens == theirs.special_tokens_map
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
     rendered, ranges = render_jinja_template(
-        conversations=conversations,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **ours.special_tokens,
+        conversations=conversations, chat_template=template, return_assistant_tokens_mask=True, **ours.special_tokens
     )
     rows = [Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(rendered, ranges, strict=True)]
     return out, rows, ours.encode(rows)
@@ -143,10 +136,7 @@ def test_where_their_lookup_fails_ours_stays_inside_the_span(
     assert trained == ours
     template = text[: span[0]] + "{% generation %}" + text[slice(*span)] + "{% endgeneration %}" + text[span[1] :]
     out = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
-        [{"role": "user", "content": "x"}],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
+        [{"role": "user", "content": "x"}], chat_template=template, return_assistant_tokens_mask=True, return_dict=True
     )
     mask = out["assistant_masks"]
     assert out["input_ids"] == encoded.input_ids.tolist()

@@ -81,7 +81,8 @@ def pairs_of(prefix: Path | str) -> list[tuple[int, int]]:
 def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
     tmp_path: Path, parts: SplitSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_CHUNK_NBYTES", 20)
+    for module in (copying, split_module):
+        monkeypatch.setattr(module, "STAGE_TOKENS", 20)
     # Whole pairs in every pack, so that wherever a shard is split there are (C10).
     whole = [pack for pack in PACKS if len(pack.starts) % 2 == 0]
     write_columned(tmp_path / "x", whole, {**SPECS, "pair": PAIR})

@@ -18,6 +18,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import registry
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE, open_reader
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs import run as run_module
@@ -205,6 +206,14 @@ def test_a_shard_that_is_read_as_a_stock_dataset_says_what_is_left_out(tmp_path:
     options = ConvertOptions(source_format="megatron", reader={"mask_rule": "all"})
     report = convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", options)
     assert any("masks and columns are left out" in note for note in report.notes)
+
+
+def test_without_a_choice_packs_come_with_all_columns(tmp_path: Path) -> None:
+    for name in "xy":
+        write_columned(tmp_path / name, PACKS[:4], {"grade": ColumnSpec("pack", "f4")})
+    for source in (tmp_path / "x", tmp_path):
+        assert "grade" in open_dataset(source, columns=None)[0]
+        assert "grade" not in open_dataset(source)[0]
 
 
 def test_a_result_with_other_values_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

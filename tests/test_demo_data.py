@@ -67,11 +67,7 @@ def test_generation_markers_hold_what_the_assistant_writes(chats: list[dict[str,
     for chat in chats:
         messages = [flattened(message) for message in chat["messages"]]
         encoded = tokenizer.apply_chat_template(
-            messages,
-            chat.get("tools"),
-            chat_template=marked,
-            return_assistant_tokens_mask=True,
-            return_dict=True,
+            messages, chat.get("tools"), chat_template=marked, return_assistant_tokens_mask=True, return_dict=True
         )
         pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         learned = tokenizer.decode([token for token, mask in pairs if mask])

@@ -123,10 +123,10 @@ def test_the_golden_shards_stay_readable() -> None:
     flags, weights = Shard(GOLDEN / "flags"), Shard(GOLDEN / "weights")
     assert flags.header.metadata == {"format_writer": 1, "tokenizer": "demo", "é": [1, 2.5, None, True]}
     assert [pack["input_ids"].tolist() for pack in flags] == [
-        *([11, 12, 13, 14, 15], [65535, 0, 1, 2, 3, 4, 5], [9], list(range(100, 116))),
+        *([11, 12, 13, 14, 15], [65535, 0, 1, 2, 3, 4, 5], [9], list(range(100, 116)))
     ]
     assert [pack["loss_mask"].tolist() for pack in flags] == [
-        *([0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0, 0], [0], [1] * 15 + [0]),
+        *([0, 1, 0, 1, 0], [0, 1, 0, 0, 0, 0, 0], [0], [1] * 15 + [0])
     ]
     assert [pack["seq_boundaries"].tolist() for pack in flags] == [[0, 3, 5], [0, 1, 4, 7], [0, 1], [0, 16]]
     assert (flags.header.capacity, flags.header.sequence_multiple, flags.header.pad_id) == (16, 2, 0)
@@ -244,12 +244,7 @@ def put(folder: Path, files: dict[str, bytes]) -> str:
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
 @pytest.mark.parametrize(("rule", "breaks", "word"), HEADERS)
 def test_a_broken_header_or_index_names_its_rule(
-    tmp_path: Path,
-    whole: dict[str, bytes],
-    rule: str,
-    breaks: Callable[[bytes], bytes],
-    word: str,
-    backend: Any,
+    tmp_path: Path, whole: dict[str, bytes], rule: str, breaks: Callable[[bytes], bytes], word: str, backend: Any
 ) -> None:
     prefix = put(tmp_path, {**whole, ".seq.idx": breaks(whole[".seq.idx"])})
     with pytest.raises(FormatError, match=rf"(?s){re.escape(word)}.*\(rule {rule}\)") as caught:

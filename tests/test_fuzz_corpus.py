@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+
 import pytest
 from fuzz.contract import refused
 from fuzz.targets import CORPUS, TARGETS, load
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
 
@@ -21,6 +25,23 @@ def test_the_corpus_keeps_the_contract(name: str) -> None:
         except BaseException:
             print(seed)
             raise
+
+
+PUNCTUATION = st.lists(st.sampled_from([b"[", b"]", b"{", b"}", b'"', b",", b"1"])).map(b"".join)
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=400, deadline=None)
+def test_any_row_is_read_or_refused_with_a_reason(data: bytes) -> None:
+    load("rows")(data)
+
+
+@given(st.sampled_from([b"\0", b"\1", b"\2", b"\3", b"\4"]), st.binary(max_size=60) | PUNCTUATION, st.integers(0, 4))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_give_rows_or_named_errors(name: bytes, data: bytes, way: int) -> None:
+    """As they are, as what stands in an array, as compressed data, and compressed."""
+    made = (data, b"[" + data, b"\x1f\x8b" + data, b"\x28\xb5\x2f\xfd" + data, gzip.compress(data))
+    load("input-file")(name + made[way])
 
 
 def test_every_corpus_has_its_target() -> None:

@@ -80,10 +80,7 @@ def test_the_walker_sees_a_bad_import(module: str, source: str, word: str) -> No
         ("chat.chat_rows", "if TYPE_CHECKING:\n    import transformers"),
         ("dataset", "import torch\nfrom megatron_sft_idx.shard.reader import Shard"),
         ("cli.main", "def f():\n    import torch"),
-        (
-            "tokenize.run",
-            "from megatron_sft_idx.inspect import text\nfrom megatron_sft_idx import __version__",
-        ),
+        ("tokenize.run", "from megatron_sft_idx.inspect import text\nfrom megatron_sft_idx import __version__"),
         ("", "def __getattr__(name):\n    from megatron_sft_idx.dataset import SFTIndexedDataset"),
     ],
 )

@@ -21,6 +21,7 @@ from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer
 
 from megatron_sft_idx.cli.main import main
+from megatron_sft_idx.inspect.text import find_text
 from megatron_sft_idx.shard import Shard
 
 TEXT = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
@@ -70,7 +71,7 @@ def test_the_summary_as_json(chats: Path) -> None:
     lengths = [len(ids) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
     assert found["sequence_length"]["max"] == max(lengths)
     assert found["sequence_length"]["mean"] == pytest.approx(np.mean(lengths), abs=1e-3)
-    assert (found["packs"], found["packs_read"]) == (len(shard), len(shard))
+    assert found["packs"] == len(shard)
     assert found["metadata"] == shard.header.metadata
     assert {one["kind"] for one in found["odd"]} >= {"All masked", "Repeated sequences"}
 
@@ -150,6 +151,19 @@ def test_find_names_tokens_of_long_sequences(tmp_path: Path) -> None:
             at = next(k for k in range(at + 1, len(text)) if text.startswith(f"{match['before']}{looked_for}", k))
             ahead, through = (TEXT.decode(ids[: match["token"] + k], skip_special_tokens=False) for k in (0, 1))
             assert len(ahead.rstrip("\ufffd")) <= at + len(match["before"]) < len(through)
+
+
+@pytest.mark.parametrize("before", range(9))
+def test_find_names_the_token_behind_a_character_of_several(tmp_path: Path, before: int) -> None:
+    raw = f"{'a' * before}🫖xy".encode()
+    write_samples(tmp_path / "x", [sample_of([len(raw)], lambda p: int(p == before + 4), lambda p: raw[p])])
+
+    def by_bytes(ids: list[int]) -> str:  # as SentencePiece does: each byte of an unfinished character by itself
+        return bytes(ids).decode("utf-8", "surrogateescape").translate(dict.fromkeys(range(0xDC80, 0xDD00), 0xFFFD))
+
+    found = {text: next(find_text(Shard(tmp_path / "x"), text, by_bytes)) for text in "🫖xy"}
+    assert {text: match.token - before for text, match in found.items()} == {"🫖": 0, "x": 4, "y": 5}
+    assert [text for text, match in found.items() if match.trained] == ["x"]
 
 
 @pytest.mark.parametrize("text", ["🫖", "สวัสดี", "𓀀𓀁", "\n"])

@@ -56,7 +56,7 @@ def test_links_of_sequences_lead_to_them_where_they_are_shown(tmp_path: Path, mo
     write_samples(tmp_path / "x", packs, capacity=64)
     links = attributes(markup_of(page_of(tmp_path / "x")), "href")
     assert {f"#pack-{i}-sequence-2" for i in range(4)} <= set(links)
-    monkeypatch.setattr(pages, "_TEXT_NBYTES", (0,))
+    monkeypatch.setattr(pages, "_SHOWN_TOKENS", 0)
     page = markup_of(page_of(tmp_path / "x"))
     assert [link for link in attributes(page, "href") if "sequence" in link] == []
 
@@ -122,29 +122,13 @@ def test_the_command_for_other_packs_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_TEXT_NBYTES", (20_000,))
+    monkeypatch.setattr(pages, "_SHOWN_TOKENS", 2_000)
     packs = [sample_of([3000, *[5] * 400], lambda p: p % 7 > 2, lambda p: p % 100) for _ in range(20)]
     write_samples(tmp_path / "x", packs)
     text = page_of(tmp_path / "x").decode()
     assert "more tokens" in text
     assert "more sequences" in text
     assert "--pack 7</code>" in text
-
-
-def test_a_sampled_page_says_so(tmp_path: Path) -> None:
-    write_samples(tmp_path / "x", demo_samples(), capacity=64)
-    found = survey_shard(Shard(tmp_path / "x"))
-    assert "Ids and masks were read" not in make_page(Shard(tmp_path / "x"), found).decode()
-    found.read_packs = 3
-    text = make_page(Shard(tmp_path / "x"), found).decode()
-    assert "Ids and masks were read of 3 packs" in text
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "shown"), [(999, "999 B"), (1023 << 20, "1,023 MiB"), (1 << 30, "1.00 GiB"), (12345 << 20, "12.1 GiB")]
-)
-def test_sizes_are_written_for_people(nbytes: int, shown: str) -> None:
-    assert pages._bytes(nbytes) == shown
 
 
 def test_weights_other_than_one_are_named(tmp_path: Path) -> None:

@@ -124,10 +124,7 @@ def test_document_indices_can_be_set_as_in_stock(ours: SFTIndexedDataset) -> Non
 
 
 def test_stock_methods_keep_their_parameters() -> None:
-    for stock, ours in (
-        (IndexedDataset, SFTIndexedDataset),
-        (IndexedDatasetBuilder, SFTIndexedDatasetBuilder),
-    ):
+    for stock, ours in ((IndexedDataset, SFTIndexedDataset), (IndexedDatasetBuilder, SFTIndexedDatasetBuilder)):
         for name, method in inspect.getmembers(stock, inspect.isfunction):
             if name.startswith("__") and name not in ("__init__", "__getitem__", "__len__"):
                 continue
@@ -136,10 +133,7 @@ def test_stock_methods_keep_their_parameters() -> None:
             positional = [p.name for p in found if p.kind == p.POSITIONAL_OR_KEYWORD]
             assert positional == [p.name for p in expected], name
             for mine, theirs in zip(found, expected, strict=False):
-                assert mine.default == theirs.default or theirs.default is inspect.Parameter.empty, (
-                    name,
-                    mine,
-                )
+                assert mine.default == theirs.default or theirs.default is inspect.Parameter.empty, (name, mine)
 
 
 def test_the_builders_own_parameters() -> None:
@@ -279,7 +273,7 @@ def test_tensors_are_taken(tmp_path: Path) -> None:
             with pytest.raises(SequenceError, match="pack 3: "):
                 builder.add_pack(*arguments)
     assert [pack["input_ids"].tolist() for pack in SFTIndexedDataset(str(tmp_path / "x"))] == [
-        *([1, 2, 3], [1, 2, 3], [0, 2, 4]),
+        *([1, 2, 3], [1, 2, 3], [0, 2, 4])
     ]
 
 

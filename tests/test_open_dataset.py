@@ -171,7 +171,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert missing.value.missing == [f"{tmp_path}/no{suffix}" for suffix in FILES]
     with pytest.raises(FormatError, match=r"nothing of this name. Looked for sft-idx: .*; npy: "):
         open_dataset(tmp_path / "no*")
-    with pytest.raises(FormatError, match="found an empty folder"):
+    with pytest.raises(FormatError, match="found a folder without data"):
         open_dataset(tmp_path)
     for number in range(7):
         (tmp_path / f"notes-{number}").touch()
@@ -195,7 +195,7 @@ def test_it_says_what_it_holds(tmp_path: Path, kind: str) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
-    with pytest.raises(FormatError, match="neither a file nor a folder"):
+    with pytest.raises(FormatError, match="found a FIFO without data"):
         open_dataset(tmp_path / "x.npy")
     for path in ("", ".idx", f"{tmp_path}/.seq.idx"):
         with pytest.raises(FormatError, match="nothing of this name"):
@@ -253,6 +253,8 @@ def test_options_are_those_of_the_format(tmp_path: Path) -> None:
         open_dataset(tmp_path / "x", colour="red")
     with pytest.raises(FormatError, match=r"label-aligned \(rule P6\); leave the option out: they would be"):
         open_dataset(tmp_path / "x", mask_alignment="token")
+    with pytest.raises(FormatError, match="label-aligned"):
+        open_dataset(tmp_path / "x", mask_alignment="token", copy=True)
     with pytest.raises(FormatError, match="max_open 0"):
         open_dataset(tmp_path / "x", max_open=0)
 

@@ -11,11 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import SequenceError
-from megatron_sft_idx.packing import (
-    METHODS,
-    WindowPacker,
-    pack_sequences,
-)
+from megatron_sft_idx.packing import METHODS, WindowPacker, pack_sequences
 
 OTHERS = [method for method in METHODS if method != "auto"]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
@@ -283,13 +279,7 @@ def test_no_lengths_make_no_packs(method):
         assert plan.offsets.tolist() == [0]
         assert plan.method in OTHERS
         assert plan.sequences.dtype == np.int64
-        assert (plan.num_packs, plan.fill, plan.lower_bound, plan.longest, plan.most_sequences) == (
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
+        assert (plan.num_packs, plan.fill, plan.lower_bound, plan.longest, plan.most_sequences) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4"])
@@ -304,10 +294,7 @@ def test_any_integer_dtype(dtype):
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        (
-            [5, 11, 12, 3],
-            ["lengths:1:", "length 11", "capacity 10", "overlong sequences: 2", "longest has 12"],
-        ),
+        ([5, 11, 12, 3], ["lengths:1:", "length 11", "capacity 10", "overlong sequences: 2", "longest has 12"]),
         (np.array([2**64 - 1], np.uint64), ["lengths:0:", "capacity 10"]),
         ([5, 0, 99], ["lengths:1:", "length 0", "at least one token"]),
         ([5, -3], ["lengths:1:", "length -3"]),

@@ -11,15 +11,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from chats import (
-    CHATS,
-    GENERATION_TEMPLATE,
-    SUFFIXES,
-    TOKENIZER,
-    files_of,
-    preprocess,
-    sequences_of,
-)
+from chats import CHATS, GENERATION_TEMPLATE, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
 
 from megatron_sft_idx import tokenize
 from megatron_sft_idx.errors import FormatError
@@ -124,14 +116,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, chats):
 
 def test_packing_moves_whole_sequences_and_changes_no_token(tmp_path):
     assert preprocess(tmp_path / "each", "--packing", "none").code == 0
-    for method in (
-        "auto",
-        "best-fit",
-        "exact-fill",
-        "first-fit-shuffle",
-        "first-fit-decreasing",
-        "sequential",
-    ):
+    for method in ("auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential"):
         assert preprocess(tmp_path / method, "--packing", method).code == 0, method
         as_bytes = [sorted((ids.tobytes(), mask.tobytes()) for ids, mask in sequences_of(tmp_path / name))
                     for name in ("each", method)]  # fmt: skip
@@ -245,10 +230,7 @@ def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
     shutil.copytree(TOKENIZER, tmp_path / "tok")
     config = json.loads((tmp_path / "tok/tokenizer_config.json").read_text())
     body = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    config["chat_template"] = [
-        {"name": "default", "template": body},
-        {"name": "tool_use", "template": "TOOLS" + body},
-    ]
+    config["chat_template"] = [{"name": "default", "template": body}, {"name": "tool_use", "template": "TOOLS" + body}]
     (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps(config))
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -10,10 +10,7 @@ from chats import MADE, command, files_of, preprocess, remains, sequences_of
 
 from megatron_sft_idx.shard import Shard
 
-LONG = [
-    {"prompt": "Count.", "completion": " ".join(map(str, range(400)))},
-    {"prompt": "Hi", "completion": "Hello"},
-]
+LONG = [{"prompt": "Count.", "completion": " ".join(map(str, range(400)))}, {"prompt": "Hi", "completion": "Hello"}]
 
 
 def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):

@@ -95,13 +95,7 @@ def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_wou
 
 
 def test_bad_rows_can_be_skipped_and_are_listed(tmp_path, chats):
-    rows = [
-        chats[0],
-        {"messages": []},
-        chats[1],
-        {"text": "?"},
-        {"input_ids": [1, 10**6], "loss_mask": [1, 1]},
-    ]
+    rows = [chats[0], {"messages": []}, chats[1], {"text": "?"}, {"input_ids": [1, 10**6], "loss_mask": [1, 1]}]
     done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--summary", tmp_path / "s.json", rows=rows)
     assert done.code == 0, done
     listed = json.loads((tmp_path / "s.json").read_text())["corpus"]["bad_rows"]
@@ -172,10 +166,7 @@ def test_a_killed_worker_changes_no_byte(tmp_path, long):
     ]
     arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("tokenising: ")

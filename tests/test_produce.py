@@ -316,8 +316,7 @@ def test_a_folder_of_other_shards_is_refused(tmp_path, rows):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [{}, {"position": {}}, {"position": 3}, {"position": {"file": -1}, "rows": 0, "skipped": 0}],
+    "content", [{}, {"position": {}}, {"position": 3}, {"position": {"file": -1}, "rows": 0, "skipped": 0}]
 )
 def test_a_damaged_cursor_is_named(calm, rows, tmp_path, content):
     shutil.copytree(calm, tmp_path / "c")

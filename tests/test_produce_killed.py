@@ -11,16 +11,7 @@ from chats import command
 from disks import in_a_child
 from interrupted_runs import be_quick
 from kills import killed_at
-from productions import (
-    Production,
-    acknowledge,
-    arguments,
-    assert_clean,
-    producing,
-    shards_of,
-    state_of,
-    until,
-)
+from productions import Production, acknowledge, arguments, assert_clean, producing, shards_of, state_of, until
 
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog

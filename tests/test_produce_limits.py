@@ -13,17 +13,7 @@ from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import (
-    PRODUCER,
-    Ack,
-    Base,
-    Catalog,
-    Limits,
-    ProducerState,
-    Waiter,
-    ack_folder,
-    write_ack,
-)
+from megatron_sft_idx.live import PRODUCER, Ack, Base, Catalog, Limits, ProducerState, Waiter, ack_folder, write_ack
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.produce import ProduceOptions
 from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper

@@ -110,18 +110,6 @@ def test_files_kept_from_several_rebuilds_do_not_replace_each_other(tmp_path: Pa
     assert kept == [b"0", b"1", b"2"]
 
 
-@pytest.mark.parametrize("letter", ["x", "ü"])
-def test_a_damaged_file_is_kept_under_the_longest_name_that_a_shard_can_have(tmp_path: Path, letter: str) -> None:
-    name = letter * (242 // len(letter.encode()))
-    write_samples(tmp_path / name, demo_samples())
-    for number in ("", ".1"):
-        (tmp_path / f"{name}.seq.idx").write_bytes(number.encode())
-        (kept,) = rebuild(tmp_path / name).kept
-        assert Path(kept).read_bytes() == number.encode()
-        assert kept.endswith(f"{letter}.seq.idx.damaged{number}")
-    assert_holds(Shard(tmp_path / name), demo_samples())
-
-
 @pytest.mark.parametrize("target", ["nowhere", "x.idx", "x.idx.damaged"])
 def test_a_link_at_the_other_name_is_left_alone_and_keeps_nothing(tmp_path: Path, target: str) -> None:
     write_samples(tmp_path / "x", demo_samples())
@@ -171,23 +159,20 @@ def test_no_file_stays_open(tmp_path: Path, broken: str, dry_run: bool) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def no_links(source: str, target: str) -> None:
-    raise OSError(95, "Operation not supported", source)
+def test_a_file_that_can_have_no_second_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(source: str, target: str) -> None:
+        raise OSError(95, "Operation not supported", source)
 
-
-def test_where_the_file_system_has_no_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", no_links)
     write_samples(tmp_path / "x", demo_samples())
     (tmp_path / "x.idx").write_bytes(b"?")
-    rebuild(tmp_path / "x")
-    assert (tmp_path / "x.idx.damaged").read_bytes() == b"?"
-    assert folder_of(tmp_path) == sorted([*WHOLE, "x.idx.damaged"])
+    before = all_files(tmp_path)
+    with pytest.raises(FormatError, match=r"x\.idx: it cannot be kept as .*\.damaged \(Operation not supported\)"):
+        rebuild(tmp_path / "x")
+    assert all_files(tmp_path) == before
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", trained_samples())
     (tmp_path / "x.idx").unlink()
     break_index(tmp_path / "x.seq.idx", "damaged")
@@ -198,8 +183,6 @@ def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(
         yield lambda _done: None
         (tmp_path / "x.idx").write_bytes(b"a stranger's")
 
-    if not links:
-        monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(FormatError, match=r"x\.idx exist already, which were not there"):
         rebuild(tmp_path / "x", watch=intruding)
     assert all_files(tmp_path) == {**before, "x.idx": b"a stranger's"}
@@ -222,9 +205,7 @@ def test_what_a_stranger_took_the_place_of_is_kept_and_named(
 
     (tmp_path / "notes").write_bytes(b"a stranger's")
     monkeypatch.setattr(os, "link", then_replaced)
-    with pytest.raises(
-        FormatError, match=r"x\.seq\.idx is .*/x\.seq\.idx\.damaged now; move back what is missing"
-    ) as caught:
+    with pytest.raises(FormatError, match=r"x\.seq\.idx is .*/x\.seq\.idx\.damaged now$") as caught:
         rebuild(tmp_path / "x")
     assert "x.idx.damaged" not in str(caught.value)
     kept = {
@@ -317,7 +298,7 @@ def test_a_folder_that_may_not_be_written_is_said() -> None:
         before = all_files(folder)
 
         def tries() -> None:
-            with pytest.raises(FormatError, match=r"Permission denied: rebuilt files go beside the data"):
+            with pytest.raises(PermissionError, match=r"Permission denied: .*x\.journal"):
                 rebuild(folder / "x")
             assert rebuild(folder / "x", dry_run=True).changed
 
@@ -339,24 +320,6 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "write", full)
     outcome = command("rebuild", tmp_path / "x")
     assert (outcome.code, "x.seq.idx.tmp: No space left on device" in outcome.err) == (1, True)
-    assert all_files(tmp_path) == before
-
-
-def test_a_full_disk_for_notes_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_samples(tmp_path / "x", trained_samples())
-    for suffix in (".idx", ".seq.idx"):
-        (tmp_path / f"x{suffix}").unlink()
-    before, write, noted = all_files(tmp_path), os.write, tempfile.gettempdir()
-
-    def full(fd: int, data: Any) -> int:
-        if os.path.dirname(os.readlink(f"/proc/self/fd/{fd}")) == noted:
-            raise OSError(28, "No space left on device")
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        rebuild(tmp_path / "x")
-    assert os.path.dirname(caught.value.filename) == noted
     assert all_files(tmp_path) == before
 
 
@@ -409,13 +372,9 @@ def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(3))
     killed_build(tmp_path / "x", overwrite=True)
     before = all_files(tmp_path)
-    report = rebuild(tmp_path / "x")
-    assert not report.changed
-    assert "nothing to do; " in report.note
-    os.unlink(tmp_path / "x.idx")
-    with pytest.raises(FormatError, match="a damaged shard is here, and beside it what a killed build of 7 packs left"):
+    with pytest.raises(FormatError, match="a shard is here, and beside it what a killed build of 7 packs left"):
         rebuild(tmp_path / "x")
-    assert {name: raw for name, raw in before.items() if name != "x.idx"} == all_files(tmp_path)
+    assert before == all_files(tmp_path)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -22,14 +22,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote import (
-    ObjectInfo,
-    RemotePath,
-    RemoteStore,
-    RetryPolicy,
-    forget_stores,
-    open_store,
-)
+from megatron_sft_idx.storage.remote import ObjectInfo, RemotePath, RemoteStore, RetryPolicy, forget_stores, open_store
 from megatron_sft_idx.storage.remote.s3 import S3
 from megatron_sft_idx.storage.remote.transport import NoSuchObject, TemporaryFailure
 

@@ -132,12 +132,7 @@ def run(program: str, *arguments: str, expected: int = 0) -> str:
     """A fresh process; returns what it wrote to stderr."""
     source = "import sys; sys.path[:0] = ['.', 'tests']\n" + textwrap.dedent(program)
     done = subprocess.run(
-        [sys.executable, "-c", source, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [sys.executable, "-c", source, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == expected, done.stderr
     return done.stderr

@@ -135,10 +135,7 @@ def test_a_shard_whose_offsets_leave_tokens_out_is_not_added(tmp_path: Path, whi
         (tmp_path / "b.seq.idx").write_bytes(raw)
         for suffix in SUFFIXES[:-1]:
             (tmp_path / f"b{suffix}").write_bytes((tmp_path / f"a{suffix}").read_bytes())
-        with (
-            pytest.raises(CorruptShardError, match=rule),
-            ShardWriter(tmp_path / "x", durable=False) as writer,
-        ):
+        with pytest.raises(CorruptShardError, match=rule), ShardWriter(tmp_path / "x", durable=False) as writer:
             writer.add_shard(Shard(tmp_path / "b"))
     assert not (tmp_path / "x.seq.idx").exists()
 

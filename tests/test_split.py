@@ -22,6 +22,8 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.packs import copying
+from megatron_sft_idx.packs import run as run_module
+from megatron_sft_idx.packs import split as split_module
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.provenance import Origin, OriginRun
 from megatron_sft_idx.packs.split import SplitSize, output_prefix, split
@@ -150,22 +152,23 @@ def test_an_empty_shard_is_split_into_empty_ones(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(packs=samples(), weights=st.booleans(), piece=st.integers(4, 40), chunk=st.integers(1, 5))
+@given(packs=samples(), weights=st.booleans(), window=st.integers(1, 40), chunk=st.integers(1, 5))
 def test_trained_positions_are_counted_in_any_chunks(
-    tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], weights: bool, piece: int, chunk: int
+    tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], weights: bool, window: int, chunk: int
 ) -> None:
     folder = tmp_path_factory.mktemp("counted")
     write_samples(folder / "x", packs, mask_dtype=np.float32 if weights else np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_CHUNK_NBYTES", piece)
-        patch.setattr(copying, "_CHUNK_PACKS", chunk)
+        patch.setattr(copying, "STAGE_TOKENS", window)
+        patch.setattr(split_module, "STAGE_TOKENS", window)
+        patch.setattr(run_module, "WINDOW_PACKS", chunk)
         parts = cut(folder / "x", folder / "p", shards=3)
     masks = [[pack["loss_mask"] for pack in Shard(part)] for part in parts]
     counts = [(header.num_trained_tokens, header.num_masked_packs) for header in map(read_header, parts)]
     assert counts == [(sum(map(np.count_nonzero, part)), sum(not mask.any() for mask in part)) for part in masks]
 
 
-@pytest.mark.parametrize(("small", "large"), [((300_000, 3), (900_000, 3)), ((20, 50_000), (100, 50_000))])
+@pytest.mark.parametrize(("small", "large"), [((1_200_000, 3), (2_400_000, 3)), ((20, 50_000), (100, 50_000))])
 def test_the_heap_does_not_grow_with_packs_or_tokens(
     tmp_path: Path, small: tuple[int, int], large: tuple[int, int]
 ) -> None:

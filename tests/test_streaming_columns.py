@@ -113,7 +113,7 @@ def test_a_shard_without_a_column_is_named(catalog: Path, odd: int) -> None:
 def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
     remove(catalog, 3)
     write(catalog, 3, COUNTS[3], {"source": ColumnSpec("sequence", np.int64)})
-    with pytest.raises(FormatError, match=r"shard 3: column source is int64 a sequence, in .*shard 5 uint32 x 2"):
+    with pytest.raises(FormatError, match=r"shard 3: column source is int64 x 1 a sequence, in .*shard 5 uint32 x 2"):
         read(catalog, "source")
 
 

@@ -176,11 +176,11 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
         next(batches)
         state = batches.state_dict()
     for options, says in (
-        ({"rank": 1}, "rank 0, this rank has 1"),
-        ({"size": 3}, "data-parallel size 2, this rank has 3"),
-        ({"window": 2}, "window 1, this rank has 2"),
-        ({"micro_batch_size": 2}, "micro-batch size 1, this rank has 2"),
-        ({"micro_batches": 2}, "rows in a step 1, this rank has 2"),
+        ({"rank": 1}, "rank 0, and here it is 1"),
+        ({"size": 3}, "data-parallel size 2, and here it is 3"),
+        ({"window": 2}, "window 1, and here it is 2"),
+        ({"micro_batch_size": 2}, "micro-batch size 1, and here it is 2"),
+        ({"micro_batches": 2}, "rows in a step 1, and here it is 2"),
         ({"seed": 2}, "seed 1234"),
         ({"shuffle": False}, "shuffle True"),
     ):
@@ -196,15 +196,15 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
             batches.load_state_dict(state)
 
 
-def test_resuming_where_shards_were_freed_names_them(catalog: Path) -> None:
+def test_resuming_where_shards_were_freed_is_refused(catalog: Path) -> None:
     with loader(catalog) as batches:
         next(batches)
         state = batches.state_dict()
     remove(catalog, 1, 3)
     with loader(catalog) as batches:
         batches.load_state_dict(state)
-        with pytest.raises(FormatError, match=r"shards 1, 3 \(2 in all\) are not there any more.*latest committed"):
-            next(batches)
+        with pytest.raises(SFTIndexError, match=r"shard-000001: .* not there any more.*the newest checkpoint"):
+            copies(batches)
         with pytest.raises(StopIteration):
             next(batches)
 
@@ -213,9 +213,7 @@ def test_resuming_where_shards_were_freed_names_them(catalog: Path) -> None:
 
 
 def test_what_a_live_catalog_cannot_serve_is_refused_with_the_reason(catalog: Path) -> None:
-    with pytest.raises(FormatError, match="global shuffle needs every pack before the first step"):
-        dataset(catalog, shuffle="global")
-    with pytest.raises(FormatError, match="blend"):
+    with pytest.raises(TypeError):
         LiveDataset([str(catalog), str(catalog)], rank=0, size=1, seq_length=16)  # type: ignore[arg-type]
     for options in ({"rank": 2, "size": 2}, {"window": 0}, {"epochs": 0}, {"micro_batch_size": 0}, {"at_end": "stop"}):
         with pytest.raises(FormatError, match="catalog:"):
@@ -256,13 +254,11 @@ def test_a_shard_with_a_broken_index_is_named(catalog: Path, window: int) -> Non
         copies(batches)
 
 
-def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path: Path) -> None:
+def test_shards_without_a_producer_are_refused(tmp_path: Path) -> None:
     for shard, packs in enumerate(COUNTS):
         publish(tmp_path, shard, packs)
     with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match=r"no _producer\.json"):
         next(batches)
-    Catalog(tmp_path).write_end(len(COUNTS))
-    assert names_of(loader(tmp_path, shuffle=False)) == all_names(COUNTS)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

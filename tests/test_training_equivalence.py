@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
 from training_twin import Pair, batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.model import model_inputs, seed_everything
+from megatron_sft_idx.training.model import SegmentAttention, model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
 
 VOCABULARY, LENGTH, WIDTH = 256, 96, 8
@@ -138,3 +140,16 @@ def test_forgotten_boundaries_fail_the_same_check(
     print(f"forgotten, {attention}: loss {loss:.1e}, gradient {gradient:.1e}")
     assert loss > 1000 * TOLERANCE
     assert gradient > 1000 * TOLERANCE
+
+
+def test_attention_drops_out_where_the_model_is_told_to_and_trains() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.5)
+    attention = SegmentAttention(config, 1, None, "self")
+    query = torch.randn(16, 2, 4)
+    bounds = torch.tensor([0, 9, 16], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    attended = [attention(query, query, query, None, packed_seq_params=packed) for _ in range(2)]
+    assert not torch.equal(*attended)
+    attention.eval()
+    attended = [attention(query, query, query, None, packed_seq_params=packed) for _ in range(2)]
+    assert torch.equal(*attended)

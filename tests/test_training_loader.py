@@ -302,11 +302,7 @@ print(next(taken)["tokens"].shape)
 def test_a_plain_dataloader_gets_whole_batches(assembler: BatchAssembler, workers: int, start: str | None) -> None:
     batches = batches_of(26)
     loader: Any = DataLoader(
-        assembler,
-        batch_sampler=batches,
-        collate_fn=whole_batch,
-        num_workers=workers,
-        multiprocessing_context=start,
+        assembler, batch_sampler=batches, collate_fn=whole_batch, num_workers=workers, multiprocessing_context=start
     )
     taken = list(loader)
     assert len(taken) == len(batches)

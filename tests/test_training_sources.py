@@ -22,14 +22,7 @@ from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.plan_file import plan_path
-from megatron_sft_idx.training.sources import (
-    JoinedPacks,
-    PlannedPacks,
-    PlanOptions,
-    StoredPacks,
-    in_slots,
-    require_fit,
-)
+from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks, in_slots, require_fit
 
 Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
 

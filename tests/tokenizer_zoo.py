@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_sft_idx.chat.tokenizer.tokens import KNOWN_SPLITS
+from megatron_sft_idx.chat.types import Rendered, Span
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 FAST = {
@@ -23,21 +25,7 @@ OTHERS = ["metaspace", "llama2", "unigram", "wordpiece"]
 KINDS = [*BYTE_LEVEL, *OTHERS]
 
 WORDS = [
-    *(
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "lazy",
-        "dog",
-        "return",
-        "value",
-        "Paris",
-        "it's",
-        "WE'LL",
-    ),
+    *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "return", "value", "Paris", "it's", "WE'LL"),
     *(
         "naïve",
         "café",
@@ -53,19 +41,7 @@ WORDS = [
         "हिन्दी",
         "ไทย",
     ),
-    *(
-        "😀",
-        "👨\u200d👩\u200d👧",
-        "🇫🇷",
-        "e\u0301",
-        "def",
-        "foo(x):",
-        "12345",
-        "3.14",
-        "<p>",
-        "user",
-        "assistant",
-    ),
+    *("😀", "👨\u200d👩\u200d👧", "🇫🇷", "e\u0301", "def", "foo(x):", "12345", "3.14", "<p>", "user", "assistant"),
 ]
 SPACES = [" ", " ", " ", "  ", "\n", "\n\n", "\t", ", ", ". ", "", "\r\n", "\u00a0", "\u3000", "\u200b"]
 
@@ -85,23 +61,32 @@ def texts() -> st.SearchStrategy[str]:
         st.sampled_from([*WORDS, *SPACES]),
         st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
         st.sampled_from(
-            [
-                "\u0301\u0323",
-                "🏽",
-                "👩🏽‍🚀",
-                "\u202eabc",
-                "\x00",
-                "\x1b",
-                "\n",
-                "<|im_",
-                "▁",
-                "Ġ",
-                "\ufffd",
-                "Å",
-            ]
+            ["\u0301\u0323", "🏽", "👩🏽‍🚀", "\u202eabc", "\x00", "\x1b", "\n", "<|im_", "▁", "Ġ", "\ufffd", "Å"]
         ),
     )
     return st.lists(pieces, max_size=12).map("".join)
+
+
+@st.composite
+def rendered(draw: st.DrawFn, control: Sequence[str], *, literals: bool = False) -> Rendered:
+    """A text with control tokens and spans; with ``literals`` some of these control tokens are only words."""
+    parts = draw(st.lists(st.one_of(texts(), st.sampled_from(control)), max_size=8))
+    words, at = [], 0
+    for part in parts:
+        if literals and part in control and draw(st.booleans()):
+            words.append((at, at + len(part)))
+        at += len(part)
+    edges = sorted(draw(st.lists(st.integers(0, at), max_size=6)))
+    edges = edges[: len(edges) // 2 * 2]
+    weights = st.sampled_from([1.0, 0.5, 0.0])
+    spans = [Span(a, b, draw(weights)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return Rendered("".join(parts), spans, words)
+
+
+def flags(content: str, **changes: Any) -> dict[str, Any]:
+    """A control token as configurations list it."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"content": content, **plain, **changes}
 
 
 @lru_cache
@@ -149,12 +134,7 @@ def _parts(kind: str) -> tuple[Tokenizer, Any]:
     else:  # as Llama 2's: spaces by normalizer, no pre-tokenizer
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
     )
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
     return tokenizer, trainers.BpeTrainer(limit_alphabet=80, **{**common, "special_tokens": [*SPECIAL, *alphabet]})

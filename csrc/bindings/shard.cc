@@ -62,26 +62,6 @@ py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shar
                         to_array(found.lengths));
 }
 
-Array<std::int64_t> first_fits(const Array<bool>& flags, const Array<std::uint32_t>& starts,
-                               const Array<std::int64_t>& offsets, std::int64_t least) {
-  require_vector(flags, "flags");
-  require_vector(starts, "starts");
-  require_vector(offsets, "offsets");
-  const auto* bounds = offsets.data();
-  const std::int64_t packs = offsets.size() - 1, size = flags.size();
-  bool ok = packs >= 0 && least >= 0 && bounds[0] >= 0 && bounds[packs] <= starts.size();
-  for (std::int64_t k = 0; ok && k < packs; ++k) ok = bounds[k] < bounds[k + 1];
-  if (!ok) throw std::invalid_argument("offsets ascend within the starts, least is 0 or more");
-  const auto* set = static_cast<const std::uint8_t*>(static_cast<const py::array&>(flags).data());
-  const auto* in = starts.data();
-  std::vector<std::int64_t> begins;
-  {
-    py::gil_scoped_release unlocked;
-    begins = sft_idx::first_fits(set, size, in, bounds, static_cast<std::size_t>(packs), least);
-  }
-  return to_array(begins);
-}
-
 // ---- packs on their way to disk ----
 
 using sft_idx::MaskType;
@@ -173,8 +153,8 @@ py::object first_breach(const py::array& tokens, const py::array& mask, const py
 }
 
 // A view of staged bytes; it is good until the stage is added to or cleared.
-template <typename T>
-py::memoryview staged(const std::vector<T>& data) {
+template <typename T, typename Allocator>
+py::memoryview staged(const std::vector<T, Allocator>& data) {
   return py::memoryview::from_memory(data.data(), static_cast<py::ssize_t>(data.size() * sizeof(T)));
 }
 
@@ -267,9 +247,6 @@ void bind_shard(py::module_& m) {
   m.def("pack_segments", &pack_segments, "indexes"_a, py::arg("shards").noconvert(), py::arg("packs").noconvert(),
         "limits"_a = kNoLimits,
         "The sequences of some packs of some shards: CSR offsets int64, shards int32, first tokens and lengths int64.");
-  m.def("first_fits", &first_fits, py::arg("flags").noconvert(), py::arg("starts").noconvert(),
-        py::arg("offsets").noconvert(), "least"_a,
-        "Where packs of such starts begin, each at its first place behind the one before, as far as the flags reach.");
   bind_stage(m);
   bind_gather<std::uint16_t>(m);
   bind_gather<std::int32_t>(m);

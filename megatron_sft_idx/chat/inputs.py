@@ -204,15 +204,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 # ---- what kind of file ----
 
 _KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
-_FOREIGN = {
-    b"BZh": "bzip2 data",
-    b"\xfd7zXZ": "xz data",
-    b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-    b"\x89HDF": "an HDF5 file",
-    b"\x93NUMPY": "a numpy file",
-}
 
 
 def _recognise(path: str) -> InputFile:
@@ -237,7 +228,8 @@ def _kind_of(path: str, source: BinaryIO) -> tuple[Kind, Compression]:
     if magic.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
         return "arrow", ""
     source.seek(0)
-    compression, head = _compression_of(magic), b""
+    compression = _compression_of(magic)
+    head = b""
     blocks = _with_positions(iter(partial(source.read, _FEED_NBYTES), b""))
     for block, _ in _text_of(path, compression, blocks):
         head += block
@@ -258,13 +250,10 @@ def _compression_of(head: bytes) -> Compression:
 
 def _kind_of_text(path: str, head: bytes) -> Kind:
     text = head.lstrip(_JSON_SPACE)
-    means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.|$)", path, re.IGNORECASE))
+    means_lines = bool(re.search(r"\.(jsonl|ndjson)(\.(gz|zst))?$", path, re.IGNORECASE))
     # A line of JSON lines is an object, so what begins as an array of objects is one array, whatever its suffix.
     if re.match(rb"\[\s*(\{|\]|$)", text) or (text.startswith(b"[") and not means_lines):
         return "array"
-    for start, foreign in _FOREIGN.items():
-        if text.startswith(start):
-            raise FormatError(f"{path}: this is {foreign}; expected {_KNOWN_FILES}")
     if not text or means_lines:
         return "lines"
     if not text.startswith(b"{"):
@@ -331,13 +320,15 @@ def _with_positions(blocks: Iterable[bytes]) -> Blocks:
 def _text_of(path: str, compression: Compression, raw: Blocks) -> Blocks:
     """Unpacks the bytes of a file into blocks of text, none of them empty, without the byte order mark."""
     blocks = _unpacked(path, compression, raw) if compression else raw
-    head, position = b"", 0
-    for block, at in blocks:
-        head, position = head + block, at
+    head = b""
+    read_to = 0
+    for block, read_to in blocks:  # noqa: B007
+        head += block
         if len(head) >= len(UTF8_BOM):
             break
-    if head := head.removeprefix(UTF8_BOM):
-        yield head, position
+    head = head.removeprefix(UTF8_BOM)
+    if head:
+        yield head, read_to
     yield from blocks
 
 
@@ -351,16 +342,23 @@ def _unpacked(path: str, compression: Compression, raw: Blocks) -> Blocks:
         except ImportError:
             raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
         make, broken = zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-    frame, reason = None, "ends inside a frame"
+    frame = None
+    reason = "ends inside a frame"
     try:
         for packed, position in raw:
             rest = packed
-            # Between the members of a gzip file there may be zeros.
-            while rest := rest.lstrip(b"\0") if frame is None and compression == "gzip" else rest:
+            while rest:
+                if frame is None and compression == "gzip":
+                    rest = rest.lstrip(b"\0")  # which may stand between members
+                    if not rest:
+                        break
                 frame = frame or make()
-                if block := frame.decompress(rest):
+                block = frame.decompress(rest)
+                if block:
                     yield block, position
-                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                rest = frame.unused_data
+                if frame.eof:
+                    frame = None
         if frame is None:
             return
     except broken as error:
@@ -403,9 +401,7 @@ class JsonPiece(Piece):
         return xxhash.xxh3_128_hexdigest(self.payload)
 
 
-def iter_pieces(
-    files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20, max_row_nbytes: int = MAX_ROW_NBYTES
-) -> Iterator[Piece]:
+def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> Iterator[Piece]:
     """Cuts the files into pieces, in order.
 
     Memory stays at the size of a piece, or of the longest row.
@@ -414,10 +410,9 @@ def iter_pieces(
         files: as ``expand_inputs`` finds them.
         piece_nbytes: about how many bytes of unpacked data a piece has. It holds whole rows, and a longer row is a
             piece of its own.
-        max_row_nbytes: a longer row is an error.
 
     Raises:
-        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. The pieces
+        FormatError: a file cannot be read, is broken, or has a row longer than ``MAX_ROW_NBYTES``. The pieces
             before it have been yielded by then.
         SFTIndexError: an extra that the file needs is not installed.
     """
@@ -427,7 +422,7 @@ def iter_pieces(
             yield from table_pieces(file.path, file.kind, source, piece_nbytes)
         else:
             cut = cut_array if file.kind == "array" else cut_lines
-            yield from cut(_read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+            yield from cut(_read_blocks(file), path=file.path, piece_nbytes=piece_nbytes)
 
 
 def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) -> Iterator[Piece]:
@@ -451,15 +446,13 @@ def stream_pieces(stream: io.BufferedReader, *, name: str, piece_nbytes: int) ->
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 
-def cut_lines(
-    blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int = MAX_ROW_NBYTES
-) -> Iterator[JsonPiece]:
+def cut_lines(blocks: Blocks, *, path: str, piece_nbytes: int) -> Iterator[JsonPiece]:
     """Cuts text into pieces at newlines. Blank lines count as rows; the last line may lack its newline."""
     marked = ((block, np.flatnonzero(np.frombuffer(block, np.uint8) == 10), at) for block, at in blocks)
-    return _cut(marked, path, piece_nbytes, max_row_nbytes, is_array=False)
+    return _cut(marked, path, piece_nbytes, is_array=False)
 
 
-def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[JsonPiece]:
+def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int) -> Iterator[JsonPiece]:
     """Cuts text that is one JSON array into pieces, between its elements.
 
     Only brackets and strings are looked at: whether an element is JSON, or there at all, is found out when the rows of
@@ -468,7 +461,7 @@ def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: i
     Raises:
         FormatError: the text is no array, the array is never closed, or something follows it.
     """
-    pieces = _cut(_mark_elements(blocks, path), path, piece_nbytes, max_row_nbytes, is_array=True)
+    pieces = _cut(_mark_elements(blocks, path), path, piece_nbytes, is_array=True)
     first = next(pieces)
     # An empty array looks like one blank element. A blank element before others is a comma too many.
     if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
@@ -515,7 +508,7 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
     )
 
 
-def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
+def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
     """Gathers blocks in a buffer, and cuts pieces off its front as soon as they are full."""
     buffer = bytearray()
     start = 0  # position of the buffer in the text
@@ -523,9 +516,9 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, 
     num_cut = position = consumed = 0
 
     def require_short(nbytes: int) -> None:
-        if nbytes > max_row_nbytes:
+        if nbytes > MAX_ROW_NBYTES:
             raise FormatError(
-                f"{path}: row {num_cut + 1} is longer than {max_row_nbytes} bytes; expected one JSON object a line, "
+                f"{path}: row {num_cut + 1} is longer than {MAX_ROW_NBYTES} bytes; expected one JSON object a line, "
                 "or one array of objects"
             )
 

@@ -35,8 +35,10 @@ from megatron_sft_idx.chat.chat_rows import (
     RowOptions,
     kind_by_keys,
     messages_of_json,
+    read_prompt,
     require_object,
     to_sequence_source,
+    turns_of_pairs,
 )
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
@@ -83,17 +85,18 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     messages = messages_of_json(data[turns]) if turns else None
     if messages is not None and not isinstance(messages, list):
         raise RowError(f"{turns} is no list of messages")
-    rejected, all_of_rejected = _answer(data[rejected_in], rejected_in)
-    if chosen_in is None:
-        chosen, prompt = messages or [], (messages or [])[:-1]
-        rejected = rejected if all_of_rejected or rejected_in == "rejected_messages" else prompt + rejected
+    rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in)
+    if chosen_in is None:  # the row's messages end with the chosen answer
+        chosen, chosen_is_whole = messages or [], True
+        prompt = chosen[:-1]
+        rejected_is_whole |= rejected_in == "rejected_messages"
     else:
-        chosen, all_of_chosen = _answer(data[chosen_in], chosen_in)
+        chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in)
         prompt = _prompt_of(data) if messages is None else messages
-        if all_of_chosen and all_of_rejected:
+        if chosen_is_whole and rejected_is_whole:
             _require_shared(data, prompt, chosen, rejected)
-        chosen = chosen if all_of_chosen else prompt + chosen
-        rejected = rejected if all_of_rejected else prompt + rejected
+    chosen = chosen if chosen_is_whole else prompt + chosen
+    rejected = rejected if rejected_is_whole else prompt + rejected
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -122,23 +125,13 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
         return prompt
     if isinstance(prompt, str) and prompt.startswith(_HUMAN):
         return _transcript(prompt)
-    texts, history = _texts_of(data), data.get("history") or []
-    if not all(isinstance(text, str) for text in texts.values()):
-        raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(texts)}")
-    kinds = (list, tuple)
-    if not isinstance(history, kinds) or not all(isinstance(pair, kinds) and len(pair) == 2 for pair in history):
-        raise RowError("history is no list of [prompt, answer] pairs")
-    turns = [_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
-    return [*turns, _message("user", "\n".join(texts.values()))] if texts else turns
+    history, asked = read_prompt(data)
+    turns = turns_of_pairs(history)
+    return [*turns, _message("user", asked)] if asked else turns
 
 
 def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
     return next((name for name in names if name and data.get(name)), None)
-
-
-def _texts_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The texts of an Alpaca prompt by their keys: the instruction, and its input, which follows after a newline."""
-    return {name: data[name] for name in (_first(data, PROMPTS), _first(data, INPUTS)) if name is not None}
 
 
 def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
@@ -146,8 +139,8 @@ def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected
     if prompt and prompt == chosen[: len(prompt)]:
         return  # the row's messages are those of the chosen conversation, as UltraFeedback has it
     texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
-    for name, text in _texts_of(data).items():
-        if text not in texts:
+    for name in (_first(data, PROMPTS), _first(data, INPUTS)):
+        if name is not None and data[name] not in texts:
             raise RowError(f"chosen and rejected are whole conversations, in which {name} is not a message of both")
     if _first(data, TURNS):
         raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")

@@ -176,7 +176,8 @@ def _hash_values(stream: StreamHash, array: pa.Array) -> None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array, kind = _plain(array), pa.types
+    array = _plain(array)
+    kind = pa.types
     stream.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)))
     array = array.drop_null()
     if kind.is_struct(array.type):

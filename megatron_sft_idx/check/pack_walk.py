@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
@@ -18,21 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.storage import as_bytes, is_remote
+from megatron_sft_idx.storage import as_bytes, is_remote, name_in_errors
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
-from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.transport import request_pool
+from megatron_sft_idx.storage.remote import ObjectInfo, RemoteStore, open_store
+from megatron_sft_idx.storage.remote.store import read_ahead
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
 # What is hashed and checked at once: small enough to stay in the processor's cache in between.
 _CHUNK_NBYTES = 1 << 20
 _CHUNK_SEQUENCES = 1 << 15
-# An object is fetched in buffers. ``.seq.idx`` is read at two places at once, and each needs its own and the next one.
-_FETCH_NBYTES, _MAX_FETCHED = 4 << 20, 4
-# A read up to this size outside the fetched buffers is a request of its own: such reads look at the ends of a file.
-_SMALL_NBYTES = 64 << 10
+# What one request fetches of an object that is read in order. The next few requests are under way meanwhile.
+_FETCH_NBYTES = 4 << 20
 
 
 # ---- reading ----
@@ -56,59 +54,12 @@ class Meter:
         self._stopped = True
 
 
-class _FetchedObject:
-    """An object in a store, read from buffers: the next buffer is being fetched while one is checked.
-
-    FormatError from a read if the object was replaced since this was made.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._store, self._key = open_store(path)
-        info = self._store.head(self._key)
-        if info is None:
-            raise FileNotFoundError(0, "no such object", path)
-        self.nbytes, self._etag = info.nbytes, info.etag
-        # By number, in the order of their last use.
-        self._buffers: dict[int, Future[bytes | memoryview]] = {}
-
-    def read_some(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of ``out``, which may not be empty; return the number of bytes, 0 at the object's end."""
-        number, begin = divmod(offset, _FETCH_NBYTES)
-        count = max(min(len(out), self.nbytes - offset), 0)
-        if count > _SMALL_NBYTES or number in self._buffers:
-            data = memoryview(self._buffer(number))[begin : begin + count]
-        else:
-            data = memoryview(self._read(offset, count) if count else b"")
-        out[: len(data)] = data
-        return len(data)
-
-    def _buffer(self, number: int) -> bytes | memoryview:
-        for wanted in (number, number + 1):
-            buffer = self._buffers.pop(wanted, None)
-            begin = wanted * _FETCH_NBYTES
-            if buffer is None and begin < self.nbytes:
-                buffer = request_pool().submit(self._read, begin, min(_FETCH_NBYTES, self.nbytes - begin))
-            if buffer is not None:
-                self._buffers[wanted] = buffer
-        while len(self._buffers) > _MAX_FETCHED:
-            del self._buffers[next(iter(self._buffers))]
-        return self._buffers[number].result()
-
-    def _read(self, offset: int, nbytes: int) -> bytes | memoryview:
-        return self._store.read(self._key, offset, nbytes, etag=self._etag)
-
-    def close(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.cancel()
-
-
 class CheckedFile:
     """A file of a shard, or an object of one, that is open for reading.
 
     Attributes:
         path: path or URL.
         nbytes: its size when it was opened.
-        shrunk: where it ended when it was read, in bytes, if that was before ``nbytes``; None as long as it was not.
         close: closes it.
 
     Raises:
@@ -117,37 +68,39 @@ class CheckedFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.shrunk: int | None = None
-        self._object = _FetchedObject(path) if is_remote(path) else None
-        if self._object:
-            self.nbytes, self.close = self._object.nbytes, self._object.close
+        self.close: Callable[[], None]
+        self._object: tuple[RemoteStore, ObjectInfo] | None
+        if is_remote(path):
+            store, key = open_store(path)
+            info = store.head(key)
+            if info is None:
+                raise FileNotFoundError(0, "no such object", path)
+            self._object = store, info
+            self.nbytes = info.nbytes
+            self.close = lambda: None
             return
+        self._object = None
         # O_NONBLOCK: opening a FIFO would wait for its other end.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status, self.close = os.fstat(self._fd), partial(os.close, self._fd)
+        self.close = partial(os.close, self._fd)
+        status = os.fstat(self._fd)
         self.nbytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise FileNotFoundError(0, "not a regular file", path)
 
-    def _read_some(self, out: memoryview, offset: int) -> int:
-        if self._object:
-            return self._object.read_some(out, offset)
-        try:
-            return os.preadv(self._fd, [out], offset)
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} at byte {offset}", self.path) from error
-
     def read_into(self, out: NDArray[Any], offset: int) -> int:
         """Fill an array from byte ``offset`` of the file on; return the number of whole items that the file has."""
-        view, num_read = as_bytes(out), 0
-        while num_read < len(view):
-            count = self._read_some(view[num_read:], offset + num_read)
-            if not count:
-                if offset + num_read < self.nbytes:
-                    self.shrunk = offset + num_read
-                break
-            num_read += count
+        view = as_bytes(out)
+        num_read = 0
+        if self._object:
+            store, info = self._object
+            num_read = max(min(len(view), self.nbytes - offset), 0)
+            view[:num_read] = store.read(info.key, offset, num_read, etag=info.etag) if num_read else b""
+            return num_read // out.itemsize
+        with name_in_errors(self.path):
+            while num_read < len(view) and (count := os.preadv(self._fd, [view[num_read:]], offset + num_read)):
+                num_read += count
         return num_read // out.itemsize
 
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
@@ -156,6 +109,10 @@ class CheckedFile:
         count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
         out = np.empty(count, dtype)
         return out[: self.read_into(out, offset)]
+
+    def fetched(self, offset: int) -> Iterator[bytes | memoryview] | None:
+        """The bytes of an object from byte ``offset`` on, while the next ones are being fetched; None for a file."""
+        return self._object and read_ahead(*self._object, offset=offset, range_nbytes=_FETCH_NBYTES)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes from byte ``offset`` on, fewer if the file ends before."""
@@ -172,6 +129,9 @@ class Stream:
         self.file, self.begin, self.position, self._meter = file, begin, begin, meter
         self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
         self._hash = StreamHash()
+        # Of an object: the blocks that are being fetched, and what is left of the one that came last.
+        self._fetched = file.fetched(begin)
+        self._block = memoryview(b"")
 
     def chunks(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
         """The next ``count`` items, or all that follow, fewer if the file ends before.
@@ -192,11 +152,27 @@ class Stream:
         return self._fill(np.empty(max(min(count, remaining), 0), dtype))
 
     def _fill(self, out: NDArray[Any]) -> NDArray[Any]:
-        out = out[: self.file.read_into(out, self.position)]
+        count = self.file.read_into(out, self.position) if self._fetched is None else self._take_fetched(out)
+        out = out[:count]
         self._hash.update(out)
         self._meter.add(out.nbytes)
         self.position += out.nbytes
         return out
+
+    def _take_fetched(self, out: NDArray[Any]) -> int:
+        """Fill an array from the blocks of an object; return the number of whole items that these have."""
+        assert self._fetched is not None
+        view, num_taken = as_bytes(out), 0
+        while num_taken < len(view):
+            if not len(self._block):
+                if (block := next(self._fetched, None)) is None:
+                    break
+                self._block = memoryview(block)
+            part = self._block[: len(view) - num_taken]
+            view[num_taken : num_taken + len(part)] = part
+            self._block = self._block[len(part) :]
+            num_taken += len(part)
+        return num_taken // out.itemsize
 
     def finish(self) -> bytes:
         """Read what follows, and return the xxh3_128 of all bytes from ``begin`` to the end, as headers store it."""

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, restore_under_header
 from megatron_sft_idx.check.verify import Report, verify_shard
-from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.errors import (
+    CorruptShardError,
+    FormatError,
+    SFTIndexError,
+    ShardNotFoundError,
+    UnsupportedVersionError,
+)
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of, listed_columns
+from megatron_sft_idx.layout.files import column_of, listed_columns
 from megatron_sft_idx.shard.journal import lock_journal, read_journal
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import inode_of, locked_prefix, with_named_columns, with_present_columns
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.storage import read_beginning, require_local
+from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
-
-# So much is read of every header, and more only if the header says that it is larger.
-_USUAL_HEADER_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,15 @@ def rebuild(
 ) -> Rebuilt:
     """Bring back what can be derived of a shard whose files are damaged or missing.
 
-    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. Memory
-    does not grow with the number of packs.
+    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. It takes
+    up to 100 bytes of memory a pack; where both indexes are lost, some 30 a sequence too.
 
     - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all.
-    - Without one, the indexes are derived from the data and marked as rebuilt, unless the damaged header's own checksum
-      proves what it said. If several shards could have given the same data, none is chosen: that is an error.
+    - Without one, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several shards could
+      have given the same data, none is chosen: that is an error.
     - Where a killed build left a journal, its complete packs become the shard.
-    - A column that is damaged, or listed and missing, is reported as lost. If a ``.seq.idx`` is derived and nothing
-      proves which columns it listed, those at the prefix count as attached from then on.
+    - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists none, so those
+      at the prefix count as attached from then on.
 
     Args:
         prefix: the path that the five files share.
@@ -112,6 +114,7 @@ def rebuild(
         ShardNotFoundError: nothing of a shard is at the prefix.
         FormatError: the files that are left do not tell enough, and the message says what is missing. Or another writer
             is at work. Or every file is what its writer wrote, and breaks a rule all the same.
+        UnsupportedVersionError: the ``.seq.idx`` is of a later version, which may be good.
         OSError: of the disk.
     """
     paths = ShardPaths.of(prefix)
@@ -126,22 +129,19 @@ def rebuild(
             return _recover_build(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
-    with _locked(paths, dry_run=dry_run) as lock:
-        raw, header, error = _read_header(paths)
+    if dry_run:  # only look at the lock
+        with contextlib.suppress(FileNotFoundError):
+            os.close(lock_journal(paths, create=False, shared=True))
+    with contextlib.nullcontext() if dry_run else locked_prefix(paths) as lock:
+        header, error = _read_header(paths)
         if header is None or paths.missing():
             _refuse_links(paths)  # before every byte is read, which may take hours
         faults, report = _faults(paths, header, error, watch)
         if not faults:
-            return _all_good(paths, header, report, "", dry_run)
+            return _all_good(paths, header, report, dry_run)
         _refuse_links(paths)
         with contextlib.closing(Repair(paths, faults, facts or GivenFacts(), watch, lock)) as repair:
-            if header is not None:
-                how_restored = restore_under_header(repair, header)
-            elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
-                lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
-                raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
-            else:
-                how_restored = derive_indexes(repair, raw, error)
+            how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
             kept = repair.publish()
         note = ""
         if not dry_run and faults.keys() <= how_restored.keys():
@@ -149,27 +149,27 @@ def rebuild(
             _require_rules(paths, report, "rebuilt")
             if header is None:
                 header = read_header(paths)
-                note = _column_note(paths, header)
+                if columns := with_present_columns(paths).columns:
+                    note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
         return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
 
 
 # ---- what is wrong ----
 
 
-def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
-    """The first bytes of ``.seq.idx``, None if it is missing; and its header, or else the error of decoding it."""
+def _read_header(paths: ShardPaths) -> tuple[Header | None, SFTIndexError | None]:
+    """The header of ``.seq.idx``, or else the error of decoding it; neither if the file is missing."""
     for path in paths.present():
         if not os.path.isfile(path):
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
     try:
-        header_nbytes = int.from_bytes(read_beginning(paths.seq_idx, 16)[12:], "little")
-        raw = read_beginning(paths.seq_idx, min(max(header_nbytes, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
-    except FileNotFoundError:
-        return None, None, None
-    try:
-        return raw, Header.decode(raw, paths.seq_idx), None
+        return read_header(paths), None
+    except ShardNotFoundError:
+        return None, None
+    except UnsupportedVersionError:
+        raise
     except SFTIndexError as error:
-        return raw, None, error
+        return None, error
 
 
 def _refuse_links(paths: ShardPaths) -> None:
@@ -254,32 +254,17 @@ def _states(
     return tuple(states)
 
 
-def _all_good(paths: ShardPaths, header: Header | None, report: Report, note: str, dry_run: bool) -> Rebuilt:
-    """The result if the five files are good, columns or not; ``note`` is added to what it says."""
+def _all_good(paths: ShardPaths, header: Header | None, report: Report, dry_run: bool) -> Rebuilt:
+    """The result if the five files are good, columns or not."""
     rebuilt = Rebuilt(paths.prefix, _states(paths, header, {}, {}, report), dry_run=dry_run)
     verdict = "nothing to do" if rebuilt.whole else "the five files are good, and nothing was rebuilt"
-    return replace(rebuilt, note=verdict + note)
-
-
-def _column_note(paths: ShardPaths, header: Header) -> str:
-    """What became of the columns, for people, if the ``.seq.idx`` is derived and lists none any more; else empty."""
-    if not header.rebuilt:
-        return ""
-    notes = []
-    if present := with_present_columns(paths).columns:
-        notes.append(f"the new .seq.idx lists no columns; {', '.join(present)} stay beside it, like attached ones")
-    rebuilt = header.metadata.get("rebuilt")
-    unproven = rebuilt.get("unproven", {}).get("metadata", {}) if isinstance(rebuilt, dict) else {}
-    if missing := sorted(listed_columns(unproven).keys() - {*present}):
-        notes.append(f"the damaged one listed {', '.join(missing)}, which are not here")
-    return "; ".join(notes)
+    return replace(rebuilt, note=verdict)
 
 
 _NOT_DERIVED = {
     ".bin": "tokens cannot be derived; restore it from a copy",
     ".loss.bin": "loss masks cannot be derived; restore it from a copy",
-    ".seq.bin": "sequence starts follow only where a good .seq.idx is there, and either every pack is one sequence or"
-    " every sequence ends with the --eod-id and no other token has it; restore it from a copy",
+    ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
     ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
     " --eod-id, or move this file away to have it derived from the rest",
 }
@@ -293,51 +278,19 @@ def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
     return _NOT_DERIVED[suffix]
 
 
-@contextlib.contextmanager
-def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
-    """Lock the prefix and yield the lock's descriptor; in a dry run only look at the lock, and yield None.
-
-    Raises:
-        FormatError: another writer has the lock, a build was killed here, or the folder is not writable.
-    """
-    if dry_run:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(lock_journal(paths, create=False, shared=True))
-        yield None
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            lock = stack.enter_context(locked_prefix(paths))
-        except PermissionError as error:
-            raise FormatError(
-                f"{paths.folder}: {error.strerror}: rebuilt files go beside the data, so this folder must be writable;"
-                " --dry-run needs no such right"
-            ) from None
-        yield lock
-
-
 # ---- what a killed build left ----
 
 
 def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
-    """Make a shard of a killed build's packs; nothing is done if it was to replace a shard that is here and good.
-
-    Raises:
-        FormatError: there is nothing to recover. Or a damaged shard is here, and the user may want either.
-    """
+    """Make a shard of a killed build's packs. FormatError: there are none, or they were to replace a shard."""
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
     replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
     if paths.present() and (not remains.is_complete or replaces):
-        _, header, error = _read_header(paths)
-        faults, report = _faults(paths, header, error, watch)
-        if faults:
-            raise FormatError(
-                f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs}"
-                " packs left that was to replace it; move the five files away to recover the build, or the .journal"
-                " and .tmp files to rebuild the shard"
-            )
-        note = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
-        return _all_good(paths, header, report, f"; {note}", dry_run)
+        raise FormatError(
+            f"{paths.prefix}: a shard is here, and beside it what a killed build of {remains.num_packs} packs left that"
+            " was to replace it; run the build again, or move away what is not wanted: the five files to recover the"
+            " build, or the .journal and .tmp files to rebuild the shard"
+        )
     if not remains.is_complete and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"

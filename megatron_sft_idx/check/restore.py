@@ -1,9 +1,8 @@
 """Bringing files of a shard back: exactly, under a good header of ``.seq.idx``; or both indexes, from the data.
 
 ``restore_under_header`` brings a file back byte for byte or not at all, since the header has its checksum.
-``derive_indexes`` works without a good header: pack lengths come from an index that is left or from the data, and
-``header_proof`` says whether what the damaged header alone knew can be trusted. New files are written through
-``Repair``, which publishes them together and keeps those that they replace.
+``derive_indexes`` works without a good header: pack lengths come from ``.idx`` or from the data. New files are written
+through ``Repair``, which publishes them together and keeps those that they replace.
 """
 
 from __future__ import annotations
@@ -11,26 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.header_proof import HEADER_ONLY, DamagedHeader
-from megatron_sft_idx.check.lengths import (
-    PackLengths,
-    RepeatableChunks,
-    StartsFile,
-    idx_lengths,
-    infer_lengths,
-    join_starts,
-    offset_lengths,
-)
+from megatron_sft_idx.check.lengths import first_sequences, idx_lengths, infer_lengths, offset_lengths, read_starts
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import Findings, HeaderClaims, add_breaches, check_ids
-from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import (
     MASK_DTYPES,
     TOKEN_DTYPES,
@@ -43,18 +33,16 @@ from megatron_sft_idx.layout import (
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, write_idx, write_seq_idx
-from megatron_sft_idx.storage import OutputFile, open_array, open_regular
+from megatron_sft_idx.storage import OutputFile
 from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
-from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, identity, move_into_place
+from megatron_sft_idx.storage.publish import identity
 
 _EXACT = "byte for byte"
 # Added to the name of a file that a new one replaces.
 _DAMAGED = ".damaged"
-_COPY_NBYTES = 1 << 20
-# Room in such a name for the number of a process and .tmp, which a copy has until it is whole.
-_COPY_ENDING_NBYTES = 24
-_CHUNK_TOKENS = 1 << 16
+# Fields of the header that no other file tells.
+_HEADER_ONLY = ("capacity", "pad_id", "sequence_multiple")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +111,10 @@ class Repair:
 
     def create(self, path: str) -> OutputFile:
         """Open a new, empty file, which ``publish`` will put at ``path`` unless it is rejected."""
-        if self._publication is None:
-            return self.write_nowhere()
+        if self._publication is None:  # what a dry run writes is only hashed
+            return self._at_close.enter_context(contextlib.closing(OutputFile(os.devnull, append=True)))
         self._accepted.add(path)
         return self._publication.open(path)
-
-    def write_nowhere(self) -> OutputFile:
-        """Open a file that keeps nothing, to learn the checksum of what would be written."""
-        return self._at_close.enter_context(contextlib.closing(OutputFile(os.devnull, append=True)))
 
     def reject(self, path: str) -> None:
         """Do not publish the new file for ``path``. Another one may be created; the rest is up to ``publish``."""
@@ -143,72 +127,51 @@ class Repair:
             The second names.
 
         Raises:
-            FormatError: something else has appeared at one of the places. If old files are no longer at theirs, the
-                message says under which names they are.
+            FormatError: something else has appeared at one of the places, or the file system has no hard links. If old
+                files are no longer at their places, the message says under which names they are.
         """
         publication = self._publication
         if publication is None or not self._accepted:
             return []
         for path in {*self.paths.all} - self._accepted:
             publication.drop(path)
-        accepted = [path for path in self.paths.all if path in self._accepted]
-        replaced = {path: there for path in accepted if (there := identity(path))}
         second_names: dict[str, str] = {}
-        given_here: list[str] = []
         try:
-            for path in replaced:
-                second_names[path] = _give_second_name(path, given_here)
+            for path in self.paths.all:
+                if path in self._accepted and os.path.lexists(path):
+                    second_names[path] = _give_second_name(path)
             publication.publish()
         except (OSError, FormatError) as error:
-            in_place = {path for path in second_names if identity(path) == replaced[path]}
+            moved = {path: name for path, name in second_names.items() if identity(path) != identity(name)}
             # Closed, the publication is complete but for renames. The next rebuild finishes it and must find all names.
             if not publication.closed:
-                for name in (second_names[path] for path in in_place):
-                    if name in given_here:
-                        os.unlink(name)
-            if moved := [f"{path} is {name} now" for path, name in second_names.items() if path not in in_place]:
-                remedy = "" if publication.closed else "; move back what is missing, then run the rebuild again"
-                raise FormatError(f"{error}. What was there before is kept: {', '.join(moved)}{remedy}") from error
+                for path in second_names.keys() - moved.keys():
+                    os.unlink(second_names[path])
+            if moved:
+                kept = ", ".join(f"{path} is {name} now" for path, name in moved.items())
+                raise FormatError(f"{error}. What was there before is kept: {kept}") from error
             raise
         return list(second_names.values())
 
 
-def _second_name(path: str, number: int) -> str:
-    """The name that a damaged file is kept under; of a file with a long name its prefix is cut, so that it fits."""
-    prefix = ShardPaths.of(path).prefix
-    ending = f"{path.removeprefix(prefix)}{_DAMAGED}" + (f".{number}" if number else "")
-    folder, base = os.path.split(prefix)
-    room = MAX_NAME_NBYTES - len(ending) - _COPY_ENDING_NBYTES
-    return os.path.join(folder, os.fsencode(base)[:room].decode(errors="ignore") + ending)
+def _give_second_name(path: str) -> str:
+    """Link a file to another name, and return that name. What is under other names is left alone, links included.
 
-
-def _give_second_name(path: str, given_here: list[str]) -> str:
-    """Let a file have a second name, or a copy where the file system has no hard links; return that name.
-
-    The name is appended to ``given_here``, unless the file has it already, from a rebuild that was killed. What is
-    under other names is left alone, links included.
+    A file that has such a name already, from a rebuild that was killed, gets no other one.
     """
-    number, name = 0, _second_name(path, 0)
+    number, name = 0, path + _DAMAGED
     while (there := identity(name)) is not None:
         if there == identity(path):
             return name
         number += 1
-        name = _second_name(path, number)
+        name = f"{path}{_DAMAGED}.{number}"
     try:
         os.link(path, name)
-    except OSError:
-        copy = OutputFile(f"{name}.{os.getpid()}.tmp")
-        try:
-            with contextlib.closing(copy), open_regular(path) as file:
-                while block := file.read(_COPY_NBYTES):
-                    copy.write(block)
-                copy.sync()
-            move_into_place(copy.path, name, None)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy.path)
-            raise
-    given_here.append(name)
+    except OSError as error:
+        raise FormatError(
+            f"{path}: it cannot be kept as {name} ({error.strerror}); copy the shard to another disk, or to a shorter"
+            " name, and rebuild it there"
+        ) from None
     return name
 
 
@@ -219,12 +182,12 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
     """Write each missing or damaged file for which the files that are left give the header's checksum.
 
     The arrays of ``.seq.idx`` come from ``.seq.bin`` and pack lengths, which several sources may have; ``.idx`` comes
-    from ``.seq.idx``; ``.seq.bin`` comes from ``.seq.idx`` if every pack is one sequence, else from the ids too.
+    from ``.seq.idx``; ``.seq.bin`` comes from ``.seq.idx`` if every pack is one sequence.
 
     Returns:
         How each file came back, by path.
     """
-    paths, faults, eod_id = repair.paths, repair.faults, repair.facts.eod_id
+    paths, faults = repair.paths, repair.faults
     how_restored: dict[str, str] = {}
     digests = dict(zip(paths.data, header.digests, strict=True))
 
@@ -234,88 +197,78 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
         else:
             repair.reject(path)
 
-    packs: Iterable[PackChunk] | None
+    packs: PackChunk | None
     if paths.seq_idx not in faults:
-        lengths, num_sequences = (
-            offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
-        )
-        packs = RepeatableChunks(".seq.idx", header.num_packs, lambda: map(PackChunk, lengths, num_sequences))
-    elif packs := _restore_arrays(repair, header):
-        how_restored[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_EXACT}"
+        lengths = offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs)
+        packs = PackChunk(lengths, offset_lengths(paths.seq_idx, header.nbytes, header.num_packs))
+    else:
+        packs, origin = _restore_arrays(repair, header)
+        if packs is not None:
+            how_restored[paths.seq_idx] = f"from {origin} and .seq.bin, {_EXACT}"
     if packs is None:
         return how_restored
     if paths.idx in faults:
         dtype = header.token_dtype
-        digest = write_idx(repair.create(paths.idx), packs, token_dtype_of(dtype)[0], dtype.itemsize, header.num_packs)
+        code = token_dtype_of(dtype)[0]
+        digest = write_idx(repair.create(paths.idx), [packs], code, dtype.itemsize, header.num_packs)
         accept(paths.idx, digest, "from .seq.idx")
-    if paths.starts in faults:
-        how = "one sequence a pack"
-        starts: Iterable[NDArray[Any]] = (np.zeros(len(chunk.lengths), "<u4") for chunk in packs)
-        if header.num_sequences != header.num_packs:
-            if eod_id is None or paths.tokens in faults:
-                return how_restored
-            how = f"from end-of-sequence id {eod_id}"
-            starts = _starts_after(paths.tokens, header, eod_id, packs)
+    if paths.starts in faults and header.num_sequences == header.num_packs:
         out = HashedFile(repair.create(paths.starts))
-        for chunk_of_starts in starts:
-            out.write(chunk_of_starts)
-        accept(paths.starts, out.digest(), how)
+        out.write(np.zeros(header.num_packs, "<u4"))
+        accept(paths.starts, out.digest(), "one sequence a pack")
     return how_restored
 
 
-def _restore_arrays(repair: Repair, header: Header) -> RepeatableChunks[PackChunk] | None:
-    """Write ``.seq.idx`` anew and return its packs; None if no source of pack lengths gives the header's checksum."""
-    paths = repair.paths
+def _restore_arrays(repair: Repair, header: Header) -> tuple[PackChunk | None, str]:
+    """Write ``.seq.idx`` anew; return its packs, and where their lengths come from.
+
+    The packs are None if no source of lengths gives the header's checksum.
+    """
+    paths, eod_id = repair.paths, repair.facts.eod_id
     if paths.starts in repair.faults:
-        return None
-    starts = StartsFile(paths.starts)
+        return None, ""
+    starts = read_starts(paths.starts)
     # The most likely source first. A damaged file may be tried too, because the checksum decides.
-    sources: list[Callable[[], PackLengths]] = [
-        lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0],
-        lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs),
+    sources: list[tuple[str, Callable[[], NDArray[np.int64]]]] = [
+        (".idx", lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0]),
+        (".seq.idx", lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs)),
     ]
     if not {paths.tokens, paths.loss} & repair.faults.keys():
         dtypes = header.token_dtype, header.mask_dtype
-        sources.append(lambda: infer_lengths(paths, starts, dtypes, repair.facts.eod_id, repair.watch))
-    for source in sources if os.path.exists(paths.idx) else sources[1:]:
+        sources.append((_inferred(eod_id), lambda: infer_lengths(paths, starts, dtypes, eod_id, repair.watch)))
+    for origin, source in sources if os.path.exists(paths.idx) else sources[1:]:
         try:
-            packs = join_starts(source(), starts)
-            if write_seq_idx(repair.create(paths.seq_idx), packs, header) == header:
-                return packs
+            packs = _joined(paths, source(), starts, origin)
+            if write_seq_idx(repair.create(paths.seq_idx), [packs], header) == header:
+                return packs, origin
         except SFTIndexError:  # the source is damaged, or has the lengths of other packs
             pass
         repair.reject(paths.seq_idx)
-    return None
+    return None, ""
 
 
-def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackChunk]) -> Iterator[NDArray[np.uint32]]:
-    """Sequence starts in their packs: at each pack's begin, and after each end-of-sequence id but the pack's last."""
-    tokens = open_array(path, header.token_dtype, header.num_tokens, nbytes=header.digests[0].nbytes, backend="pread")
-    begin = 0
-    for chunk in packs:
-        edges = np.append(begin, begin + np.cumsum(chunk.lengths))
-        first = 0
-        while first < len(chunk.lengths):  # some 64 thousand tokens, or one longer pack
-            last = max(int(np.searchsorted(edges, edges[first] + _CHUNK_TOKENS, side="right")) - 1, first + 1)
-            ids, begins = tokens[int(edges[first]) : int(edges[last])], edges[first:last] - edges[first]
-            positions = np.union1d(begins, np.flatnonzero(ids[:-1] == eod_id) + 1)
-            starts: NDArray[np.int64] = positions - begins[np.searchsorted(begins, positions, side="right") - 1]
-            yield starts.astype(np.uint32)
-            first = last
-        begin = int(edges[-1])
+def _inferred(eod_id: int | None) -> str:
+    """What inferred lengths come from, in words."""
+    return "masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}"
+
+
+def _joined(paths: ShardPaths, lengths: NDArray[np.int64], starts: NDArray[np.uint32], origin: str) -> PackChunk:
+    """Packs by lengths from ``origin`` and by their starts. CorruptShardError if the numbers of packs differ."""
+    num_sequences = np.diff(first_sequences(starts))
+    if len(lengths) != len(num_sequences):
+        detail = (
+            f"{len(num_sequences)} packs begin here (starts of 0), {len(lengths)} by {origin};"
+            " one of the two is damaged or of another shard: restore it"
+        )
+        raise CorruptShardError(paths.starts, 0, "P2", detail)
+    return PackChunk(lengths, num_sequences)
 
 
 # ---- without a header ----
 
 
-def derive_indexes(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> dict[str, str]:
-    """Write both indexes from the data files, which must be there, and from what can be proven of the damaged header.
-
-    Args:
-        repair: of the shard.
-        raw: the first bytes of ``.seq.idx``, all of its header if that is not longer than allowed; None if the file is
-            missing.
-        error: why ``raw`` is no good header; None if the file is missing.
+def derive_indexes(repair: Repair) -> dict[str, str]:
+    """Write both indexes from the data files, and from ``.idx`` if that is good.
 
     Returns:
         How each file came back, by path; without an ``.idx`` that is right already.
@@ -324,32 +277,37 @@ def derive_indexes(repair: Repair, raw: bytes | None, error: SFTIndexError | Non
         FormatError: the files that are left do not tell all that has to be known. Says what is missing.
     """
     paths, facts, watch = repair.paths, repair.facts, repair.watch
+    if missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in repair.faults]:
+        raise FormatError(
+            f"{paths.prefix}: there is no good .seq.idx, and {', '.join(missing)} is missing: it cannot be derived;"
+            " restore it from a copy (rule F1)"
+        )
     present = [path for path in paths.data if os.path.exists(path)]
     with watch("reading", sum(os.stat(path).st_size for path in present)) as advance:
         digests = {path: digest_file(path, advance=advance) for path in present}
     lengths, dtypes, idx_fault = _index_and_dtypes(repair, digests)
-    starts = StartsFile(paths.starts)
-    damaged = DamagedHeader(paths.seq_idx, raw or b"", starts.num_packs)
-    lengths = damaged.pack_lengths() or lengths
+    starts = read_starts(paths.starts)
+    origin = ".idx"
     if lengths is None:
+        origin = _inferred(facts.eod_id)
         try:
             lengths = infer_lengths(paths, starts, dtypes, facts.eod_id, watch)
         except FormatError as ambiguous:
             raise FormatError(f"{idx_fault}{ambiguous}") from None
-    packs, how_restored = join_starts(lengths, starts), {}
-    walk = _measured(repair, dtypes, packs, starts.num_sequences)
-    digest = write_idx(
-        repair.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs
-    )
+    packs = _joined(paths, lengths, starts, origin)
+    walk = _measured(repair, dtypes, packs)
+    how_restored: dict[str, str] = {}
+    code = token_dtype_of(dtypes[0])[0]
+    digest = write_idx(repair.create(paths.idx), [packs], code, dtypes[0].itemsize, walk.num_packs)
     if digest == digests.get(paths.idx):
         repair.reject(paths.idx)
     else:
-        how_restored[paths.idx] = f"from {lengths.origin}"
+        how_restored[paths.idx] = f"from {origin}"
     digests[paths.idx] = digest
     tokens, loss, index, begins = (digests[path] for path in paths.data)
     header = Header(
         num_packs=walk.num_packs,
-        num_sequences=starts.num_sequences,
+        num_sequences=len(starts),
         num_tokens=tokens.nbytes // dtypes[0].itemsize,
         num_trained_tokens=walk.num_trained_tokens,
         num_masked_packs=walk.num_masked_packs,
@@ -361,25 +319,17 @@ def derive_indexes(repair: Repair, raw: bytes | None, error: SFTIndexError | Non
         most_sequences=walk.most_sequences,
         pad_id=facts.pad_id,
         digests=(tokens, loss, index, begins),
-        arrays_checksum=bytes(16),
+        arrays_checksum=bytes(16),  # follows when the arrays are written
     )
-    # The checksum of the arrays follows from the data too.
-    header = write_seq_idx(repair.write_nowhere(), packs, header)
-    if proven := damaged.prove(header):
-        _require_same(paths.seq_idx, proven, facts)
-        header, what = proven, f"{_EXACT}, its own checksums prove it"
-    elif isinstance(error, UnsupportedVersionError):
-        raise error  # of a newer version it may be good
-    else:
-        header, what = _marked(header, lengths.origin, facts, damaged.unproven_values())
-    write_seq_idx(repair.create(paths.seq_idx), packs, header)
-    how_restored[paths.seq_idx] = f"from {lengths.origin} and the data; {what}"
+    header, what = _marked(header, origin, facts)
+    write_seq_idx(repair.create(paths.seq_idx), [packs], header)
+    how_restored[paths.seq_idx] = f"from {origin} and the data; {what}"
     return how_restored
 
 
 def _index_and_dtypes(
     repair: Repair, digests: Mapping[str, FileDigest]
-) -> tuple[PackLengths | None, tuple[np.dtype[Any], np.dtype[Any]], str]:
+) -> tuple[NDArray[np.int64] | None, tuple[np.dtype[Any], np.dtype[Any]], str]:
     """Pack lengths by ``.idx``, None if it is missing or damaged; dtypes of tokens and masks; the fault of ``.idx``."""
     paths, facts = repair.paths, repair.facts
     idx, token_dtype, fault = None, facts.token_dtype, ""
@@ -388,7 +338,7 @@ def _index_and_dtypes(
             idx, token_dtype = idx_lengths(paths.idx, digests[paths.tokens].nbytes)
         except CorruptShardError as corrupt:
             fault = f"{corrupt}. Without it: "
-        if idx and facts.token_dtype not in (None, token_dtype):
+        if idx is not None and facts.token_dtype not in (None, token_dtype):
             raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {facts.token_dtype}")
     return idx, _dtypes_by_size(paths, token_dtype, facts.mask_dtype), fault
 
@@ -415,26 +365,18 @@ def _dtypes_by_size(
     sizes = f"{paths.prefix}: .bin has {tokens_nbytes} bytes, .loss.bin {loss_nbytes}"
     if fitting:
         raise FormatError(f"{sizes}, which says nothing of their dtypes; pass --token-dtype and --mask-dtype")
-    asked = " and ".join(f"{what} {dtype}" for what, dtype in (("tokens", token_dtype), ("masks", mask_dtype)) if dtype)
-    expected = asked or "uint16 or int32 tokens with uint8 or float32 masks"
+    given = ", ".join(str(dtype) for dtype in (token_dtype, mask_dtype) if dtype is not None)
+    expected = given or "uint16 or int32 tokens with uint8 or float32 masks"
     raise FormatError(f"{sizes}, which do not go together as {expected} (rule F2); restore the one that was cut short")
 
 
-def _measured(
-    repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: RepeatableChunks[PackChunk], num_sequences: int
-) -> _native.PackWalk:
-    """Walk all packs for their counts. FormatError if they break a rule, or do not have the tokens of ``.bin``."""
+def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: PackChunk) -> _native.PackWalk:
+    """Walk all packs for their counts. FormatError if they break a rule."""
     paths, facts = repair.paths, repair.facts
-    damaged = "one of them is damaged: restore it"
     num_tokens = os.stat(paths.tokens).st_size // dtypes[0].itemsize
-    if (in_packs := sum(int(chunk.lengths.sum()) for chunk in packs)) != num_tokens:
-        raise FormatError(
-            f"{paths.prefix}: .bin has {num_tokens} tokens, the packs by the index {in_packs}; they are not of one"
-            f" shard, or {damaged}"
-        )
     values = {
-        "num_packs": packs.num_packs,
-        "num_sequences": num_sequences,
+        "num_packs": len(packs.lengths),
+        "num_sequences": int(packs.sequences.sum()),
         "num_tokens": num_tokens,
         "capacity": facts.capacity or MAX_CAPACITY,
         "sequence_multiple": facts.sequence_multiple or 1,
@@ -445,13 +387,12 @@ def _measured(
     claims, findings = HeaderClaims(values), Findings(paths.prefix, 1)
     walk = claims.kernel(1)
 
+    token_offsets = _native.offsets_from_lengths(packs.lengths, 1, 0)
+    sequence_offsets = _native.offsets_from_lengths(packs.sequences, 1, 0)
+    run = OffsetRun(token_offsets, sequence_offsets, len(packs.lengths))
+
     def pack_of(token: int) -> int | None:
-        first = 0
-        for run in _runs(packs):
-            if token < run.token_offsets[-1]:
-                return first + int(np.searchsorted(run.token_offsets, token, side="right")) - 1
-            first += run.packs
-        return None
+        return int(np.searchsorted(token_offsets, token, side="right")) - 1
 
     with contextlib.ExitStack() as stack:
         files = [
@@ -461,7 +402,7 @@ def _measured(
         advance = stack.enter_context(repair.watch("checking", sum(file.nbytes for file in files)))
         meter = Meter(advance)
         tokens, loss, starts = (Stream(file, meter) for file in files)
-        walk_packs(walk, _runs(packs), starts, loss, dtypes[1])
+        walk_packs(walk, [run], starts, loss, dtypes[1])
         add_breaches(walk, paths, claims, findings, pack_of)
         check_ids(tokens, dtypes[0], 1 << 32, findings, pack_of)
     for finding in findings.kept:
@@ -469,41 +410,19 @@ def _measured(
             remedy = "pass the --capacity and --sequence-multiple that it was packed with, or none"
             raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
         where = f"{finding.path}: byte {finding.offset}"
-        raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or {damaged}")
+        raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or one is damaged: restore it")
     return walk
 
 
-def _runs(packs: Iterable[PackChunk]) -> Iterator[OffsetRun]:
-    token = sequence = 0
-    for chunk in packs:
-        begins = _native.offsets_from_lengths(chunk.lengths, 1, token)
-        firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
-        token, sequence = int(begins[-1]), int(firsts[-1])
-        yield OffsetRun(begins, firsts, len(chunk.lengths))
-
-
-def _require_same(path: str, proven: Header, facts: GivenFacts) -> None:
-    """FormatError if the user says something else than a proven header."""
-    for name in HEADER_ONLY:
-        given, stored = getattr(facts, name), getattr(proven, name)
-        if given not in (None, stored):
-            option = "--" + name.replace("_", "-")
-            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {given}; leave the option out")
-
-
-def _marked(header: Header, origin: str, facts: GivenFacts, unproven: Mapping[str, Any]) -> tuple[Header, str]:
+def _marked(header: Header, origin: str, facts: GivenFacts) -> tuple[Header, str]:
     """The header, marked as rebuilt, with a list of what is unknown in its metadata; and the same in words."""
-    unknown = {name for name in HEADER_ONLY if getattr(facts, name) is None}
-    rebuilt: dict[str, Any] = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}
+    unknown = [name for name in _HEADER_ONLY if getattr(facts, name) is None]
     words = [
         f"capacity {header.capacity}" + (", the longest pack" if "capacity" in unknown else ""),
         f"sequence multiple {header.sequence_multiple}" + (", not known" if "sequence_multiple" in unknown else ""),
         "pad id not known" if header.pad_id is None else f"pad id {header.pad_id}",
         "metadata lost",
     ]
-    if unproven:
-        rebuilt["unproven"] = unproven
-        values = ", ".join(f"{name} {unproven[name]}" for name in HEADER_ONLY)
-        words[-1] += f" (the damaged header says, unproven: {values})"
+    rebuilt = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}
     metadata = {"format_writer": FORMAT_WRITER, "rebuilt": rebuilt}
     return dataclasses.replace(header, metadata=metadata, rebuilt=True), "; ".join(words)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
@@ -34,9 +33,7 @@ from megatron_sft_idx.layout.column import (
 )
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
-    IDX_HEADER,
     IDX_HEADER_NBYTES,
-    MAGIC,
     MAX_CAPACITY,
     MAX_COUNT,
     SEQ_IDX,
@@ -44,7 +41,6 @@ from megatron_sft_idx.layout.files import (
     broken_header_rules,
     column_of,
     data_nbytes,
-    idx_nbytes,
     idx_places,
     listed_columns,
     pack_idx_header,
@@ -177,14 +173,16 @@ class HeaderClaims:
         vocab_size: int | None = None,
         listed: Mapping[str, str] | None = None,
     ) -> None:
-        self.values, self.sound, self.vocab_size, self.listed = values, sound, vocab_size, listed or {}
+        self.values, self.sound, self.vocab_size = values, sound, vocab_size
+        self.listed = listed or {}
         counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
         self.num_packs, self.num_sequences, self.num_tokens = counts.values()
         self.capacity = min(int(values["capacity"]), MAX_CAPACITY)
         self.sequence_multiple = max(1, min(int(values["sequence_multiple"]), MAX_CAPACITY))
         self.token_dtype = TOKEN_DTYPES.get(values["token_dtype"])
         self.mask_dtype = MASK_DTYPES.get(values["mask_dtype"])
-        array_nbytes, self.sequence_offsets = 8 * (self.num_packs + 1), int(values["header_nbytes"])
+        array_nbytes = 8 * (self.num_packs + 1)
+        self.sequence_offsets = int(values["header_nbytes"])
         self.token_offsets = align(self.sequence_offsets + array_nbytes)
         self.nbytes = data_nbytes({**values, **counts}) | {".seq.idx": self.token_offsets + array_nbytes}
 
@@ -206,14 +204,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
         findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
 
     raw = file.read(0, HEADER_FIXED_NBYTES)
-    outline, damaged = SEQ_IDX.broken_outline(raw), False
-    if outline and outline.rule == "H1" and _is_whole_but_magic(file):
-        # Only the eight bytes of the magic are damaged, so all other fields can be checked.
-        damaged = True
-        add(outline)
-        raw = MAGIC + raw[len(MAGIC) :]
-        outline = None
-    if outline:
+    if outline := SEQ_IDX.broken_outline(raw):
         add(outline, _UPGRADE if outline.rule == "H2" else None)
         return None
     values = SEQ_IDX.values(raw)
@@ -237,18 +228,7 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
-    return HeaderClaims(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
-
-
-def _is_whole_but_magic(file: CheckedFile) -> bool:
-    """Whether the header matches its checksum once the right magic is put in."""
-    raw = MAGIC + file.read(len(MAGIC), HEADER_FIXED_NBYTES - len(MAGIC))
-    if SEQ_IDX.broken_outline(raw):
-        return False
-    size = SEQ_IDX.values(raw)["header_nbytes"]
-    raw += file.read(HEADER_FIXED_NBYTES, size - HEADER_FIXED_NBYTES)
-    digest = xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
-    return len(raw) == size and digest == raw[-CHECKSUM_NBYTES:]
+    return HeaderClaims(values, sound=not broken, vocab_size=vocab_size, listed=listed)
 
 
 # ---- sizes, and the ends of arrays ----
@@ -301,47 +281,33 @@ def check_array_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, fin
             findings.add("I1", idx.path, offset, f"head {head.hex()}", expected.hex())
 
 
-def check_idx_alone(files: Mapping[str, CheckedFile], findings: Findings) -> None:
-    """Hold ``.idx`` to rule I1 by its own head and size, where the shard's header cannot be read."""
-    if files:
-        findings.notes.append("there is no header that can be read, so the other files could not be held to it")
-    if (idx := files.get(".idx")) is None:
-        return
-    raw = idx.read(0, IDX_HEADER_NBYTES)
-    if len(raw) < IDX_HEADER_NBYTES:
-        findings.add("I1", idx.path, len(raw), f"{len(raw)} bytes", f"at least {IDX_HEADER_NBYTES}")
-        return
-    _, _, code, num_packs, _ = IDX_HEADER.unpack(raw)
-    # Nothing else has this many packs, so the multiplication is of Python's unbounded numbers.
-    if num_packs + 1 >= 1 << 64 or raw != pack_idx_header(code, num_packs):
-        findings.add("I1", idx.path, 0, f"head {raw.hex()}", "Megatron's: MMIDIDX, version 1, packs, packs + 1")
-    elif idx.nbytes != idx_nbytes(num_packs):
-        found, expected = f"{idx.nbytes} bytes", f"{idx_nbytes(num_packs)} for the {num_packs} packs it says"
-        findings.add("I1", idx.path, min(idx.nbytes, idx_nbytes(num_packs)), found, expected)
-
-
 def check_pack_ends(files: Mapping[str, CheckedFile], claims: HeaderClaims, findings: Findings) -> None:
     """Check the first and last values of ``.idx`` (I1), ``.seq.bin`` (P2, P4) and ``.loss.bin`` (P6)."""
     if not claims.num_packs:
         return
     last = claims.num_packs - 1
+    token_dtype = claims.token_dtype
 
     def ends(pack: int) -> list[int]:
         """First token of a pack and one past its last; fewer items if the file ends before them."""
         return [*map(int, files[".seq.idx"].array("<i8", claims.token_offsets + 8 * pack, 2))]
 
-    idx, dtype = files.get(".idx"), claims.token_dtype
+    idx = files.get(".idx")
     lengths, positions, documents = idx_places(claims.num_packs)
     for pack in sorted({0, last}):
-        if not idx or dtype is None or len(span := ends(pack)) < 2:
+        span = ends(pack)
+        if not idx or token_dtype is None or len(span) < 2:
             continue
         _check_item(idx, "<i4", lengths + 4 * pack, span[1] - span[0], "I1", "length {}", findings, pack)
-        _check_item(idx, "<i8", positions + 8 * pack, span[0] * dtype.itemsize, "I1", "position {}", findings, pack)
+        _check_item(
+            idx, "<i8", positions + 8 * pack, span[0] * token_dtype.itemsize, "I1", "position {}", findings, pack
+        )
         for document in (pack, pack + 1):
             _check_item(idx, "<i8", documents + 8 * document, document, "I1", "document {}", findings, pack)
     if starts := files.get(".seq.bin"):
         _check_item(starts, "<u4", 0, 0, "P2", "a first sequence that starts at {}", findings, 0)
-        offset, span = 4 * (claims.num_sequences - 1), ends(last)
+        offset = 4 * (claims.num_sequences - 1)
+        span = ends(last)
         length = span[1] - span[0] if len(span) == 2 else 0
         for found in starts.array("<u4", offset, 1):
             if found >= length > 0:
@@ -496,5 +462,5 @@ def _check_values(
             add(rule, begin + 8 * i, found, expected)
         findings.counts[rule] += len(wrong[findings.most :])
     checksum = stream.finish()
-    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and checksum != column.checksum:
+    if stream.file.nbytes == column.nbytes and checksum != column.checksum:
         add("C7", stream.begin, f"checksum {checksum.hex()} of the values", column.checksum.hex())

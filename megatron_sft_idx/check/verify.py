@@ -2,8 +2,8 @@
 
 A quick verification reads headers, file sizes and both ends of all arrays. A full one reads every byte, and checks the
 bytes while they are in the processor's cache: tokens in a thread of their own, all other files in the caller's. Only
-the token offsets in ``.seq.idx`` are read twice: for packs in step with the sequence offsets, for the checksum after
-them.
+the token offsets in ``.seq.idx`` are read several times: for packs in step with the sequence offsets, for ``.idx``, and
+for the checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, OffsetRun, Stream, walk_packs
@@ -29,14 +28,13 @@ from megatron_sft_idx.check.rules import (
     check_column,
     check_header,
     check_ids,
-    check_idx_alone,
     check_pack_ends,
     check_sizes,
     open_columns,
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import FIELDS, IDX_HEADER_NBYTES, SUFFIXES, idx_places
+from megatron_sft_idx.layout.files import FIELDS, IDX_HEADER_NBYTES, SUFFIXES
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.storage.progress import Advance
@@ -127,7 +125,8 @@ def verify_shard(
     paths = ShardPaths.of(prefix)
     if vocab_size is not None and vocab_size < 1:
         raise FormatError(f"vocab_size {vocab_size}: expected 1 or more, or None where unknown")
-    findings, claims = Findings(paths.prefix, most), None
+    findings = Findings(paths.prefix, most)
+    claims: HeaderClaims | None = None
     remains = _remains(paths)
     with ExitStack() as stack:
         files = _open_files(paths, findings, stack)
@@ -144,10 +143,10 @@ def verify_shard(
         # Opened before any file is read to its end, which may take hours.
         columns = open_columns(paths, claims, findings, stack) if files else {}
         meter = Meter(advance) if full else None
-        if claims is None:
-            check_idx_alone(files, findings)
-        else:
+        if claims is not None:
             _check_files(paths, files, claims, findings, vocab_size or claims.vocab_size, meter)
+        elif files:
+            findings.notes.append("there is no header that can be read, so the other files could not be held to it")
         for name, file in columns.items():
             check_column(file, name, claims, findings, meter)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
@@ -234,29 +233,30 @@ def _check_contents(
 
     An error in one of the two threads stops the other at its next read.
     """
-    seq_idx, tokens, dtype = streams[".seq.idx"].file, streams.get(".bin"), claims.token_dtype
+    seq_idx = streams[".seq.idx"].file
+    tokens, token_dtype = streams.get(".bin"), claims.token_dtype
 
     def pack_of(token: int) -> int | None:
         return _pack_of(seq_idx, claims, token)
 
     def check_all_ids() -> None:
-        try:
-            if tokens and dtype:
-                check_ids(tokens, dtype, vocab_size or 1 << 32, findings, pack_of)
-        except BaseException:
-            meter.stop()  # or the error would be noticed only when all other files are read
-            raise
+        if tokens and token_dtype:
+            check_ids(tokens, token_dtype, vocab_size or 1 << 32, findings, pack_of)
 
     with ThreadPoolExecutor(1) as pool:
         ids = pool.submit(check_all_ids)
+        # Or an error would be noticed only when all other files are read.
+        ids.add_done_callback(lambda done: meter.stop() if done.exception() else None)
         try:
             if with_packs:
                 walk = claims.kernel(findings.most)
                 masks = streams.get(".loss.bin") if claims.mask_dtype is not None else None
-                runs = _stored_runs(streams, claims, findings)
+                runs = _stored_runs(streams[".seq.idx"], claims)
                 walk_packs(walk, runs, streams.get(".seq.bin"), masks, claims.mask_dtype)
                 add_breaches(walk, paths, claims, findings, pack_of)
                 _check_counts(walk, masks, seq_idx.path, claims, findings)
+                if ".idx" in streams and token_dtype:
+                    _check_idx(streams[".idx"], seq_idx, claims, findings)
         except CancelledError:
             ids.result()  # raises the thread's error
             raise
@@ -267,71 +267,60 @@ def _check_contents(
 
 
 def _check_checksum(stream: Stream, suffix: str, claims: HeaderClaims, findings: Findings) -> None:
-    """Read a file to its end and hold it to its checksum (F3), and to the size that it had when it was opened (F2)."""
-    begin, file, values = stream.begin, stream.file, claims.values
+    """Read a file to its end and hold it to its checksum (F3). One of the wrong size is a finding already."""
     found = stream.finish()
     if suffix == ".seq.idx":
-        what, nbytes, expected = " of the arrays", claims.nbytes[suffix], values["arrays_checksum"]
+        what, nbytes, expected = " of the arrays", claims.nbytes[suffix], claims.values["arrays_checksum"]
     else:
         name = _FIELD_STARTS[suffix]
-        what, nbytes, expected = "", values[f"{name}_nbytes"], values[f"{name}_checksum"]
-    if file.shrunk is not None:
-        findings.add("F2", file.path, file.shrunk, "the end of the file, which was cut while it was read", file.nbytes)
-    elif file.nbytes == nbytes and found != expected:  # a file of another size is a finding already
-        findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())
+        what, nbytes, expected = "", claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
+    if stream.file.nbytes == nbytes and found != expected:
+        findings.add("F3", stream.file.path, stream.begin, f"checksum {found.hex()}{what}", expected.hex())
 
 
-def _stored_runs(streams: Mapping[str, Stream], claims: HeaderClaims, findings: Findings) -> Iterator[OffsetRun]:
-    """Runs of packs by the two arrays of ``.seq.idx``, as far as the file has them.
-
-    On the way ``.idx`` is held to the arrays (I1): its lengths with each run, its positions and documents at the end.
-    """
-    num_packs, seq_idx = claims.num_packs, streams[".seq.idx"]
-    idx = streams.get(".idx") if claims.token_dtype is not None else None
-
-    def token_offsets(first: int, count: int) -> NDArray[np.int64]:
-        return seq_idx.file.array("<i8", claims.token_offsets + 8 * first, count)
-
-    if idx:
-        idx.take(np.uint8, IDX_HEADER_NBYTES)
+def _stored_runs(seq_idx: Stream, claims: HeaderClaims) -> Iterator[OffsetRun]:
+    """Runs of packs by the two arrays of ``.seq.idx``, as far as the file has them."""
+    num_packs = claims.num_packs
     sequences = np.empty(0, np.int64)
     for first in range(0, num_packs, RUN_PACKS):
         # Where packs follow, an ``OffsetRun`` has one offset more than its packs need. The next run begins with the
         # last two sequence offsets of this one.
         num_offsets = min(RUN_PACKS + 2, num_packs + 1 - first)
         sequences = np.concatenate([sequences, seq_idx.take("<i8", num_offsets - len(sequences))])
-        tokens = token_offsets(first, num_offsets)
+        tokens = seq_idx.file.array("<i8", claims.token_offsets + 8 * first, num_offsets)
         num_read = min(len(tokens), len(sequences))
         count = min(RUN_PACKS, num_packs - first, num_read - 1)
         if count < 1:
-            break
-        _compare(idx, "length", "<i4", first, np.diff(tokens[: count + 1]), findings)
+            return
         yield OffsetRun(tokens[:num_read], sequences[:num_read], count)
         sequences = sequences[count:]
-    if not idx or idx.position != idx_places(num_packs)[1]:
-        return
+
+
+def _check_idx(idx: Stream, seq_idx: CheckedFile, claims: HeaderClaims, findings: Findings) -> None:
+    """Hold all items of ``.idx`` to the token offsets (I1), as far as both files have them."""
     assert claims.token_dtype is not None
-    for first in range(0, num_packs, RUN_PACKS):
-        begins = token_offsets(first, min(RUN_PACKS, num_packs - first)) * claims.token_dtype.itemsize
-        _compare(idx, "position", "<i8", first, begins, findings)
-    for first in range(0, num_packs + 1, RUN_PACKS):  # the last document ends where all packs do
-        documents = np.arange(first, min(first + RUN_PACKS, num_packs + 1))
-        _compare(idx, "document", "<i8", first, documents, findings)
-
-
-def _compare(
-    idx: Stream | None, what: str, dtype: str, first: int, expected: NDArray[np.int64], findings: Findings
-) -> None:
-    """Hold the next items of ``.idx`` to what is expected (I1); the first of them belongs to pack ``first``."""
-    for items in idx.chunks(dtype, len(expected)) if idx else ():
-        assert idx is not None
-        wrong = np.flatnonzero(items != expected[: len(items)])
-        base = idx.position - items.nbytes
-        for i in wrong[: findings.most].tolist():
-            offset = base + items.itemsize * i
-            findings.add("I1", idx.file.path, offset, f"{what} {items[i]}", expected[i], pack=first + i)
-        findings.counts["I1"] += len(wrong[findings.most :])
-        first, expected = first + len(items), expected[len(items) :]
+    idx.take(np.uint8, IDX_HEADER_NBYTES)
+    num_packs = claims.num_packs
+    # The last document ends where all packs do.
+    for what, dtype, total in (
+        ("length", "<i4", num_packs),
+        ("position", "<i8", num_packs),
+        ("document", "<i8", num_packs + 1),
+    ):
+        for first in range(0, total, RUN_PACKS):
+            count = min(RUN_PACKS, total - first)
+            expected = np.arange(first, first + count)
+            if what != "document":
+                offsets = seq_idx.array("<i8", claims.token_offsets + 8 * first, count + 1)
+                expected = np.diff(offsets) if what == "length" else offsets[:count] * claims.token_dtype.itemsize
+            items = idx.take(dtype, len(expected))
+            wrong = np.flatnonzero(items != expected[: len(items)])
+            for i in wrong[: findings.most].tolist():
+                offset = idx.position - items.nbytes + items.itemsize * i
+                findings.add("I1", idx.file.path, offset, f"{what} {items[i]}", expected[i], pack=first + i)
+            findings.counts["I1"] += len(wrong[findings.most :])
+            if len(items) < count:
+                return
 
 
 def _pack_of(seq_idx: CheckedFile, claims: HeaderClaims, token: int) -> int | None:

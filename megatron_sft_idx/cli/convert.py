@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
@@ -70,13 +71,9 @@ examples:
     json.loads(rows[7]); rows.ranges(8)
 """
 
-# Options that only some formats have: their names as keywords of ``Reader`` or ``Writer``, and those formats.
-_READER: dict[str, tuple[str, ...]] = {
-    "mask_rule": ("megatron", "pbin"),
-    "mask_path": ("megatron",),
-    "repair_merge": ("pbin",),
-}
-_WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
+# Keywords of ``Reader``, and of ``Writer`` with the only format that has each.
+_READER = ("mask_rule", "mask_path", "repair_merge")
+_WRITER = {"row_group_size": "parquet", "samples_per_chunk": "jsonl-chunks"}
 
 # At most so many notes are printed, because each of thousands of files may have one.
 _MAX_NOTES = 20
@@ -151,9 +148,9 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         reader=_passed_options(arguments, _READER) | ({"columns": ()} if arguments.no_columns else {}),
         writer=_passed_options(arguments, _WRITER),
     )
-    for name, formats in _WRITER.items():
-        if name in options.writer and arguments.to not in formats:
-            parser.error(f"--{name.replace('_', '-')} is for --to {' or '.join(formats)}")
+    for name in options.writer:
+        if arguments.to != _WRITER[name]:
+            parser.error(f"--{name.replace('_', '-')} is for --to {_WRITER[name]}")
     with contextlib.ExitStack() as stack:
 
         def on_pass(pass_name: str, tokens: int) -> Any:
@@ -167,7 +164,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")
 
 
-def _passed_options(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+def _passed_options(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The options of these names that the user has passed."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.cli.options import (
-    TOKENIZER_MODEL,
     Verbs,
     add_log_interval,
     add_verb,
@@ -87,8 +84,8 @@ examples:
 
 A process of its own reads the shard by each setting: first after the page cache was dropped, which is checked, then
 once more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs a second,
-the time of a pack, bytes read from the disk for each byte asked for, and page faults. Nothing is written. Another
-program that reads the shard loses its cached pages too; a file server, or the host of a virtual machine, keeps its own.
+and bytes read from the disk for each byte asked for. Nothing is written. Another program that reads the shard loses its
+cached pages too; a file server, or the host of a virtual machine, keeps its own.
 
 The memory limit is a control group's, since a limit of ulimit would not count the page cache.
 
@@ -105,9 +102,9 @@ def add_parser(verbs: Verbs) -> None:
     parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
     declare(
         parser,
-        f"""
+        """
         shard PREFIX  prefix of the shard, or a folder or glob with one
-        --tokenizer, {TOKENIZER_MODEL} PATH  folder or file of the tokenizer that made the ids, to show text; refused
+        --tokenizer, --tokenizer-model PATH  folder or file of the tokenizer that made the ids, to show text; refused
             if the shard names another tokenizer
         """,
     )
@@ -168,15 +165,16 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     # ``pread``, because the pages of a map would count as this process's memory.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
-    for value, show in (
-        (arguments.pack, _show_pack),
-        (arguments.row, _show_row),
-        (arguments.find, _find),
-        (arguments.diff, _diff),
-        (arguments.html, _write_page),
-    ):
-        if value is not None:
-            return show(shard, arguments, decode)
+    if arguments.pack is not None:
+        return _show_pack(shard, arguments, decode)
+    if arguments.row is not None:
+        return _show_row(shard, arguments)
+    if arguments.find is not None:
+        return _find(shard, arguments, decode or ids_as_text)
+    if arguments.diff is not None:
+        return _diff(shard, arguments)
+    if arguments.html is not None:
+        return _write_page(shard, arguments, decode)
     survey = _survey(shard, arguments)
     _print_result(arguments, summary_dict(shard.prefix, survey), summary_lines(shard.prefix, survey))
     return 0
@@ -188,9 +186,6 @@ def _only_prefix(path: str) -> str:
     Raises:
         FormatError: there are several shards.
     """
-    names_many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
-    if not names_many or os.path.exists(f"{path}.seq.idx"):
-        return path
     prefixes = find_prefixes(path)
     if len(prefixes) > 1:
         names = ", ".join(prefixes[:5]) + (", ..." if len(prefixes) > 5 else "")
@@ -234,41 +229,42 @@ def _survey(shard: Shard, arguments: argparse.Namespace) -> Survey:
 
 
 def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
-    if arguments.pack >= len(shard):
-        raise FormatError(f"{shard.prefix}: pack {arguments.pack}, the shard has {len(shard)}, counted from 0")
-    pack = shard[arguments.pack]
+    number = arguments.pack
+    if number >= len(shard):
+        raise FormatError(f"{shard.prefix}: pack {number}, the shard has {len(shard)}, counted from 0")
+    pack, sources = shard[number], sources_of(shard, number)
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
-    sources, (of_pack, of_sequences) = sources_of(shard, arguments.pack), _columns_of(shard, arguments.pack)
-    lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
-    for owner, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
-        if values:
-            lines.append(
-                f"columns of {owner}: " + ", ".join(f"{name} {_abbreviated(value)}" for name, value in values.items())
-            )
-    sequences = []
-    for i, (sequence_ids, labels) in enumerate(shard.sequences(arguments.pack)):
-        trained = trained_tokens(labels).astype(mask.dtype).tolist()
-        sequences.append({"start": bounds[i], "input_ids": sequence_ids.tolist(), "trained": trained})
-        sequences[-1] |= {"source": sources[i]} if sources else {}
-        sequences[-1] |= {"text": decode(sequence_ids.tolist())} if decode else {}
-        sequences[-1] |= {"columns": of_sequences[i]} if of_sequences[i] else {}
-    shown = {"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences}
-    _print_result(arguments, shown | ({"columns": of_pack} if of_pack else {}), lines)
-    return 0
-
-
-def _columns_of(shard: Shard, pack: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The values of a pack's columns, and for each of its sequences those of its columns but ``source``, by name."""
-    first, last = shard.sequence_offsets[pack : pack + 2].tolist()
+    first, last = shard.sequence_offsets[number : number + 2].tolist()
     of_pack: dict[str, Any] = {}
     of_sequences: list[dict[str, Any]] = [{} for _ in range(last - first)]
     for name, column in shard.columns.items():
         if column.spec.per == "pack":
-            of_pack[name] = column.values[pack : pack + 1].tolist()[0]
+            of_pack[name] = column.values[number : number + 1].tolist()[0]
         elif column.spec.per == "sequence" and name != SOURCE:
             for values, row in zip(of_sequences, column.values[first:last].tolist(), strict=True):
                 values[name] = row
-    return of_pack, of_sequences
+    lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
+    shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
+    if of_pack:
+        shown["columns"] = of_pack
+        lines.append(f"columns of the pack: {_listed(of_pack)}")
+    for i, (sequence_ids, labels) in enumerate(shard.sequences(number)):
+        trained = trained_tokens(labels).astype(mask.dtype).tolist()
+        sequence = {"start": bounds[i], "input_ids": sequence_ids.tolist(), "trained": trained}
+        if sources:
+            sequence["source"] = sources[i]
+        if decode:
+            sequence["text"] = decode(sequence["input_ids"])
+        if of_sequences[i]:
+            sequence["columns"] = of_sequences[i]
+            lines.append(f"columns of sequence {i}: {_listed(of_sequences[i])}")
+        shown["sequences"].append(sequence)
+    _print_result(arguments, shown, lines)
+    return 0
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_abbreviated(value)}" for name, value in values.items())
 
 
 def _abbreviated(value: Any) -> str:
@@ -278,10 +274,10 @@ def _abbreviated(value: Any) -> str:
     return str(value)
 
 
-def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
+def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
     named = []
     with _progress(shard, arguments, "searching") as progress:
-        matches = find_text(shard, arguments.find, decode or ids_as_text, on_progress=progress.update)
+        matches = find_text(shard, arguments.find, decode, on_progress=progress.update)
         for match in islice(matches, arguments.limit):
             from_row = sources_of(shard, match.pack)[match.sequence : match.sequence + 1]
             named.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
@@ -299,8 +295,7 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
     return 0 if named else 1
 
 
-def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
-    del decode  # --pack shows the text
+def _show_row(shard: Shard, arguments: argparse.Namespace) -> int:
     sequences = list(islice(find_row(shard, *parse_origin(shard, arguments.row)), arguments.limit + 1))
     named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
     lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
@@ -311,8 +306,7 @@ def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None
     return 0 if named else 1
 
 
-def _diff(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
-    del decode  # ids are shown as numbers
+def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
     other = Shard(_only_prefix(arguments.diff), backend="pread")
     with _progress(shard, arguments, "comparing") as progress:
         comparison = compare_shards(shard, other, max_named=arguments.limit, on_progress=progress.update)
@@ -330,8 +324,7 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     survey = _survey(shard, arguments)
     page = make_page(shard, survey, decode)
     write_file(path, page, PAGE, overwrite=arguments.overwrite)
-    of = "" if survey.complete else f"; ids and masks sampled from {survey.read_packs:,} packs"
-    print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
+    print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}")
     return 0
 
 
@@ -364,7 +357,7 @@ def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
                 parser.error(f"--memory-limit: {error}")
         options = BenchOptions(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
         interval = arguments.log_interval
-        epochs = 2 * options.num_requests
+        epochs = 2 * options.num_rounds * len(options.settings)
         with Progress("reading", epochs, unit=" epochs", log_interval=interval, items="runs") as progress:
             report = bench_read(arguments.shard, options, on_progress=lambda done: progress.update(2 * done, done))
     advice = recommend(report)

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 bad data or a failed disk, 2 wrong usage, 130 interrupt
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from importlib import import_module
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli.options import HelpFormatter
-from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, print_error, standard_streams
+from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
 # By purpose: verbs, and the module of each. Only the module of the verb that runs is imported, because importing all of
@@ -91,20 +92,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
 
 
-def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
+def _run(argv: Sequence[str] | None, output: Output) -> int:
     argv = _expanded(sys.argv[1:] if argv is None else argv)
     parser = build_parser(*argv[:1])
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_request:
-        if not exit_request.code:  # --help and --version
-            output.finish(product=True)
+        sys.stdout.flush()
+        if not exit_request.code and output.error is not None:  # of --help and --version
+            raise output.error from None
         raise
-    product = arguments.product(arguments)
-    output.begin(product=product)
+    output.strict = arguments.product(arguments)
+    if output.strict and output.error is not None:
+        raise output.error
     with _cleaning_up_when_terminated():
         code: int = arguments.run(arguments, parser) or 0
-    if (lost := output.finish(product=product)) and not isinstance(lost, BrokenPipeError):
+    sys.stdout.flush()
+    lost = output.error
+    if lost is not None and output.strict:
+        raise lost
+    if lost is not None and lost.errno not in (errno.EBADF, errno.EPIPE):
         print(f"megatron-sft-idx: {message_of(lost)}; the work itself is done", file=sys.stderr)
     return code
 

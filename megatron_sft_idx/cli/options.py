@@ -28,10 +28,6 @@ _UNITS = {"": 1} | {
 
 Verbs = Any  # argparse names the type of add_subparsers() only privately
 
-
-# Megatron's name for --tokenizer. It is accepted for those who know it, but not shown to others.
-TOKENIZER_MODEL = "--tokenizer-model"
-
 # ---- declaring ----
 
 # The names, the placeholder of the value (a switch has none), and after two blanks the help.
@@ -41,13 +37,13 @@ _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
 
-    The second name that ``--tokenizer`` has in Megatron is not shown.
+    The second name that ``--tokenizer`` has in Megatron is accepted, but not shown.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if TOKENIZER_MODEL in action.option_strings:
+        if "--tokenizer-model" in action.option_strings:
             action = copy(action)
-            action.option_strings = [name for name in action.option_strings if name != TOKENIZER_MODEL]
+            action.option_strings = action.option_strings[:1]
         return super()._format_action_invocation(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

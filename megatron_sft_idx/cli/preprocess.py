@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import time
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.cli.options import (
-    TOKENIZER_MODEL,
     Verbs,
     add_output_options,
     add_verb,
@@ -126,8 +124,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
     """Add the options of the tokenizer, which is ``required`` or not, and of how rows are read."""
     declare(
         group,
-        f"""
-        --tokenizer, {TOKENIZER_MODEL} PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
+        """
+        --tokenizer, --tokenizer-model PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
         --tokenizer-type  of Megatron
         --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
@@ -172,7 +170,7 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 def _as_argument(name: str) -> dict[str, Any]:
     """Settings of an option for ``declare``: type, choices and default of the argument ``name`` of ``preprocess``."""
-    hint, default = _hints()[name], inspect.signature(preprocess).parameters[name].default
+    hint, default = get_type_hints(preprocess)[name], inspect.signature(preprocess).parameters[name].default
     keywords: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
     if hint is bool:
         keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
@@ -185,11 +183,6 @@ def _as_argument(name: str) -> dict[str, Any]:
     elif hint == Mapping[str, Any] | None:
         keywords["type"] = _json_object
     return keywords
-
-
-@functools.cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(preprocess)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from megatron_sft_idx.errors import SFTIndexError
@@ -40,20 +41,25 @@ def print_error(message: str) -> None:
 STDOUT, STDERR = "standard output", "standard error"
 
 
-class _LossyFile(io.FileIO):
-    """A file that never fails: what cannot be written to its descriptor is dropped, and the reason kept.
+@dataclass
+class Output:
+    """What became of an output.
 
     Attributes:
-        error: the error for which output was dropped last; None if no output was dropped.
-        failing: whether the last write was dropped.
+        error: the error for which something was dropped last; None if nothing was.
         strict: whether the first error is raised, which ends work whose output nobody receives.
     """
 
-    def __init__(self, descriptor: int, name: str) -> None:
+    error: OSError | None = None
+    strict: bool = False
+
+
+class _LossyFile(io.FileIO):
+    """A file that never fails: what its descriptor does not take is dropped, and the reason told to ``output``."""
+
+    def __init__(self, descriptor: int, name: str, output: Output) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._name = name
-        self.error: OSError | None = None
-        self.failing = self.strict = False
+        self._name, self._output = name, output
 
     def write(self, data: Any) -> int:
         try:
@@ -61,78 +67,40 @@ class _LossyFile(io.FileIO):
                 select.select([], [self.fileno()], [])
         except OSError as error:
             error.filename = self._name
-            first, self.error, self.failing = self.error is None, error, True
-            if self.strict and first:
+            is_first, self._output.error = self._output.error is None, error
+            if self._output.strict and is_first:
                 raise
             return memoryview(data).nbytes
-        self.failing = False
         return written
 
 
-class StandardOutput:
-    """The state of stdout, for ``main``.
-
-    Args:
-        stream: None where stdout is not a descriptor but an object of the caller's, whose errors are raised as usual.
-        closed: whether there was no stdout when the program began.
-    """
-
-    def __init__(self, stream: _LossyFile | None, *, closed: bool) -> None:
-        self._stream, self._closed = stream, closed
-
-    def begin(self, *, product: bool) -> None:
-        """Get ready for a verb, before its work; ``product``: whether the verb's product is what it prints.
-
-        Raises:
-            OSError: there is no stdout to print the product to.
-        """
-        if product and self._closed:
-            raise OSError(errno.EBADF, "closed, and what this command prints is its product", STDOUT)
-        if self._stream is not None:
-            self._stream.strict = product
-
-    def finish(self, *, product: bool) -> OSError | None:
-        """Flush what was printed; returns the error by which output was lost, None if none was.
-
-        Raises:
-            OSError: output was lost, and it is the product.
-        """
-        sys.stdout.flush()
-        lost = self._stream.error if self._stream else None
-        if product:
-            self.begin(product=product)
-            if lost is not None:
-                raise lost
-        return lost
-
-
 @contextlib.contextmanager
-def standard_streams() -> Iterator[StandardOutput]:
+def standard_streams() -> Iterator[Output]:
     """Replace ``sys.stdout`` and ``sys.stderr`` by streams of a ``_LossyFile`` each, and put them back at the end.
 
     Streams that are not descriptors 1 and 2, such as those of a caller that collects the output, stay as they are.
+    What is yielded tells of stdout; it has an error from the beginning where stdout is closed.
     """
-    closed = []
+    outputs = Output(), Output()
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            closed.append(number)
             # Reading from a closed stdin goes on being an error, rather than an empty input.
             _to_devnull(number)
+            if number == 1:
+                outputs[0].error = OSError(errno.EBADF, "closed, and what this command prints is its product", STDOUT)
     originals = sys.stdout, sys.stderr
-    replacements = [_replacement(stream, number) for number, stream in enumerate(originals, 1)]
+    replacements = [_replacement(stream, number, outputs[number - 1]) for number, stream in enumerate(originals, 1)]
     sys.stdout, sys.stderr = (new or old for new, old in zip(replacements, originals, strict=True))
     try:
-        stdout: Any = replacements[0]
-        yield StandardOutput(stdout.buffer.raw if stdout else None, closed=1 in closed)
+        yield outputs[0]
     finally:
-        for number, stream in enumerate(replacements, 1):
+        for number, (stream, output) in enumerate(zip(replacements, outputs, strict=True), 1):
             if stream is not None:
-                raw: _LossyFile = stream.buffer.raw  # type: ignore[attr-defined]
-                raw.strict = False
+                output.strict = False
                 stream.flush()
-                if raw.failing:  # keep Python from trying again when it exits
+                if output.error is not None:  # keep Python from trying again when it exits
                     _to_devnull(number)
         sys.stdout, sys.stderr = originals
 
@@ -146,7 +114,7 @@ def _to_devnull(number: int) -> None:
         os.close(null)
 
 
-def _replacement(stream: TextIO | None, number: int) -> io.TextIOWrapper | None:
+def _replacement(stream: TextIO | None, number: int, output: Output) -> io.TextIOWrapper | None:
     """A stream on the descriptor ``number``; None if ``stream`` is open on something else."""
     try:
         if stream is not None and stream.fileno() != number:
@@ -158,7 +126,7 @@ def _replacement(stream: TextIO | None, number: int) -> io.TextIOWrapper | None:
             stream.flush()
     # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
     return io.TextIOWrapper(
-        io.BufferedWriter(_LossyFile(number, (STDOUT, STDERR)[number - 1])),
+        io.BufferedWriter(_LossyFile(number, (STDOUT, STDERR)[number - 1], output)),
         encoding=getattr(stream, "encoding", "utf-8"),
         errors="backslashreplace",
         line_buffering=number == 2 or os.isatty(number),

@@ -57,8 +57,8 @@ examples:
   as rebuilt; pass what only the lost file knew:
     megatron-sft-idx rebuild data/train --capacity 4096 --sequence-multiple 8 --pad-id 151643
 
-  both indexes are lost: the masks, and the token that every sequence ends with, tell where packs end; if they allow
-  several answers, the command says where; pass the id only if every sequence was written with it at its end:
+  both indexes are lost: where the mask is 0, and the token that every sequence ends with, tell where packs end, if they
+  allow one answer only; pass the id only if every sequence was written with it at its end:
     megatron-sft-idx rebuild data/train --eod-id 151645
 
   a build was killed: the command finds its journal, and keeps every pack that the build completed:

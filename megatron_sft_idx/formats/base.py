@@ -325,6 +325,14 @@ class PackedWriter(ABC):
         """Number, among all packs, of the pack that holds token ``token`` of the run being written."""
         return self._counts.num_packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
 
+    def _require_ids_fit(self, run: PackRun, dtype: np.dtype[Any]) -> None:
+        """SequenceError unless the ids of a run fit the integer dtype in which they are written."""
+        largest = int(np.iinfo(dtype).max)
+        if len(run.tokens) and run.tokens.max() > largest:
+            at = int(np.argmax(run.tokens))
+            reason = f"id {run.tokens[at]} in {dtype}, at most {largest}"
+            raise SequenceError(self._path, self._pack_of_token(run, at), reason)
+
     def complete(self) -> None:
         """Write what follows the last pack, so that ``reread`` can read all of it; may be called twice.
 

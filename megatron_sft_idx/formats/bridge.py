@@ -11,7 +11,6 @@ Only ``convert`` uses this module, and only where it writes Parquet.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,16 +23,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import BRIDGE_PADDING_KEY, PackedSpec, PackedWriter
 from megatron_sft_idx.packs.run import Column, PackRun
-from megatron_sft_idx.storage.publish import (
-    Identity,
-    Kind,
-    check_place,
-    head_of,
-    identity,
-    new_file,
-    remove_file,
-    resolve,
-)
+from megatron_sft_idx.storage.publish import Identity, Kind, check_place, head_of, new_file, remove_file, resolve
 
 
 @dataclass(frozen=True)
@@ -202,46 +192,29 @@ def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> I
 def publish_with_summary(writer: PackedWriter, destination: str, summary: bytes | None, *, overwrite: bool) -> None:
     """Publish a Parquet file and its summary, so that a file never stands beside the summary of another.
 
-    A kill may leave the file without a summary, or the summary without its file; the same command then finishes.
+    The old summary is removed first, and the new one is published last: a kill may leave a file without a summary,
+    which the same command replaces with ``overwrite``.
 
     Args:
         writer: of the file, complete and synced.
         destination: where the file goes.
         summary: what it says; None for a file without one.
-        overwrite: an older file and its summary may be replaced. The old summary is removed first, and the new one is
-            published last.
+        overwrite: an older file and its summary may be replaced.
 
     Raises:
         FormatError: something else has appeared at one of the places.
         OSError: the system refuses, such as on a full disk.
     """
     path = summary_path(destination)
+    old = check_summary_place(destination, overwrite=overwrite, padded=summary is not None)
     if summary is None:
-        if (old := check_summary_place(destination, overwrite=overwrite, padded=False)) is not None:
+        if old is not None:
             remove_file(resolve(path), old)
-        writer.finalize()
-        return
-    path = resolve(path)  # not before: the name may be too long where no summary is
-    is_same = head_of(path, _MAX_SUMMARY_NBYTES) == summary  # as a command leaves it that was killed
-    old = check_summary_place(destination, overwrite=overwrite or is_same, padded=True)
-    if is_same and not overwrite:
         writer.finalize()
         return
     with new_file(path, _SUMMARY_KIND, overwrite=overwrite) as new:
         new.open().write(summary)
         new.sync()
-        if overwrite:
-            remove_file(path, old)
-            writer.finalize()
-            new.publish()
-            return
-        # The summary first, since no file is there yet: a kill between the two would otherwise leave a file that the
-        # same command refuses to replace.
-        new.publish()
-    published = identity(path)
-    try:
+        remove_file(resolve(path), old)
         writer.finalize()
-    except BaseException:
-        with contextlib.suppress(FormatError, OSError):
-            remove_file(path, published)
-        raise
+        new.publish()

@@ -213,8 +213,7 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
     require_apart(written, read)
     check_destination(destination, to, overwrite=options.overwrite)
     if to == "parquet":
-        # A killed command may have left the very summary that this one will write; publishing it will tell.
-        check_summary_place(destination, overwrite=options.overwrite or padded, padded=padded)
+        check_summary_place(destination, overwrite=options.overwrite, padded=padded)
 
 
 def _reader_options(name: str, options: ConvertOptions) -> dict[str, Any]:

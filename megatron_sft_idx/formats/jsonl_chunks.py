@@ -51,7 +51,7 @@ from megatron_sft_idx.formats.base import (
     read_json_object,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, run_bounds
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
@@ -60,6 +60,8 @@ COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _BLOCK_NBYTES = 1 << 20
 _MAX_LISTED = 10
+# A digit and a comma for an id, a label and a position.
+_LEAST_TOKEN_NBYTES = 6
 _BLANK = b" \t\r\n"  # JSON's white space
 # A line of more bytes counts as a pack without a look at it: the names of the fields alone are longer.
 _MAX_BLANK_NBYTES = 64
@@ -455,14 +457,9 @@ class Reader(PackedReader):
         return run_of_lines(self.path, first, list(self._lines(first, last)))
 
     def _runs(self) -> Iterator[PackRun]:
-        lines: list[PackLine] = []
-        tokens, max_tokens = 0, fewer_tokens(RUN_TOKENS, self.columns)
-        for index, line in enumerate(self._lines(0, len(self))):
-            lines.append(line)
-            tokens += len(line.tokens)
-            if tokens >= max_tokens or index == len(self) - 1:
-                yield run_of_lines(self.path, index + 1 - len(lines), lines)
-                lines, tokens = [], 0
+        # How long packs are is not known before they are parsed, but a token takes as many bytes at least.
+        most_tokens = np.append(0, np.cumsum(self._stops - self._starts)) // _LEAST_TOKEN_NBYTES
+        return (self._run(first, last) for first, last in run_bounds(most_tokens, RUN_TOKENS))
 
     def _lines(self, first: int, last: int) -> Iterator[PackLine]:
         """The lines ``first`` up to ``last``; each chunk is opened once. SequenceError where a line is no pack."""
@@ -501,8 +498,8 @@ class Writer(PackedWriter):
         if samples_per_chunk < 1:
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0
-        # At least a digit and a comma for every id, label and position.
-        self._make_output(6 * spec.num_tokens + spec.column_nbytes(), -(-spec.num_packs // samples_per_chunk))
+        nbytes = _LEAST_TOKEN_NBYTES * spec.num_tokens + spec.column_nbytes()
+        self._make_output(nbytes, -(-spec.num_packs // samples_per_chunk))
         if spec.columns:
             with contextlib.closing(self._output.open(COLUMNS_FILE)) as file:
                 columns = {name: column.encode() for name, column in spec.columns.items()}
@@ -515,29 +512,23 @@ class Writer(PackedWriter):
         return self._output.open(name)
 
     def _append(self, run: PackRun) -> None:
-        tokens = run.tokens.astype(np.int64)
-        # A label mask is 0 at every sequence's end, so that all sequences can be shifted right at once.
-        trained = np.zeros(len(tokens), np.bool_)
-        trained[1:] = run.loss_mask[:-1]
-        labels = np.where(trained, tokens, UNTRAINED)
-        lengths = run.sequence_lengths()
-        positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        token = sequence = 0
-        sizes = zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True)
-        for pack, (length, count) in enumerate(sizes):
-            of_tokens, of_sequences = slice(token, token + length), slice(sequence, sequence + count)
-            token, sequence = of_tokens.stop, of_sequences.stop
-            rows: dict[str, slice | int] = {"token": of_tokens, "sequence": of_sequences, "pack": pack}
-            columns = {name: _json_values(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
+        for index in range(len(run)):
+            pack = run.pack(index)
+            tokens, bounds = pack["input_ids"].astype(np.int64), pack["seq_boundaries"]
+            lengths = np.diff(bounds)
+            # A label mask is 0 at every sequence's end, so that all sequences can be shifted right at once.
+            labels = np.full(len(tokens), UNTRAINED, np.int64)
+            labels[1:] = np.where(pack["loss_mask"][:-1], tokens[1:], UNTRAINED)
             line = {
-                "input_ids": tokens[of_tokens],
-                "labels": labels[of_tokens],
-                "position_ids": positions[of_tokens],
-                "lengths": lengths[of_sequences],
-                "pack_length": length,
-                "num_samples": count,
-                **({"columns": columns} if columns else {}),
+                "input_ids": tokens,
+                "labels": labels,
+                "position_ids": np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths),
+                "lengths": lengths,
+                "pack_length": len(tokens),
+                "num_samples": len(lengths),
             }
+            if run.columns:
+                line["columns"] = {name: _json_values(pack[name]) for name in run.columns}  # type: ignore[literal-required]
             if self._num_lines == self._samples_per_chunk:
                 self._chunk.close()
                 self._chunk = self._next_chunk()

@@ -459,12 +459,7 @@ class MemmapShardWriter(PackedWriter):
             pack = int(np.argmax(too_long))
             reason = f"{run.pack_lengths[pack]} tokens in rows of {self._pack_size} (pack_size); nothing is truncated"
             raise SequenceError(self._path, first + pack, reason)
-        largest = min(np.iinfo(self._dtype).max, MAX_CAPACITY)
-        if len(run.tokens) and run.tokens.max() > largest:
-            at = int(np.argmax(run.tokens > largest))
-            raise SequenceError(
-                self._path, self._pack_of_token(run, at), f"id {run.tokens[at]} in {self._dtype}, at most {largest}"
-            )
+        self._require_ids_fit(run, self._dtype)
 
     def complete(self) -> None:
         """Write the manifest, so that the folder can be read; may be called twice.

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
-from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.formats.sft_idx import spec_of
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import counts_text
+from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class JoinedShards:
-    """Several shards, read as one by a ``ShardSet``: what ``PackedDataset`` uses of a ``JoinedReader``, for shards.
+    """One or more shards, read by a ``ShardSet``: what ``PackedDataset`` uses of a ``JoinedReader``, for shards.
 
     It pickles as the ``ShardSet`` does.
 
@@ -38,8 +39,13 @@ class JoinedShards:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
-        columns: names of the columns that packs come with.
+        columns: names of the columns that packs come with; None is all of the first shard.
+        index_cache: of ``Shard``.
         read_options: ``advice`` and ``huge_pages`` of ``Shard``.
+
+    Attributes:
+        shards: the set.
+        copy: as given.
 
     Raises:
         ShardNotFoundError: a shard is not there, or a column of it.
@@ -54,56 +60,52 @@ class JoinedShards:
         *,
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
-        columns: Sequence[str] = (),
+        columns: Sequence[str] | None = (),
+        index_cache: str | None = None,
         **read_options: Any,
     ) -> None:
         options = ReadOptions.of(os.fspath(prefixes[0]), backend, **read_options)
-        self._shards = ShardSet(prefixes, backend=options, alike=False, columns=columns)
-        self._copy = copy
+        if columns is None:
+            first = ShardPaths.of(prefixes[0])
+            columns = column_names(first, read_header(first))
+        self.shards = ShardSet(prefixes, backend=options, alike=False, index_cache=index_cache, columns=columns)
+        self.copy = copy
         self.notes: list[str] = []
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The prefixes, in order."""
-        return self._shards.prefixes
+        return self.shards.prefixes
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Number of packs of each shard."""
-        return tuple(header.num_packs for header in self._shards.headers)
+        return tuple(header.num_packs for header in self.shards.headers)
 
     @property
     def spec(self) -> PackedSpec:
         """The spec of all shards together. FormatError where they come from different tokenizers."""
-        return joined_spec(self.paths[0], [spec_of(header) for header in self._shards.headers])
-
-    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Announce which packs will be read next, numbered through all shards; see ``ShardSet.schedule``."""
-        self._shards.schedule(indices)
+        return joined_spec(self.paths[0], [spec_of(header) for header in self.shards.headers])
 
     def read(self, number: int, index: int) -> Pack:
         """Pack ``index`` of shard ``number``."""
-        pack = self._shards.pack(number, index)
-        if self._copy:
+        pack = self.shards.pack(number, index)
+        if self.copy:
             pack.update({name: np.array(values) for name, values in pack.items()})  # type: ignore[typeddict-item]
         return pack
 
-    def shard(self, number: int) -> Shard:
-        """Shard ``number``, open."""
-        return self._shards.shard(number)
 
-
-# The options of ``JoinedShards``; with any other, several shards are opened by a ``JoinedReader``.
-_SHARED_OPTIONS = {"backend", "columns", "copy", *ReadOptions._fields}
+# The options of ``JoinedShards``; any other is refused by a ``JoinedReader``, as for every format.
+_SHARD_OPTIONS = {"backend", "columns", "copy", "index_cache", *ReadOptions._fields}
 
 
 class Options(TypedDict, total=False):
-    """Options of the formats' readers; the ``Reader`` of a format documents those that it takes."""
+    """Options of the formats' readers, for type checkers; ``open_dataset`` says which format takes which."""
 
     advice: Advice
     backend: BackendName | ReadOptions
     capacity: int | None
-    columns: Sequence[str]
+    columns: Sequence[str] | None
     copy: bool
     huge_pages: bool
     index_cache: str | None
@@ -127,9 +129,9 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. ``ds[i]`` is always label-aligned.
         max_open: how many files or folders are held open at once; of shards a ``ShardSet`` decides that itself.
-        options: of the format's ``Reader``: for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``; for
-            shards, Parquet, memmap folders and JSON lines ``columns``, the names of columns that packs come with. An
-            option that the format does not have is an error.
+        options: of the format's ``Reader``; for shards ``backend``, ``copy``, ``index_cache``, ``advice`` and
+            ``huge_pages`` of ``Shard``. For shards, Parquet, memmap folders and JSON lines ``columns``, the names of
+            columns that packs come with; None is all. An option that the format does not have is an error.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.
@@ -141,11 +143,16 @@ def open_dataset(
         >>> ds = open_dataset("data/train-*.parquet")
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
+    if max_open < 1:
+        raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
     name, paths = resolve_source(source, format)
-    if name == JoinedShards.name and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
-        return PackedDataset(JoinedShards(paths, **options))
+    given: dict[str, Any] = dict(options)
+    if name == JoinedShards.name:
+        if mask_alignment == "label" and given.keys() <= _SHARD_OPTIONS:
+            return PackedDataset(JoinedShards(paths, **given))
+        given = {key: value for key, value in given.items() if key not in _SHARD_OPTIONS}  # the rest is refused
     return PackedDataset(
-        JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=options),
+        JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=given),
     )
 
 
@@ -239,9 +246,9 @@ class PackedDataset:
             i += self._first_packs[-1]
         if not 0 <= i < self._first_packs[-1]:
             raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._first_packs[-1]}")
-        if len(self._first_packs) == 2 and self._files.name == JoinedShards.name:
-            self._single_shard = self._shard(0)
-            return self[i]
+        if isinstance(self._files, JoinedShards) and len(self.paths) == 1 and not self._files.copy:
+            self._single_shard = self._files.shards.shard(0)
+            return self._single_shard[i]
         number = bisect_right(self._first_packs, i) - 1
         return self._files.read(number, i - self._first_packs[number])
 
@@ -255,9 +262,7 @@ class PackedDataset:
             IndexError: no such pack.
         """
         if isinstance(self._files, JoinedShards):
-            self._files.schedule(indices)
-        elif len(self.paths) == 1 and (shard := self._shard(0)) is not None:
-            shard.schedule(indices)
+            self._files.shards.schedule(indices)
 
     def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
         """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``; a view where it is mapped.
@@ -269,16 +274,8 @@ class PackedDataset:
         number = operator.index(part)
         if not 0 <= number < len(self.paths):
             raise IndexError(f"{self.paths[0]}: part {number}, the dataset has {len(self.paths)}")
-        shard = self._shard(number)
-        if shard is None:
+        if not isinstance(self._files, JoinedShards):
             raise FormatError(
                 f"{self.paths[number]}: {self.format} has no token file to point into; convert it to sft-idx"
             )
-        return shard.read(offset, nbytes)
-
-    def _shard(self, number: int) -> Shard | None:
-        """Shard ``number``, open; None in other formats."""
-        if isinstance(self._files, JoinedShards):
-            return self._files.shard(number)
-        reader = self._files.reader(number)
-        return reader.shard if isinstance(reader, ShardReader) else None
+        return self._files.shards.shard(number).read(offset, nbytes)

@@ -53,7 +53,7 @@ from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
-from megatron_sft_idx.storage.publish import Kind
+from megatron_sft_idx.storage.publish import Kind, head_of
 
 MaskRule = Literal["all"]
 ByteOrder = Literal["big", "little"]
@@ -147,22 +147,11 @@ def require_framings(path: str) -> list[Framing]:
     """``possible_framings``, of which there is at least one. FormatError says what the file has instead."""
     if framings := possible_framings(path):
         return framings
-    with open_regular(path) as file:
-        head = file.read(_HEADER_NBYTES)
-        size = file.seek(0, os.SEEK_END)
-    little, big = (int.from_bytes(head[:_LENGTH_NBYTES], order) for order in ("little", "big"))
-    if len(head) < _HEADER_NBYTES:
-        reason = f"{size} bytes, a header alone has {_HEADER_NBYTES}; the file was cut short or is something else"
-    elif little == 0:
-        reason = "its header says no data, though some follows: its writer was stopped before the end; make it again"
-    else:
-        token_nbytes = min(int.from_bytes(head[_LENGTH_NBYTES:], order) for order in ("little", "big"))
-        reason = (
-            f"its header would say {little} bytes of data (little-endian) or {big} (big-endian), in tokens of"
-            f" {token_nbytes} bytes; expected 1, 2 or 4, and a pickled index between there and the end of {size} bytes;"
-            " the file was cut short or is something else"
-        )
-    raise FormatError(f"{path}: no .pbin of any generation: {reason}")
+    raise FormatError(
+        f"{path}: no .pbin of any generation: {os.path.getsize(path)} bytes that begin with"
+        f" {head_of(path, _HEADER_NBYTES)!r}, expected a header with the length of the data, and a pickled index from"
+        " there to the end; the file was cut short, its writer was stopped before the end, or it is something else"
+    )
 
 
 class DocumentIndex(NamedTuple):
@@ -423,13 +412,8 @@ class Writer(PackedWriter):
         self._file.write(encode_header(0, token_nbytes))
 
     def _append(self, run: PackRun) -> None:
-        tokens = np.asarray(run.tokens)
-        if len(tokens) and tokens.max() > (largest := np.iinfo(self._dtype).max):
-            at = int(np.argmax(tokens))
-            raise SequenceError(
-                self._path, self._pack_of_token(run, at), f"has id {tokens[at]}, the spec says {largest} at most"
-            )
-        self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
+        self._require_ids_fit(run, self._dtype)
+        self._file.write(as_bytes(np.ascontiguousarray(run.tokens, self._dtype)))
         self._lengths.append(run.sequence_lengths())
         if (run.pack_sequences > 1).any():
             self.lost["packs"] = "which sequences share a pack: every sequence is a document of its own"

@@ -25,8 +25,8 @@ from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
-from megatron_sft_idx.storage import is_remote, open_regular, require_local
-from megatron_sft_idx.storage.publish import Place, check_place, places_at, resolve
+from megatron_sft_idx.storage import is_remote, require_local
+from megatron_sft_idx.storage.publish import Place, check_place, describe, head_of, places_at, resolve
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -227,17 +227,13 @@ def _unknown_error(path: str, entries: Sequence[str] = ()) -> SFTIndexError:
         names = ", ".join(os.path.basename(entry) for entry in sorted(entries, key=natural_key)[:_MAX_LISTED])
         there = f"{len(entries)} entries, none of them known: {names}{', ...' if len(entries) > _MAX_LISTED else ''}"
     elif os.path.isfile(path):
-        with open_regular(path) as file:
-            head = file.read(16)
-        there = f"a file of {os.path.getsize(path)} bytes that begins with {head!r}"
-    elif os.path.isdir(path):
-        there = "an empty folder"
+        there = f"a file of {os.path.getsize(path)} bytes that begins with {head_of(os.path.realpath(path), 16)!r}"
     elif os.path.lexists(path):
-        there = "neither a file nor a folder"
-    elif not glob.has_magic(path) and paths is not None:
-        return ShardNotFoundError(path, paths.missing(), f"nothing else has this name either; {where_to_look(paths)}")
-    else:
+        there = f"{describe(path)} without data"
+    elif paths is None or glob.has_magic(path):
         there = "nothing of this name"
+    else:
+        return ShardNotFoundError(path, paths.missing(), f"nothing else has this name either; {where_to_look(paths)}")
     return FormatError(
         f"{path}: no known packed data; found {there}. Looked for {formats}."
         " Say which it is with format (--from) to hear what is wrong with it"
@@ -305,8 +301,6 @@ class JoinedReader:
         max_open: int = MAX_OPEN,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if max_open < 1:
-            raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
         self.name, self.paths, self.mask_alignment, self.max_open = name, tuple(paths), mask_alignment, max_open
         self.options = dict(options or {})
         self._identities: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fewer_tokens, window
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.opening import column_names, read_header, require_same
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
 
@@ -59,11 +58,7 @@ class Reader(PackedReader):
 
     Args:
         path: the shard's prefix, or one of its files; or the paths of a shard that is not published yet.
-        backend: of ``Shard``, as are the next four.
-        copy: hand out writable copies instead of read-only views.
-        index_cache: local folder for the index files of a remote shard; None for the usual one.
-        advice: in which order the shard will be read.
-        huge_pages: ask for huge pages.
+        columns: names of the columns that packs come with; None is all.
     """
 
     label_only = (
@@ -77,29 +72,18 @@ class Reader(PackedReader):
         self._paths = ShardPaths.of(path)
         super().__init__(self._paths.prefix, mask_alignment=mask_alignment, **options)
 
-    def _open(
-        self,
-        *,
-        backend: BackendName | ReadOptions = "mmap",
-        copy: bool = False,
-        index_cache: str | None = None,
-        advice: Advice = "normal",
-        huge_pages: bool = False,
-        columns: Sequence[str] | None = (),
-    ) -> None:
+    def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self.header = read_header(self._paths)
         self.identity = self.header.shard_id.hex()
         self._dtypes = self.header.token_dtype, self.header.mask_dtype
-        chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
-        reading = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
-        self._opening = partial(Shard, self._paths, backend=reading, copy=copy, index_cache=index_cache, columns=chosen)
-        if chosen:
-            self.columns = {name: self.shard.columns.open(name).spec for name in chosen}
+        self._chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
+        if self._chosen:
+            self.columns = {name: self.shard.columns.open(name).spec for name in self._chosen}
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, opened on first use. FormatError where another one is at the prefix by then."""
-        shard = self._opening()
+        shard = Shard(self._paths, columns=self._chosen)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 
@@ -152,8 +136,7 @@ class Writer(PackedWriter):
         )
 
     def _append(self, run: PackRun) -> None:
-        arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
-        self._writer.add_packs(*arrays, columns={name: column.values for name, column in run.columns.items()})
+        self._writer.add_run(run)
 
     def _finish(self) -> None:
         self._writer.complete()

@@ -97,15 +97,10 @@ def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.i
             raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
         # Python's integers do not overflow, so that a count of any size fails here, before memory is allocated for it.
         expected = idx_nbytes(items) + 8 * (documents - items - 1)
-        if size == expected + items and items:
-            raise FormatError(
-                f"{path}: a multimodal dataset, with a mode for each of its {items} items; only text can be SFT data"
-                " here: write its text items to a dataset of their own"
-            )
         if size != expected:
             raise FormatError(
                 f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
-                " it was cut short or changed: restore it"
+                " it was cut short or changed, or is of a multimodal dataset; only text can be SFT data here"
             )
         lengths = np.frombuffer(file.read(4 * items), "<i4").astype(np.int64)
         pointers = np.frombuffer(file.read(8 * items), "<i8").astype(np.int64)

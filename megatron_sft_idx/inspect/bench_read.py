@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.medium import Medium, MemoryLimit, cached_nbytes, drop_cache, medium_of
+from megatron_sft_idx.inspect.medium import Medium, MemoryLimit, available_nbytes, drop_cache, medium_of
 from megatron_sft_idx.inspect.read_worker import (
     SETTINGS,
     Epoch,
+    Opener,
     Order,
     ReadRequest,
     ReadTimes,
-    Sample,
     Setting,
-    Workers,
+    ShardReader,
+    run_request,
 )
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
@@ -27,15 +28,15 @@ from megatron_sft_idx.storage.progress import Advance
 EpochName = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, where the shard has as much.
 _OVER_LIMIT = 3
-# Fewer packs say little.
-_LEAST_PACKS = 256
+_LEAST_PACKS = 256  # fewer say little
+_TRIAL_PACKS = 4096  # fewer would read slower than a large sample: fewer of them use what is read ahead
 # A slow setting may take longer than its share of the time, but not by more than this.
 _PATIENCE = 2
 # What a training run is taken to read: its first epoch, and two more.
 _EPOCHS = 3
 # A setting must be faster by so much to be worth more than a simpler one.
 _MARGIN = 1.1
-_COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft", "own MiB")
+_COLUMNS = ("setting", "packs/s, cold", "MiB/s", "disk/asked", "packs/s, warm", "MiB/s", "disk/asked")
 
 
 @dataclass(frozen=True)
@@ -64,33 +65,28 @@ class BenchOptions:
         return 1 if self.limit else self.rounds
 
     @property
-    def num_requests(self) -> int:
-        """How often the sample is read, two epochs each time, if the system refuses no setting."""
-        return self.num_rounds * len(self.settings)
-
-    @property
     def epoch_seconds(self) -> float:
-        """Seconds that one epoch of one setting may take, if the whole measurement is to take ``seconds``."""
-        return self.seconds / (2 * self.num_requests)
+        """Seconds that one of the two epochs of one setting may take."""
+        return self.seconds / (2 * self.num_rounds * len(self.settings))
 
 
 @dataclass(frozen=True)
 class Subject:
     """The shard that is read: its packs, the bytes of its tokens, masks and starts, and where it lies.
 
-    ``memory_nbytes`` is the memory there is to keep the shard in, limits heeded; None where that is not known.
+    ``memory_nbytes`` is the memory there is to keep the shard in, limits heeded.
     """
 
     prefix: str
     num_packs: int
     nbytes: int
     medium: Medium
-    memory_nbytes: int | None
+    memory_nbytes: int
 
     @property
     def fits(self) -> bool:
-        """Whether memory can keep the whole shard from one epoch to the next; True where its size is not known."""
-        return self.memory_nbytes is None or self.nbytes <= self.memory_nbytes
+        """Whether memory can keep the whole shard from one epoch to the next."""
+        return self.nbytes <= self.memory_nbytes
 
 
 @dataclass
@@ -104,10 +100,6 @@ class SettingTimes:
     rounds: list[ReadTimes] = field(default_factory=list)
     refused: str | None = None
 
-    def median(self, of: Callable[[ReadTimes], float]) -> float:
-        """The median over the rounds of what ``of`` takes from each."""
-        return median(map(of, self.rounds))
-
     def epochs(self, which: EpochName) -> list[Epoch]:
         """The first or the second epochs of all rounds."""
         return [getattr(times, which) for times in self.rounds]
@@ -119,48 +111,31 @@ class SettingTimes:
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """What was measured of a shard on a sample of its packs; ``settings`` has the order of ``options.settings``.
-
-    ``still_cached_nbytes`` is the most that the page cache held of the shard right after it was dropped, over all
-    first epochs; None where the system does not tell this user.
-    """
+    """What was measured of the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
 
     subject: Subject
     options: BenchOptions
-    sample: Sample
-    still_cached_nbytes: int | None
+    sample: range
     settings: list[SettingTimes]
 
     @property
-    def rounds(self) -> list[ReadTimes]:
-        """All rounds of all settings."""
-        return [times for one in self.settings for times in one.rounds]
-
-    @property
     def cold(self) -> bool:
-        """Whether first epochs began without the shard in memory.
-
-        The page cache tells; where it may not be asked, half the bytes of a first epoch must have come from the disk.
-        """
-        if self.still_cached_nbytes is not None:
-            return self.still_cached_nbytes <= self.subject.nbytes // 100
-        return any((_amplification(one, "first") or 0) > 0.5 for one in self.settings)
+        """Whether first epochs were seen to read the disk: half of their bytes at least."""
+        return any(epoch.amplification > 0.5 for one in self.settings for epoch in one.epochs("first"))
 
     def amplification(self, one: SettingTimes, which: EpochName) -> float | None:
-        """Bytes read from the disk for each byte asked for, the median of the rounds; None where they are not counted.
+        """Bytes read from the disk for each byte asked for, the median of the rounds of a setting.
 
-        Some file systems do not count them: then no byte is said to have been read although memory held nothing.
+        None where no setting was seen to read from the disk: some file systems do not count it.
         """
-        counted = any(times.first.disk_nbytes for times in self.rounds)
-        return _amplification(one, which) if counted or not self.cold or self.still_cached_nbytes is None else None
+        counted = any(epoch.disk_nbytes for setting in self.settings for epoch in setting.epochs("first"))
+        return median(epoch.amplification for epoch in one.epochs(which)) if counted else None
 
 
-def _amplification(one: SettingTimes, which: EpochName) -> float | None:
-    ratios = [epoch.amplification for epoch in one.epochs(which)]
-    return median(ratio for ratio in ratios if ratio is not None) if ratios and None not in ratios else None
+# ---- measuring ----
 
 
-def sample_of(subject: Subject, options: BenchOptions, count: int) -> Sample:
+def sample_of(subject: Subject, order: Order, count: int) -> range:
     """``count`` packs, or all where there are fewer, chosen so that reading them is like reading the whole shard.
 
     Where memory keeps the shard, or packs are read in order, pages that the kernel reads ahead are used later in the
@@ -168,62 +143,48 @@ def sample_of(subject: Subject, options: BenchOptions, count: int) -> Sample:
     """
     whole = subject.num_packs
     count = min(count, whole)
-    if options.order == "sequential" or subject.fits:
+    if order == "sequential" or subject.fits:
         start = (whole - count) // 2
-        return Sample(start, start + count, 1, options.order)
-    step = whole // count
-    return Sample(0, count * step, step, options.order)
+        return range(start, start + count)
+    return range(0, whole // count * count, whole // count)
 
 
-def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[Sample], Epoch | None]) -> Sample:
+def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[range], Epoch | None]) -> range:
     """The packs that can be read in ``options.epoch_seconds``; under a memory limit, enough to overflow it.
 
     Args:
         subject: the shard.
         options: those whose ``packs`` is None.
-        trial: reads a sample and returns its first epoch; None where the system refuses to read it.
+        trial: reads packs and returns their first epoch; None where the system refuses to read them.
     """
-    count = _LEAST_PACKS
-    while True:
-        # A small sample reads slower than a large one: fewer of its packs use what is read ahead.
-        sample = sample_of(subject, options, count)
-        epoch = trial(sample)
-        if epoch is None:
-            return sample
-        if epoch.packs < len(sample) or len(sample) < count or epoch.seconds > options.epoch_seconds / 4:
-            break
-        count *= 4
+    sample = sample_of(subject, options.order, _TRIAL_PACKS)
+    epoch = trial(sample)
+    if epoch is None:
+        return sample
     count = max(int(epoch.rate * options.epoch_seconds), _LEAST_PACKS)
     if options.limit:
         count = max(count, _OVER_LIMIT * options.limit.nbytes * subject.num_packs // subject.nbytes)
-    return sample_of(subject, options, count)
+    return sample_of(subject, options.order, count)
 
 
-def measure_once(workers: Workers, one: SettingTimes, request: ReadRequest) -> int | None:
-    """Drop the page cache and read two epochs; adds the times to a setting, or why there are none.
-
-    Returns the bytes of the shard that the page cache held after it was dropped; None where the system does not tell.
-    """
-    paths = ShardPaths.of(request.prefix)
-    files = [path for path in paths.all if path != paths.idx]  # Megatron's own index is not read for packs
-    drop_cache(files)
-    cached = cached_nbytes(files)
+def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = ShardReader) -> None:
+    """Drop the page cache and read two epochs; adds the times to a setting, or why there are none."""
+    drop_cache(ShardPaths.of(request.prefix).all)
     try:
-        one.rounds.append(workers.run(request))
+        one.rounds.append(run_request(request, open_reader))
     except OSError as refused:
         one.refused = str(refused)
-    return cached
 
 
 def bench_read(
     prefix: str, options: BenchOptions | None = None, *, on_progress: Advance = lambda done: None
 ) -> ReadingReport:
-    """Measure every setting on one shard, each in a process of its own.
+    """Measure every setting on one shard, each time in a process of its own.
 
     Args:
         prefix: of a local shard.
         options: what is to be measured.
-        on_progress: called with 1 after each setting of each round; ``BenchOptions.num_requests`` times in all.
+        on_progress: called with 1 after each setting of each round.
 
     Raises:
         ShardNotFoundError, FormatError: the shard is bad, or has no packs.
@@ -234,35 +195,32 @@ def bench_read(
     shard = Shard(prefix, backend="pread")
     if not len(shard):
         raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
-    paths = ShardPaths.of(prefix)
     tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
-    medium = medium_of(paths.tokens)
-    limits = [nbytes for nbytes in (medium.memory_nbytes, options.limit and options.limit.nbytes) if nbytes is not None]
-    subject = Subject(paths.prefix, len(shard), tokens + loss + starts, medium, min(limits, default=None))
+    memory = min(available_nbytes(), options.limit.nbytes) if options.limit else available_nbytes()
+    paths = ShardPaths.of(prefix)
+    subject = Subject(paths.prefix, len(shard), tokens + loss + starts, medium_of(paths.tokens), memory)
     seconds = float("inf") if options.packs else _PATIENCE * options.epoch_seconds
     group = str(options.limit.folder) if options.limit else None
+
+    def measure(one: SettingTimes, sample: range) -> None:
+        measure_once(one, ReadRequest(subject.prefix, sample, one.setting, options.order, seconds, group))
+
+    def trial(sample: range) -> Epoch | None:
+        simplest = SettingTimes(options.settings[0])
+        measure(simplest, sample)
+        return simplest.rounds[0].first if simplest.rounds else None
+
+    if options.packs is None:
+        sample = largest_sample(subject, options, trial)
+    else:
+        sample = sample_of(subject, options.order, options.packs)
     settings = [SettingTimes(setting) for setting in options.settings]
-    still_cached: int | None = 0
-    with Workers() as workers:
-
-        def measure(one: SettingTimes, sample: Sample) -> None:
-            nonlocal still_cached
-            cached = measure_once(workers, one, ReadRequest(subject.prefix, sample, one.setting, seconds, group))
-            still_cached = None if cached is None or still_cached is None else max(cached, still_cached)
-
-        def trial(sample: Sample) -> Epoch | None:
-            simplest = SettingTimes(options.settings[0])
-            measure(simplest, sample)
-            return simplest.rounds[0].first if simplest.rounds else None
-
-        packs = options.packs
-        sample = largest_sample(subject, options, trial) if packs is None else sample_of(subject, options, packs)
-        for _ in range(options.num_rounds):
-            for one in settings:
-                if one.refused is None:
-                    measure(one, sample)
-                on_progress(1)
-    return ReadingReport(subject, options, sample, still_cached, settings)
+    for _ in range(options.num_rounds):
+        for one in settings:
+            if one.refused is None:
+                measure(one, sample)
+            on_progress(1)
+    return ReadingReport(subject, options, sample, settings)
 
 
 # ---- the recommendation ----
@@ -278,26 +236,21 @@ class Recommendation(NamedTuple):
 def recommend(report: ReadingReport) -> Recommendation:
     """The simplest setting that no other beats by a tenth, nor by more than the spread of its rounds.
 
-    Compared is the time of a pack over three epochs. Where memory does not keep the shard, each is like the first.
+    Compared is the time of a pack over three epochs. Where memory does not keep the shard, each is like the first,
+    although memory may keep the sample.
     """
     usable = [one for one in report.settings if one.rounds and one.refused is None]
     if not usable:
         return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.settings])
-    subject, limit = report.subject, report.options.limit
 
     def seconds(times: ReadTimes) -> float:
-        """Seconds to read a pack once in each of the epochs.
-
-        Memory may keep the sample although it cannot keep the shard. Then the second epoch says nothing of the
-        shard's, which is taken to be like the first; not so where the sample overflowed the memory limit.
-        """
-        overflowed = limit is not None and times.seen_nbytes > limit.nbytes
-        later = times.second if overflowed or subject.fits else times.first
+        """Seconds to read a pack once in each of the epochs."""
+        later = times.second if report.subject.fits else times.first
         return 1 / times.first.rate + (_EPOCHS - 1) / later.rate
 
     costs = {one.setting: [seconds(times) for times in one.rounds] for one in usable}
     best = min(costs.values(), key=median)
-    if subject.medium.kind == "network":
+    if report.subject.medium.kind == "network":
         # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
         usable.sort(key=lambda one: one.setting.backend == "mmap")
     chosen = next(
@@ -305,20 +258,17 @@ def recommend(report: ReadingReport) -> Recommendation:
         for one in usable
         if median(costs[one.setting]) <= _MARGIN * median(best) or min(costs[one.setting]) <= max(best)
     )
-    return Recommendation(chosen.setting, list(_reasons(report, chosen, usable)))
+    return Recommendation(chosen.setting, list(_reasons(report, chosen, len(usable))))
 
 
-def _reasons(report: ReadingReport, chosen: SettingTimes, usable: list[SettingTimes]) -> Iterator[str]:
-    """Why a setting was chosen of the usable ones: first where the shard lies, then what was measured."""
-    subject = report.subject
-    memory, medium = subject.memory_nbytes, subject.medium
+def _reasons(report: ReadingReport, chosen: SettingTimes, num_usable: int) -> Iterator[str]:
+    """Why a setting was chosen: first where the shard lies, then what was measured."""
+    subject, medium = report.subject, report.subject.medium
     if medium.kind == "memory":
         yield f"{medium.filesystem} keeps the shard in memory: there is no disk to save"
-    elif memory is None:
-        yield "how much memory there is could not be found out; it was taken to keep the shard"
     else:
         fit, epochs = ("fit", "only first epochs read") if subject.fits else ("do not fit", "every epoch reads")
-        size, room = shown_nbytes(subject.nbytes), shown_nbytes(memory)
+        size, room = shown_nbytes(subject.nbytes), shown_nbytes(subject.memory_nbytes)
         yield f"its {size} {fit} in the {room} there are for the page cache: {epochs} the disk"
     if medium.kind == "network":
         yield (
@@ -326,7 +276,7 @@ def _reasons(report: ReadingReport, chosen: SettingTimes, usable: list[SettingTi
             " an error, and a process that maps its files is killed"
         )
     if not report.cold and medium.kind != "memory":
-        yield "the page cache could not be dropped, so no first epoch was cold: what a disk does was not measured"
+        yield "no first epoch was seen to be cold: what a disk does was not measured"
     default = next((one for one in report.settings if one.setting == Setting()), None)
     if default is not None and default.refused:
         yield f"the default, {default.setting.name}, is refused here: {default.refused}"
@@ -336,52 +286,48 @@ def _reasons(report: ReadingReport, chosen: SettingTimes, usable: list[SettingTi
             f" {default.rate('first'):,.0f} in the first epoch, {chosen.rate('second'):,.0f} against"
             f" {default.rate('second'):,.0f} in the second"
         )
-    elif len(usable) > 1:
+    elif num_usable > 1:
         yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
-    amplified = report.amplification(chosen, "first")
-    if amplified is not None and report.cold:
-        yield f"its first epoch reads {amplified:.2f} bytes from the disk for each one that is asked for"
 
 
 # ---- the report, for programs and for people ----
 
 
-def _setting_dict(report: ReadingReport, one: SettingTimes) -> dict[str, Any]:
-    """Medians over the rounds of one setting; faults, packs and bytes are of a whole epoch."""
-    values: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
-    for which in get_args(EpochName) if one.rounds else ():
-        epochs = one.epochs(which)
-        rates = [epoch.rate for epoch in epochs]
-        whole = {"packs": "packs", "bytes": "nbytes", "hard_faults": "hard_faults", "soft_faults": "soft_faults"}
-        values[f"{which}_epoch"] = {
-            **{key: int(median(getattr(epoch, name) for epoch in epochs)) for key, name in whole.items()},
-            "packs_per_second": median(rates),
-            "slowest_packs_per_second": min(rates),
-            "fastest_packs_per_second": max(rates),
-            "median_us": median(epoch.median_us for epoch in epochs),
-            "p99_us": median(epoch.p99_us for epoch in epochs),
-            "read_amplification": report.amplification(one, which),
-        }
-    if one.rounds:
-        values["private_bytes"] = int(one.median(lambda times: times.private_nbytes))
-        values["huge_page_bytes"] = int(one.median(lambda times: times.huge_nbytes))
-    return values
+def _epoch_dict(report: ReadingReport, one: SettingTimes, which: EpochName) -> dict[str, Any]:
+    """Medians over the rounds of one setting."""
+    epochs = one.epochs(which)
+    rates = [epoch.rate for epoch in epochs]
+    return {
+        "packs": int(median(epoch.packs for epoch in epochs)),
+        "bytes": int(median(epoch.nbytes for epoch in epochs)),
+        "packs_per_second": median(rates),
+        "slowest_packs_per_second": min(rates),
+        "fastest_packs_per_second": max(rates),
+        "read_amplification": report.amplification(one, which),
+    }
 
 
 def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any]:
     """All that was measured, and the recommendation."""
+    subject, options, sample = report.subject, report.options, report.sample
+    settings = []
+    for one in report.settings:
+        values = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
+        if one.rounds:
+            values["first_epoch"] = _epoch_dict(report, one, "first")
+            values["second_epoch"] = _epoch_dict(report, one, "second")
+        settings.append(values)
     return {
-        "prefix": report.subject.prefix,
-        "packs": report.subject.num_packs,
-        "bytes": report.subject.nbytes,
-        "place": asdict(report.subject.medium),
-        "fits_in_memory": report.subject.fits,
-        "sample": {**asdict(report.sample), "packs": len(report.sample)},
-        "rounds": report.options.num_rounds,
-        "memory_limit_bytes": report.options.limit and report.options.limit.nbytes,
+        "prefix": subject.prefix,
+        "packs": subject.num_packs,
+        "bytes": subject.nbytes,
+        "place": asdict(subject.medium) | {"memory_nbytes": subject.memory_nbytes},
+        "fits_in_memory": subject.fits,
+        "sample": {"start": sample.start, "step": sample.step, "order": options.order, "packs": len(sample)},
+        "rounds": options.num_rounds,
+        "memory_limit_bytes": options.limit and options.limit.nbytes,
         "cold": report.cold,
-        "cached_bytes_when_cold": report.still_cached_nbytes,
-        "settings": [_setting_dict(report, one) for one in report.settings],
+        "settings": settings,
         "recommended": {
             "setting": advice.setting and asdict(advice.setting),
             "call": advice.setting and advice.setting.call,
@@ -392,23 +338,16 @@ def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any
 
 
 def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str]:
-    """A heading, two lines a setting, and the recommendation with its reasons."""
+    """A heading, a line a setting, and the recommendation with its reasons."""
     yield from _heading(report)
     yield ""
-    rows = [_COLUMNS, *(row for one in report.settings for row in _rows(_setting_dict(report, one)))]
+    rows = [_COLUMNS, *(_row(report, one) for one in report.settings)]
     widths = [max(len(row[column]) for row in rows if len(row) > 2) for column in range(len(_COLUMNS))]
     for row in rows:
-        names = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=False)]
-        yield "  ".join([*names, *numbers]).rstrip()
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)]
+        yield "  ".join([row[0].ljust(widths[0]), *numbers])
     yield ""
-    yield "disk/asked: bytes read from the disk for each byte of a pack. hard, soft: page faults of 1,000 packs that"
-    yield "waited for the disk, or found their page in memory. own MiB: memory that reading took, maps left out."
-    for one in report.settings:
-        if one.setting.huge_pages and one.rounds:
-            most = max(times.huge_nbytes for times in one.rounds)
-            given = f"{shown_nbytes(most)} were mapped by them" if most else "the kernel gave none"
-            yield f"huge pages were asked for, and {given} (by /proc/self/smaps)."
+    yield "cold, warm: the first epoch and the second. disk/asked: bytes read from the disk for each byte of a pack."
     yield ""
     if advice.setting is None:
         yield f"{report.subject.prefix}: cannot be read in any of these ways"
@@ -418,58 +357,38 @@ def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str
     yield from (f"- {reason}" for reason in advice.reasons)
 
 
+def _row(report: ReadingReport, one: SettingTimes) -> list[str]:
+    if one.refused is not None:
+        return [one.setting.name, f"refused: {one.refused}"]
+    cells = [one.setting.name]
+    for which in ("first", "second"):
+        epoch = _epoch_dict(report, one, which)
+        amplified, nbytes = epoch["read_amplification"], epoch["bytes"] / epoch["packs"]
+        cells.append(f"{epoch['packs_per_second']:,.0f}")
+        cells.append(f"{epoch['packs_per_second'] * nbytes / 2**20:,.0f}")
+        cells.append("not told" if amplified is None else f"{amplified:.2f}")
+    return cells
+
+
 def _heading(report: ReadingReport) -> Iterator[str]:
+    """What was read, where it lies, and whether it was read as a user would think."""
     subject, options, sample = report.subject, report.options, report.sample
-    medium, memory = subject.medium, subject.memory_nbytes
+    medium, limit = subject.medium, options.limit
     ahead = "" if medium.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(medium.read_ahead_nbytes)}"
-    room = "unknown" if memory is None else shown_nbytes(memory)
+    room = shown_nbytes(subject.memory_nbytes)
     yield f"{subject.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"
     yield f"on {medium.filesystem} ({medium.source}{ahead}), memory for the page cache: {room}"
-    if options.limit is not None:
-        yield f"under a limit of {shown_nbytes(options.limit.nbytes)}, set by a control group"
+    if limit is not None:
+        yield f"under a limit of {shown_nbytes(limit.nbytes)}, set by a control group"
     step = f", one of every {sample.step:,}" if sample.step > 1 else ""
     times = "once" if options.num_rounds == 1 else f"{options.num_rounds} times, of which the median is shown"
     yield f"read: {len(sample):,} packs from pack {sample.start:,} on{step}, {options.order}; each setting {times}"
-    yield _cold_line(report)
-    most = max((times.seen_nbytes for times in report.rounds), default=0)
-    if options.limit is not None and most <= options.limit.nbytes:
-        too_small = subject.nbytes <= options.limit.nbytes
+    if report.cold:
+        yield "page cache dropped before each first epoch"
+    else:
+        yield f"NOT COLD: {medium.filesystem} or another process kept the shard in memory, or no reads are counted here"
+    most = max((epoch.nbytes for one in report.settings for epoch in one.epochs("first")), default=0)
+    if limit is not None and most <= limit.nbytes:
+        too_small = subject.nbytes <= limit.nbytes
         remedy = "the shard is too small for it" if too_small else "read more, with --seconds or --packs"
         yield f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
-
-
-def _cold_line(report: ReadingReport) -> str:
-    """How much of the shard was in memory when first epochs began."""
-    dropped = "page cache dropped before each first epoch"
-    cached, medium = report.still_cached_nbytes, report.subject.medium
-    if cached is None:
-        seen = "bytes were read from the disk" if report.cold else "no bytes were seen to be read from the disk"
-        return f"{dropped}: the system does not tell this user what stayed, but {seen}"
-    if report.cold:
-        return f"{dropped}, and found empty" + (f" but for {shown_nbytes(cached)}" if cached else "")
-    why = f"other processes map them, or {medium.filesystem} does not drop them"
-    if medium.kind == "memory":
-        why = f"{medium.filesystem} has no other place"
-    return f"NOT COLD: {shown_nbytes(cached)} stay in memory, because {why}; first epochs did not read them from a disk"
-
-
-def _rows(one: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The rows of the table for one setting, made of its entry in ``reading_dict``."""
-    if one["refused"] is not None:
-        yield one["name"], f"refused: {one['refused']}"
-    for which in get_args(EpochName):
-        if (epoch := one.get(f"{which}_epoch")) is None:
-            continue
-        first, amplified, thousand = which == "first", epoch["read_amplification"], 1000 / epoch["packs"]
-        yield (
-            one["name"] if first else "",
-            which,
-            f"{epoch['packs_per_second']:,.0f}",
-            f"{epoch['packs_per_second'] * epoch['bytes'] / epoch['packs'] / 2**20:,.0f}",
-            f"{epoch['median_us']:,.1f}",
-            f"{epoch['p99_us']:,.1f}",
-            "not told" if amplified is None else f"{amplified:.2f}",
-            f"{epoch['hard_faults'] * thousand:,.0f}",
-            f"{epoch['soft_faults'] * thousand:,.0f}",
-            f"{one['private_bytes'] / 2**20:,.1f}" if first else "",
-        )

@@ -1,4 +1,4 @@
-"""What differs between two shards: pack by pack and, where much differs, as sets of packs and of sequences.
+"""What differs between two shards: pack by pack and, where much differs, as sets of sequences.
 
 ``here`` is the first shard in what is printed, and ``there`` the second. Ids and masks are compared by value, so that
 shards of different dtypes can be equal.
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.inspect.summary import locate_sequence
+from megatron_sft_idx.inspect.summary import column_kind, locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
@@ -24,8 +24,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.storage.progress import Update
 
-# The most hashes of sequences, and of packs, that are kept of a shard.
-_MAX_SEQUENCE_HASHES, _MAX_PACK_HASHES = 1 << 20, 1 << 18
+_MAX_HASHES = 1 << 20  # of sequences, that are kept of a shard
 _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MAX_FIELDS = 40
 # Bytes of a column that are compared at a time.
@@ -56,29 +55,25 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class SetDifference:
-    """How the packs of two shards, or their sequences, differ as multisets, whatever their order.
-
-    Two packs are the same if ids, masks and boundaries are, two sequences if ids and masks are.
+    """How the sequences of two shards differ as multisets, whatever their order and their packs.
 
     Attributes:
-        share: the part of all packs or sequences that was counted; below 1, a sample by hash, the same in both shards.
-        shared: how many are in both.
-        only_here: how many the second shard lacks, or has fewer copies of; sequences are
-            compared by ids alone.
+        share: the part of all sequences that was counted; below 1, a sample by hash, the same in both shards.
+        shared: how many are in both, with the same ids and the same mask.
+        other_mask: how many have the same ids in both and different masks.
+        only_here: how many the second shard lacks, or has fewer copies of; compared by ids alone.
         only_there: how many the first shard lacks, or has fewer copies of; likewise.
-        first_here: the first few that the second shard does not have at all: numbers of packs, or for sequences their
-            pack and number in it. A sequence is listed where its ids or its mask are not there.
-        first_there: the first few that the first shard does not have at all.
-        other_mask: of sequences, how many have the same ids in both and different masks; None of packs.
+        first_here: pack, and number in the pack, of the first few whose ids or mask the second shard does not have.
+        first_there: of the first few whose ids or mask the first shard does not have.
     """
 
     share: float
     shared: int
+    other_mask: int
     only_here: int
     only_there: int
-    first_here: tuple[Any, ...]
-    first_there: tuple[Any, ...]
-    other_mask: int | None = None
+    first_here: list[tuple[int, int]]
+    first_there: list[tuple[int, int]]
 
     @property
     def same(self) -> bool:
@@ -98,8 +93,7 @@ class Comparison:
         masks: how many mask values differ in packs of the same boundaries.
         reshaped: how many packs of the same number differ in length or boundaries.
         first: the first few differences.
-        pack_set: the packs compared as sets; None where only single values differ.
-        sequences: the sequences compared as sets; None likewise.
+        sequences: the sequences compared as sets; None where only single values differ.
         columns: what differs in columns, by name, in a few words.
     """
 
@@ -110,7 +104,6 @@ class Comparison:
     masks: int = 0
     reshaped: int = 0
     first: list[Difference] = field(default_factory=list)
-    pack_set: SetDifference | None = None
     sequences: SetDifference | None = None
     columns: dict[str, str] = field(default_factory=dict)
 
@@ -121,17 +114,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
-        values = asdict(self) | {"same": self.same, "first": [difference._asdict() for difference in self.first]}
-        if self.pack_set is not None:
-            del values["pack_set"]["other_mask"]
-        return values
+        return asdict(self) | {"same": self.same, "first": [difference._asdict() for difference in self.first]}
 
 
 def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progress: Update | None = None) -> Comparison:
     """Compares every byte of two shards in bounded memory. Open them with the backend ``pread``: maps would count.
 
     Where packs of the same number differ in shape, or in more than ``max_named`` ids, both shards are read again and
-    compared as sets of packs, and of sequences.
+    compared as sets of sequences.
 
     Args:
         here: the first shard.
@@ -158,58 +148,51 @@ def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progres
             on_progress(window.num_tokens, len(window))
         first += len(window)
     if result.reshaped or result.tokens > max_named or len(here) != len(there):
-        result.pack_set, result.sequences = set_differences(here, there, max_named)
+        result.sequences = set_difference(here, there, max_named)
     return result
 
 
 def _compare_windows(here: Window, there: Window, result: Comparison, max_named: int) -> None:
     """Adds to ``result`` how the packs of two windows differ, which must be those of the same numbers."""
-    lengths, others = np.diff(here.pack_bounds), np.diff(there.pack_bounds)
-    reshaped, differences = np.zeros(len(here), np.bool_), []
-    if not (np.array_equal(lengths, others) and np.array_equal(here.bounds, there.bounds)):
-        reshaped = (lengths != others) | (_shape_hashes(here) != _shape_hashes(there))
-    for i in np.flatnonzero(reshaped)[:max_named].tolist():
-        pair: tuple[str, Any, Any] = "length", int(lengths[i]), int(others[i])
-        if lengths[i] == others[i]:
-            pair = "boundaries", _starts(here, i), _starts(there, i)
-        differences.append(Difference(pair[0], here.first_pack + i, None, None, None, *pair[1:]))
-    # Where the tokens of packs of equal shape are in each window.
-    comparable, other_comparable = (
-        np.flatnonzero(np.repeat(~reshaped, np.diff(window.pack_bounds))) if reshaped.any() else slice(None)
-        for window in (here, there)
-    )
-    changed = reshaped.copy()
-    for what, ours, theirs in zip(("token", "mask"), here.content(), there.content(), strict=True):
-        values, others_values = ours[comparable], theirs[other_comparable]
-        differs = values != others_values
-        if values.dtype.kind == others_values.dtype.kind == "f" and differs.any():
-            differs &= ~(np.isnan(values) & np.isnan(others_values))  # damaged, but equally
-        if not len(unequal := np.flatnonzero(differs)):
-            continue
-        if what == "token":
-            result.tokens += len(unequal)
+    contents, others = here.content(), there.content()
+    pairs = ((here.bounds, there.bounds), (here.pack_bounds, there.pack_bounds), *zip(contents, others, strict=True))
+    if all(np.array_equal(ours, theirs, equal_nan=True) for ours, theirs in pairs):
+        return
+    for i in range(len(here)):
+        begin, other_begin = int(here.pack_bounds[i]), int(there.pack_bounds[i])
+        bounds, other_bounds = _bounds_of(here, i), _bounds_of(there, i)
+        pack, length = here.first_pack + i, int(bounds[-1])
+        found: list[Difference] = []
+        if length != other_bounds[-1]:
+            found.append(Difference("length", pack, None, None, None, length, int(other_bounds[-1])))
+        elif not np.array_equal(bounds, other_bounds):
+            starts, other_starts = bounds[:-1][:9].tolist(), other_bounds[:-1][:9].tolist()
+            found.append(Difference("boundaries", pack, None, None, None, starts, other_starts))
+        if found:
+            result.reshaped += 1
         else:
-            result.masks += len(unequal)
-        at, other_at = (
-            unequal if isinstance(some, slice) else some[unequal] for some in (comparable, other_comparable)
-        )
-        changed[np.searchsorted(here.pack_bounds, at, "right") - 1] = True
-        for i, j in zip(at[:max_named].tolist(), other_at[:max_named].tolist(), strict=True):
-            number = int(np.searchsorted(here.bounds, i, "right")) - 1
-            pack, sequence = here.locate(number)
-            token, position = i - int(here.bounds[number]), i - int(here.pack_bounds[pack - here.first_pack])
-            differences.append(Difference(what, pack, sequence, token, position, ours[i].item(), theirs[j].item()))
-    result.reshaped += int(np.count_nonzero(reshaped))
-    result.differing_packs += int(np.count_nonzero(changed))
-    if (room := max_named - len(result.first)) > 0:
-        result.first += sorted(differences, key=lambda one: (one.pack, one.position or 0))[:room]
+            for what, content, other in zip(("token", "mask"), contents, others, strict=True):
+                ours, theirs = content[begin : begin + length], other[other_begin : other_begin + length]
+                # What is no number is damaged, but equally.
+                unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
+                if what == "token":
+                    result.tokens += len(unequal)
+                else:
+                    result.masks += len(unequal)
+                for position in unequal[:max_named].tolist():
+                    sequence = int(np.searchsorted(bounds, position, "right")) - 1
+                    token, values = position - int(bounds[sequence]), (ours[position].item(), theirs[position].item())
+                    found.append(Difference(what, pack, sequence, token, position, *values))
+            found.sort(key=lambda one: one.position or 0)
+        result.differing_packs += bool(found)
+        result.first += found[: max_named - len(result.first)]
 
 
-def _starts(window: Window, i: int) -> list[int]:
-    """The first few starts of the window's pack ``i``."""
+def _bounds_of(window: Window, i: int) -> NDArray[np.int64]:
+    """Where the sequences of the window's pack ``i`` start in the pack, and its length."""
     first, last = window.sequence_offsets[i : i + 2].tolist()
-    starts: list[int] = (window.bounds[first : min(last, first + 9)] - window.pack_bounds[i]).tolist()
-    return starts
+    bounds: NDArray[np.int64] = window.bounds[first : last + 1] - window.pack_bounds[i]
+    return bounds
 
 
 def _header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any]]:
@@ -234,7 +217,7 @@ def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
         if left is None or right is None:
             texts[name] = f"only {'there' if left is None else 'here'}"
         elif left.spec.kind != right.spec.kind:
-            texts[name] = f"{_kind(left)} here, {_kind(right)} there"
+            texts[name] = f"{column_kind(left.spec)} here, {column_kind(right.spec)} there"
         elif len(left) != len(right):
             texts[name] = f"{counted(len(left), 'row')} here, {len(right):,} there"
         elif text := _value_difference(left, right):
@@ -242,12 +225,6 @@ def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
         elif left.spec.metadata != right.spec.metadata:
             texts[name] = "the same values, other metadata"
     return texts
-
-
-def _kind(column: ShardColumn) -> str:
-    per, dtype, width, alignment = column.spec.kind
-    labels = ", aligned with labels" if alignment == "label" else ""
-    return f"{np.dtype(dtype).name} x {width} a {per}{labels}"
 
 
 def _value_difference(left: ShardColumn, right: ShardColumn) -> str | None:
@@ -276,68 +253,44 @@ def _flat(values: Mapping[str, Any], prefix: str = "metadata") -> dict[str, Any]
 # ---- as sets ----
 
 
-def set_differences(here: Shard, there: Shard, max_named: int) -> tuple[SetDifference, SetDifference]:
-    """How two shards differ as sets of packs, and as sets of sequences whatever packs these are in.
-
-    Args:
-        here: the first shard.
-        there: the second.
-        max_named: how many packs, and sequences, of each shard are named.
-    """
-    left, right = _hash_samples(here), _hash_samples(there)
-    (packs, ids, whole), (other_packs, other_ids, other_whole) = left, right
-    pack_bits, bits = _thin_alike(packs, other_packs), _thin_alike(ids, whole, other_ids, other_whole)
-    same_ids, only_here, only_there, *_ = _compare_samples(ids, other_ids, 0)
-    shared, _, _, *first = _compare_samples(whole, other_whole, max_named)
-    located, other_located = (
-        tuple(locate_sequence(shard, number)[:2] for number in numbers)
-        for shard, numbers in zip((here, there), first, strict=True)
-    )
-    return (
-        SetDifference(0.5**pack_bits, *_compare_samples(packs, other_packs, max_named)),
-        SetDifference(0.5**bits, shared, only_here, only_there, located, other_located, max(0, same_ids - shared)),
+def set_difference(here: Shard, there: Shard, max_named: int) -> SetDifference:
+    """How two shards differ as sets of sequences, of which at most ``max_named`` of each shard are named."""
+    (ids, whole), (other_ids, other_whole) = _hash_samples(here), _hash_samples(there)
+    bits = max(sample.bits for sample in (ids, whole, other_ids, other_whole))
+    for sample in (ids, whole, other_ids, other_whole):
+        sample.thin(bits)
+    same_ids, only_here, only_there, *_ = _compare_samples(ids, other_ids)
+    shared, _, _, first_here, first_there = _compare_samples(whole, other_whole)
+    return SetDifference(
+        0.5**bits,
+        shared,
+        max(0, same_ids - shared),
+        only_here,
+        only_there,
+        [locate_sequence(here, number)[:2] for number in first_here[:max_named].tolist()],
+        [locate_sequence(there, number)[:2] for number in first_there[:max_named].tolist()],
     )
 
 
-def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample, HashSample]:
-    """Hashes of a shard's packs, of its sequences' ids, and of their ids and mask together."""
-    packs, ids, whole = map(HashSample, (_MAX_PACK_HASHES, _MAX_SEQUENCE_HASHES, _MAX_SEQUENCE_HASHES))
+def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
+    """Hashes of the ids of a shard's sequences, and of their ids and mask together."""
+    ids, whole = HashSample(_MAX_HASHES), HashSample(_MAX_HASHES)
     for window in windows(shard):
         tokens, loss = window.content()
-        both = [_native.hash_runs(values, window.pack_bounds) for values in (tokens, loss)]
-        packs.add(both[0] ^ both[1] * np.uint64(3) ^ _shape_hashes(window) * np.uint64(5), window.first_pack)
         hashes, masks = _native.hash_runs(tokens, window.bounds), _native.hash_runs(loss, window.bounds)
         ids.add(hashes, window.first_sequence)
         # The upper half decides what is kept. Without the mask in it, ``ids`` and ``whole`` keep the same sequences.
         whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.first_sequence)
-    return packs, ids, whole
+    return ids, whole
 
 
-def _shape_hashes(window: Window) -> NDArray[np.uint64]:
-    """Hashes of the sequences' starts in their packs, by pack."""
-    return _native.hash_runs(window.starts().astype(np.int32), window.sequence_offsets)
-
-
-def _thin_alike(*samples: HashSample) -> int:
-    """Thins all samples to the lowest limit among them; returns their ``bits``."""
-    bits = max(sample.bits for sample in samples)
-    for sample in samples:
-        sample.thin(bits)
-    return bits
-
-
-def _compare_samples(
-    here: HashSample, there: HashSample, max_named: int
-) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
-    """Two multisets: how many they share, how many only each has, and numbers of the first that only each has."""
+def _compare_samples(here: HashSample, there: HashSample) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64]]:
+    """Two multisets: how many they share, how many only each has, and numbers, ascending, of those only each has."""
     left, right = here.merged(), there.merged()
     _, at, other = np.intersect1d(left.hashes, right.hashes, assume_unique=True, return_indices=True)
     shared = int(np.minimum(left.times[at], right.times[other]).sum())
-    alone, other_alone = (
-        np.sort(np.delete(one.numbers, some))[:max_named] for one, some in ((left, at), (right, other))
-    )
-    only_here, only_there = (int(one.times.sum()) - shared for one in (left, right))
-    return shared, only_here, only_there, tuple(alone.tolist()), tuple(other_alone.tolist())
+    alone, other_alone = np.sort(np.delete(left.numbers, at)), np.sort(np.delete(right.numbers, other))
+    return shared, int(left.times.sum()) - shared, int(right.times.sum()) - shared, alone, other_alone
 
 
 # ---- for people ----
@@ -361,8 +314,8 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
             " which"
         )
     lines += _pack_lines(comparison)
-    if comparison.pack_set is not None and comparison.sequences is not None:
-        lines += _set_lines(comparison.pack_set, comparison.sequences)
+    if comparison.sequences is not None:
+        lines += _set_lines(comparison.sequences)
     return lines
 
 
@@ -401,32 +354,16 @@ def _difference_text(one: Difference) -> str:
     return f"{position}: mask {one.here:g} here, {one.there:g} there: {label}"
 
 
-def _set_lines(packs: SetDifference, sequences: SetDifference) -> Iterator[str]:
-    for what, within, otherwise, difference in (
-        ("pack", "order", "in another order", packs),
-        ("sequence", "packs", "packed otherwise", sequences),
-    ):
-        of = ""
-        if difference.share < 1:
-            of = f", of a sample of {100 * difference.share:.3g}% of them, chosen by hash, the same in both"
-        if difference.same:
-            yield f"both hold the same {counted(difference.shared, what)}, {otherwise}{of}"
-            return
-        verb = "is" if difference.shared == 1 else "are"
-        masks = f" {difference.other_mask:,} in both with other masks," if difference.other_mask is not None else ""
-        yield (
-            f"as {what}s, whatever their {within}{of}: {difference.shared:,} {verb} in both,"
-            f"{masks} {difference.only_here:,} only here, {difference.only_there:,} only there"
-        )
-        for where, other, named, count in (
-            ("here", "there", difference.first_here, difference.only_here),
-            ("there", "here", difference.first_there, difference.only_there),
-        ):
-            if what == "sequence":
-                yield from (
-                    f"  pack {pack}, sequence {number} {where}: not {other} like this" for pack, number in named
-                )
-            elif named:
-                yield from (f"  pack {pack} {where}: not {other}" for pack in named)
-            elif count:
-                yield f"  {where}: more copies of packs that are {other} too"
+def _set_lines(sequences: SetDifference) -> Iterator[str]:
+    of = ""
+    if sequences.share < 1:
+        of = f", of a sample of {100 * sequences.share:.3g}% of them, chosen by hash, the same in both"
+    if sequences.same:
+        yield f"both hold the same {counted(sequences.shared, 'sequence')}, packed otherwise{of}"
+        return
+    yield (
+        f"as sequences, whatever their packs{of}: {sequences.shared:,} in both, {sequences.other_mask:,} in both with"
+        f" other masks, {sequences.only_here:,} only here, {sequences.only_there:,} only there"
+    )
+    yield from (f"  pack {pack}, sequence {number} here: not there like this" for pack, number in sequences.first_here)
+    yield from (f"  pack {pack}, sequence {number} there: not here like this" for pack, number in sequences.first_there)

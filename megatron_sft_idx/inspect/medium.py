@@ -1,9 +1,8 @@
-"""The medium a file lies on, what of it the page cache holds, and the memory for that, which a control group limits."""
+"""The medium a file lies on, and the memory for the page cache, which a control group limits."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import time
@@ -12,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
 
 MediumKind = Literal["disk", "network", "memory"]
 # Of the two versions of control groups, the file that limits memory.
 _LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"
+_GROUPS = Path("/sys/fs/cgroup")
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs"),
@@ -29,21 +26,19 @@ _NETWORK = {
 
 @dataclass(frozen=True)
 class Medium:
-    """What a file is stored on, and the memory that may cache it.
+    """What a file is stored on.
 
     Attributes:
         filesystem: type of the file system, such as ``ext4``.
         source: its device or server.
         kind: where it keeps its bytes; most file systems in user space are network ones, so all count as such.
         read_ahead_nbytes: the most that the kernel reads at once when one page is needed; None where unknown.
-        memory_nbytes: what the page cache may take, limits of the control groups heeded; None where unknown.
     """
 
     filesystem: str
     source: str
     kind: MediumKind
     read_ahead_nbytes: int | None
-    memory_nbytes: int | None
 
 
 def medium_kind(filesystem: str) -> MediumKind:
@@ -60,48 +55,31 @@ def medium_of(path: str) -> Medium:
     with contextlib.suppress(OSError):
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         ahead = int(setting.read_text()) * 1024
-    return Medium(mount.filesystem, mount.source, medium_kind(mount.filesystem), ahead, _memory_nbytes())
-
-
-# ---- the mount table ----
+    return Medium(mount.filesystem, mount.source, medium_kind(mount.filesystem), ahead)
 
 
 class Mount(NamedTuple):
-    """One line of ``/proc/self/mountinfo``.
-
-    Attributes:
-        folder: where it is mounted.
-        root: the folder of the file system that is mounted there.
-        filesystem: its type.
-        source: its device or server.
-        options: of the file system.
-    """
+    """Where a file system is mounted, its type, and its device or server."""
 
     folder: str
-    root: str
     filesystem: str
     source: str
-    options: list[str]
-
-
-def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
-    """All mounts, in the kernel's order."""
-    with open(table, encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            head, _, tail = line.rstrip("\n").partition(" - ")
-            names = [*head.split(" ")[3:5], *tail.split(" ")[:2]]
-            # The table has a backslash and 040 for a blank.
-            root, folder, filesystem, source = (
-                re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name) for name in names
-            )
-            yield Mount(folder, root, filesystem, source, tail.split(" ")[2].split(","))
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
     """The mount that a path lies on: that of the longest folder above it, and of several there the last one."""
     real = os.path.realpath(path)
-    above = [mount for mount in mounts(table) if os.path.commonpath([mount.folder, real]) == mount.folder]
-    return max(reversed(above), key=lambda mount: len(mount.folder))
+    found = Mount("", "", "")
+    with open(table, encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            head, _, tail = line.rstrip("\n").partition(" - ")
+            names = (head.split(" ")[4], *tail.split(" ")[:2])
+            # The table has a backslash and 040 for a blank.
+            mount = Mount(*(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name) for name in names))
+            is_above = os.path.commonpath([mount.folder, real]) == mount.folder
+            if is_above and len(mount.folder) >= len(found.folder):
+                found = mount
+    return found
 
 
 # ---- the page cache ----
@@ -116,57 +94,37 @@ def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
         drop_cached(path)
 
 
-def cached_nbytes(paths: Iterable[str]) -> int | None:
-    """How many bytes of files are in the page cache; None where the system does not tell this user."""
-    total = 0
-    for path in paths:
-        if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK):
-            return None
-        with open(path, "rb", buffering=0) as file:
-            if not (nbytes := os.fstat(file.fileno()).st_size):
-                continue
-            with mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) as mapped:
-                view = np.frombuffer(mapped, np.uint8)
-                total += _native.resident_nbytes(view)
-                del view
-    return total
-
-
 # ---- memory, and control groups ----
 
 
-def _memory_nbytes() -> int | None:
-    """Available memory, or the least limit of this process's control groups where that is less; None where unknown."""
+def available_nbytes() -> int:
+    """What the page cache may take: available memory, or the least limit of this process's control groups."""
     with open("/proc/meminfo") as file:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
-    if (group := _control_group("memory")) is not None:
-        folder, name = group
-        while (limit := folder / name).is_file():
-            text = limit.read_text().strip()
-            if text != "max":
-                found.append(int(text))
-            folder = folder.parent
-    return min(found, default=None)
+    group = _limit_of_group()
+    while group is not None and group.is_file():
+        text = group.read_text().strip()
+        if text != "max":
+            found.append(int(text))
+        group = group.parent.parent / group.name
+    return min(found)
 
 
-def _control_group(controller: str) -> tuple[Path, str] | None:
-    """The folder of this process's control group, and its file that limits memory; None where there is none.
+def _limit_of_group() -> Path | None:
+    """The file that limits the memory of this process's control group; None where there is none.
 
-    Args:
-        controller: such as ``memory``. Version 1 has a hierarchy for each, version 2 one for all.
+    Version 1 of control groups has a hierarchy for memory, version 2 one for all. In a container only a part of the
+    hierarchy may be mounted, while the path of the group begins at its root.
     """
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return None
     paths = {name: path for _, names, path in lines for name in names.split(",")}
-    for name, filesystem, limit in ((controller, "cgroup", _LIMIT_1), ("", "cgroup2", _LIMIT_2)):
-        for mount in mounts():
-            is_hierarchy = mount.filesystem == filesystem and (not name or name in mount.options)
-            # In a container the mount may show only a part of the hierarchy while the path begins at its root.
-            for below in (os.path.relpath(paths[name], mount.root), ".") if name in paths and is_hierarchy else ():
-                if not below.startswith("..") and (folder := Path(mount.folder, below)).is_dir():
-                    return folder, limit
+    for name, root, limit in (("memory", _GROUPS / "memory", _LIMIT_1), ("", _GROUPS, _LIMIT_2)):
+        for folder in (root / paths[name].lstrip("/"), root) if name in paths else ():
+            if (folder / "cgroup.procs").is_file():
+                return folder / limit
     return None
 
 
@@ -203,10 +161,11 @@ def memory_limit(nbytes: int) -> Iterator[MemoryLimit]:
 
 def _make_group(nbytes: int) -> Path:
     reason = "there is no memory controller of control groups"
-    if (found := _control_group("memory")) is not None:
-        own, name = found
+    limit = _limit_of_group()
+    if limit is not None:
+        own = limit.parent
         # In version 2 a group that has processes has no limited groups below it, but may have them beside it.
-        for parent in (own, own.parent) if name == _LIMIT_2 else (own,):
+        for parent in (own, own.parent) if limit.name == _LIMIT_2 else (own,):
             folder = parent / f"megatron-sft-idx-{os.getpid()}"
             try:
                 folder.mkdir()
@@ -215,7 +174,7 @@ def _make_group(nbytes: int) -> Path:
                 continue
             try:
                 # Mode r+, as this file must not be made: it is there if the kernel's memory controller is.
-                with open(folder / name, "r+") as file:
+                with open(folder / limit.name, "r+") as file:
                     file.write(str(nbytes))
                 return folder
             except OSError as error:

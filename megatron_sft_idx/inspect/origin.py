@@ -62,9 +62,7 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
         raise FormatError(f"{shard.prefix}: has no column {SOURCE}; preprocess writes it, but not with --no-source")
     name, _, line = text.rpartition(":")
     if not names:
-        raise FormatError(
-            f"{shard.prefix}: its column {SOURCE} names no input files, so no row can be looked up by file and line"
-        )
+        raise FormatError(f"{shard.prefix}: its column {SOURCE} names no input files to look a line up in")
     if name not in names or not re.fullmatch("[0-9]{1,18}", line) or int(line) < 1:
         listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise FormatError(f"{text}: expected a file and a line of it, such as {names[0]}:1; files are {listed}")
@@ -96,7 +94,7 @@ class FileCounts(NamedTuple):
         rows: rows that sequences were made from.
         sequences: sequences made from them.
         tokens: tokens of these sequences.
-        trained: share of the tokens that is trained on; None where no masks of the file were read.
+        trained: share of the tokens that is trained on.
         cut: sequences of the length to which longer ones were split or truncated.
         copies: sequences whose ids equal those of an earlier one of the file.
         elsewhere: sequences, copies not counted, whose ids another file has too.
@@ -106,7 +104,7 @@ class FileCounts(NamedTuple):
     rows: int
     sequences: int
     tokens: int
-    trained: float | None
+    trained: float
     cut: int
     copies: int
     elsewhere: int
@@ -123,7 +121,7 @@ class SourceCounts:
     def __init__(self, names: Sequence[str], header: Header) -> None:
         self._names = [*names[:_MAX_FILES]]
         size = len(self._names) + 1  # the last is for sequences of files without a name
-        self._sequences, self._tokens, self._cut, self._read, self._trained = np.zeros((5, size), np.int64)
+        self._sequences, self._tokens, self._cut, self._trained = np.zeros((4, size), np.int64)
         self._rows, self._ids = HashSample(), HashSample()
         self._longest = cut_length(header)
 
@@ -132,24 +130,17 @@ class SourceCounts:
         """Whether rows and copies are counts, not estimates from a sample of hashes."""
         return not (self._rows.bits or self._ids.bits)
 
-    def _file_of(self, window: Window) -> NDArray[np.int64]:
-        files: NDArray[np.int64] = np.minimum(window.columns[SOURCE].values[:, 0], len(self._names)).astype(np.int64)
-        return files
-
-    def add_index(self, window: Window) -> None:
-        """Add what the indexes and the column say of a window."""
-        files, lengths = self._file_of(window), np.diff(window.bounds)
+    def add(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
+        """Add the sequences of a window, with the number of trained tokens and the hash of the ids of each."""
+        origins = window.columns[SOURCE].values.astype(np.uint64)
+        files = np.minimum(origins[:, 0], len(self._names)).astype(np.int64)
+        lengths = np.diff(window.bounds)
         self._sequences += self._counted(files)
         self._tokens += self._counted(files, lengths)
         self._cut += self._counted(files, lengths == self._longest)
-        origins = window.columns[SOURCE].values.astype(np.uint64)
-        self._rows.add(_with_file(_mixed(origins[:, 0] << np.uint64(32) | origins[:, 1]), files), window.first_sequence)
-
-    def add_content(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
-        """Add trained tokens and hashes of ids of a window, one of each a sequence."""
-        files = self._file_of(window)
         self._trained += self._counted(files, trained)
-        self._read += self._counted(files, np.diff(window.bounds))
+        rows = _mixed(origins[:, 0] << np.uint64(32) | origins[:, 1])
+        self._rows.add(_with_file(rows, files), window.first_sequence)
         self._ids.add(_with_file(hashes, files), window.first_sequence)
 
     def _counted(self, files: NDArray[np.int64], weights: NDArray[Any] | None = None) -> NDArray[np.int64]:
@@ -166,16 +157,15 @@ class SourceCounts:
             self._sequences,
             self._tokens,
             self._trained,
-            self._read,
             self._cut,
             self._counted(file_of_id, ids.times - 1) << self._ids.bits,
             self._counted(file_of_id, shared) << self._ids.bits,
         ]
         files = []
         for name, values in zip([*self._names, "files not named"], np.stack(counts, 1).tolist(), strict=True):
-            num_rows, sequences, tokens, trained, read, *rest = values
+            rows_of_file, sequences, tokens, trained, *rest = values
             if sequences:
-                files.append(FileCounts(name, num_rows, sequences, tokens, trained / read if read else None, *rest))
+                files.append(FileCounts(name, rows_of_file, sequences, tokens, trained / tokens, *rest))
         return files
 
 

@@ -46,32 +46,6 @@
     show(pack);
   }
 
-  // Where the sequences of a line of an input file are: a link where one is on the page, else the command that shows it.
-  const place = document.getElementById("place");
-  const found = document.getElementById("found");
-
-  function find() {
-    const known = JSON.parse(document.getElementById("places").textContent);
-    const [, name, line] = /^(.*):(\d+)$/.exec(place.value.trim()) ?? [];
-    const file = known.names ? known.names.indexOf(name) : name ? 0 : -1;
-    found.replaceChildren();
-    if (!place.value.trim()) return;
-    if (file < 0) return found.append("a file and a line of it, such as " + place.placeholder);
-    if (!known.files) return found.append(`too many for a page: megatron-sft-idx inspect PREFIX --row '${name}:${line}'`);
-    let pack = 0, first = 0;
-    known.files.forEach((other, number) => {
-      while (number - first >= known.counts[pack]) first += known.counts[pack++];
-      if (other !== file || known.rows[number] !== line - 1) return;
-      const id = `pack-${pack}-sequence-${number - first}`;
-      const shown = document.createElement(document.getElementById(id) ? "a" : "span");
-      if (shown.tagName === "A") shown.href = "#" + id;
-      shown.append(`pack ${pack}, sequence ${number - first}`);
-      if (found.childNodes.length) found.append("; ");
-      found.append(shown);
-    });
-    if (!found.childNodes.length) found.append("no sequence was made from it");
-  }
-
   // A sequence's text is cut into its tokens when the pointer first comes to it.
   function cutIntoTokens(sequence) {
     const tokens = sequence.dataset.ids.split(" ");
@@ -95,7 +69,6 @@
     const sequence = event.target.closest?.("[data-ids]");
     if (sequence) cutIntoTokens(sequence);
   });
-  place?.addEventListener("input", find);
   if (choose) choose.hidden = false;
   choose?.addEventListener("input", arrange);
   addEventListener("hashchange", showLinked);

@@ -1,11 +1,9 @@
-"""What a shard holds, counted in one pass, as lines for people and plain values for programs.
-
-What the indexes say is counted in full. Ids and masks are read in full up to ``CONTENT_TOKENS``; of larger shards,
-they are read in evenly spread windows, and counts of them say that they are a sample's.
-"""
+"""What a shard holds, counted in one pass, as lines for people and plain values for programs."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +18,12 @@ from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, or
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, listed_columns
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Update
 
-# The most tokens whose ids and masks are read, which takes a few seconds.
-CONTENT_TOKENS = 1 << 29
 PERMILLE = 1000
 _MAX_REMARKS = 4
 _LOSSES = {
@@ -49,6 +46,18 @@ class Remark(NamedTuple):
         return f"pack {self.pack}" + ("" if self.sequence is None else f", sequence {self.sequence}")
 
 
+# Kinds of packs, and of sequences, that somebody should look at: what is counted, and what is said of each.
+_FLAGS = {
+    "All masked": ("pack", "no token is trained on"),
+    "All trained": ("pack", "every token is trained on"),
+    "Cut mid-turn": ("sequence", "ends in a trained token"),
+    "One-token sequences": ("sequence", "{tokens}"),
+}
+# The largest of packs, and what makes them large.
+_LARGEST = {"Most sequences": "sequence", "Costliest attention": "pair of tokens", "Least filled": "token"}
+_PLURALS = {"pair of tokens": "pairs of tokens"}
+
+
 @dataclass(frozen=True, slots=True)
 class Oddity:
     """One kind of packs or sequences that somebody should look at: the largest, or what is rarely intended.
@@ -58,7 +67,7 @@ class Oddity:
         count: how many there are of the kind; None where the largest are listed, which are not counted.
         unit: what is counted, in the singular.
         remarks: the first few of the kind, or the largest.
-        exact: whether ``count`` is of the whole shard, not of a sample.
+        exact: whether ``count`` is of the whole shard, not of a sample of its hashes.
     """
 
     kind: str
@@ -79,48 +88,32 @@ class Survey:
     """The counts of a shard, to which each window is added.
 
     Attributes:
-        header: the shard's header.
+        shard: what is counted.
+        header: its header.
         nbytes: size of each file, by suffix.
-        columns: kind and size of each column, by name, and whether the shard was written with it (``listed``).
         sequence_lengths: tokens of every sequence.
         pack_lengths: tokens of every pack.
         sequences: number of sequences of every pack.
         cost: pairs of tokens that attend to each other in every pack.
-        trained, sequence_trained: the trained share of the tokens of every pack, and sequence, whose mask was read, in
-            thousandths, rounded.
-        read_packs: number of packs whose ids and masks were read.
+        trained, sequence_trained: the trained share of the tokens of every pack, and sequence, in thousandths, rounded.
         sources: counts by input file; None where the shard does not say where its sequences came from.
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._shard, self.header = shard, shard.header
+        self.shard, self.header = shard, shard.header
         digests = zip(DATA_SUFFIXES, self.header.digests, strict=True)
         self.nbytes = {suffix: digest.nbytes for suffix, digest in digests} | {".seq.idx": self.header.seq_idx_nbytes}
         self.nbytes |= {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
-        self.columns: dict[str, dict[str, Any]] = {}
-        listed = listed_columns(self.header.metadata)
-        for name, column in shard.columns.items():
-            spec = column.spec
-            kind = {"per": spec.per, "dtype": spec.dtype.name, "width": spec.width, "alignment": spec.alignment}
-            self.columns[name] = {**kind, "nbytes": column.header.nbytes, "listed": name in listed}
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
         self.sequences, self.cost = Tally(self.header.most_sequences), Tally(longest * (longest + 1) // 2)
         self.trained, self.sequence_trained = Tally(PERMILLE), Tally(PERMILLE)
-        self.read_packs = self._single_sequences = self._whole_packs = self._cut_sequences = 0
         self._cut_length = cut_length(self.header)
-        self._masked, self._whole, self._cut, self._single, self._longest = (
-            LargestValues(_MAX_REMARKS) for _ in range(5)
-        )
-        self._costliest, self._most_sequences, self._emptiest = (LargestValues(_MAX_REMARKS) for _ in range(3))
+        self._counts: Counter[str] = Counter()  # of the kinds of ``_FLAGS``
+        self._largest = {kind: LargestValues(_MAX_REMARKS) for kind in (*_FLAGS, "Longest sequences", *_LARGEST)}
         self._repeats = HashSample()
         self.names = source_names(shard)
         self.sources = None if self.names is None else SourceCounts(self.names, shard.header)
-
-    @property
-    def complete(self) -> bool:
-        """Whether ids and masks of all packs were read."""
-        return self.read_packs == self.header.num_packs
 
     @property
     def fill(self) -> float:
@@ -133,58 +126,50 @@ class Survey:
         """Attention pairs of the costliest pack divided by their mean over all packs."""
         return self.cost.largest / self.cost.mean if self.cost.total else 0.0
 
-    def add_index(self, window: Window) -> None:
-        """Add what the indexes say of a window. FormatError: packs are larger than the header says (rule H9)."""
-        first, begins = window.first_pack, window.sequence_offsets[:-1]
+    def add(self, window: Window) -> None:
+        """Add what a window holds. FormatError: packs are larger than the header says (rule H9)."""
+        ids, loss = window.content()
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
-        counts = np.diff(window.sequence_offsets)
+        begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
         # A tally has no room for larger values.
         self._require_at_most("longest_pack", pack_lengths, self.header.longest_pack)
         self._require_at_most("most_sequences", counts, self.header.most_sequences)
-        cost, single = np.add.reduceat(lengths * (lengths + 1) // 2, begins), lengths == 1
+        cost = np.add.reduceat(lengths * (lengths + 1) // 2, begins)
+        trained = _native.count_positive(loss, window.bounds)
+        of_packs = np.add.reduceat(trained, begins)
         self.sequence_lengths.add(lengths)
         self.pack_lengths.add(pack_lengths)
         self.sequences.add(counts)
         self.cost.add(cost)
-        self._single_sequences += int(np.count_nonzero(single))
-        self._single.add(first, np.logical_or.reduceat(single, begins))
-        self._costliest.add(first, cost)
-        self._most_sequences.add(first, counts)
-        self._longest.add(window.first_sequence, lengths)
-        self._emptiest.add(first, -pack_lengths)
+        self.sequence_trained.add(_permille(trained, lengths))
+        self.trained.add(_permille(of_packs, pack_lengths))
+        # Entry j of a mask is of token j + 1: the last token has the entry before the last one.
+        is_cut = (lengths == (self._cut_length or 0)) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
+        # The first token of a sequence is never trained on, as nothing predicts it.
+        is_whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
+        values = {"All masked": of_packs == 0, "All trained": is_whole}
+        values |= {"Most sequences": counts, "Costliest attention": cost, "Least filled": -pack_lengths}
+        for kind, of_each in values.items():
+            self._add_values(kind, window.first_pack, of_each)
+        values = {"Cut mid-turn": is_cut, "One-token sequences": lengths == 1, "Longest sequences": lengths}
+        for kind, of_each in values.items():
+            self._add_values(kind, window.first_sequence, of_each)
+        hashes = _native.hash_runs(ids, window.bounds)
+        self._repeats.add(hashes, window.first_sequence)
         if self.sources is not None:
-            self.sources.add_index(window)
+            self.sources.add(window, trained, hashes)
+
+    def _add_values(self, kind: str, first: int, values: NDArray[Any]) -> None:
+        self._largest[kind].add(first, values)
+        if kind in _FLAGS:
+            self._counts[kind] += int(np.count_nonzero(values))
 
     def _require_at_most(self, name: str, values: NDArray[np.int64], stated: int) -> None:
         if (largest := int(values.max())) > stated:
             raise FormatError(
-                f"{self._shard.prefix}: {name} {stated} in the header, {largest} by the data (rule H9);"
+                f"{self.shard.prefix}: {name} {stated} in the header, {largest} by the data (rule H9);"
                 " megatron-sft-idx rebuild derives the header anew"
             )
-
-    def add_content(self, window: Window) -> None:
-        """Add what the ids and masks of a window say."""
-        ids, loss = window.content()
-        trained, lengths = _native.count_positive(loss, window.bounds), np.diff(window.bounds)
-        self.sequence_trained.add(_permille(trained, lengths))
-        if self._cut_length:
-            # Entry j of a mask is of token j + 1: the last token has the entry before the last one.
-            cut = (lengths == self._cut_length) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
-            self._cut_sequences += int(np.count_nonzero(cut))
-            self._cut.add(window.first_sequence, cut)
-        begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
-        of_packs, pack_lengths = np.add.reduceat(trained, begins), np.diff(window.pack_bounds)
-        self.trained.add(_permille(of_packs, pack_lengths))
-        # The first token of a sequence is never trained on, as nothing predicts it.
-        whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
-        self._whole_packs += int(np.count_nonzero(whole))
-        self._masked.add(window.first_pack, of_packs == 0)
-        self._whole.add(window.first_pack, whole)
-        hashes = _native.hash_runs(ids, window.bounds)
-        self._repeats.add(hashes, window.first_sequence)
-        if self.sources is not None:
-            self.sources.add_content(window, trained, hashes)
-        self.read_packs += len(window)
 
     @cached_property
     def odd(self) -> list[Oddity]:
@@ -192,48 +177,45 @@ class Survey:
 
         Kinds that list the largest are empty where all packs, or sequences, are equally large.
         """
-        masked = _flagged(self._masked, "no token is trained on")
-        whole = _flagged(self._whole, "every token is trained on")
-        single = _flagged(self._single, "has a sequence of one token")
-        cut = [self._sequence(number, "ends in a trained token") for is_so, number in self._cut.pairs if is_so]
-        cuts = None if self._cut_length is None else self._cut_sequences
-        copies, groups = self._repeats.repeated(_MAX_REMARKS)
+        odd = []
+        for kind, (unit, note) in _FLAGS.items():
+            numbers = [number for is_so, number in self._largest[kind].pairs if is_so]
+            remarks = [
+                Remark(number, None, note) if unit == "pack" else self._sequence(number, note) for number in numbers
+            ]
+            is_known = kind != "Cut mid-turn" or self._cut_length is not None
+            odd.append(Oddity(kind, self._counts[kind] if is_known else None, unit, remarks))
+        times = self._repeats.merged().times
         repeated = [
-            self._sequence(number, f"{{tokens}}, {times:,} times")
-            for times, numbers in groups
-            for number in numbers[:2]
+            self._sequence(number, f"{{tokens}}, {count:,} times")
+            for count, number in self._repeats.most_repeated(_MAX_REMARKS)
         ]
-        longest = [self._sequence(number, "{tokens}") for _, number in self._longest.pairs]
-        # A pack as long as the longest is not odd, even where it is among the four shortest.
-        emptiest = [(-length, pack) for length, pack in self._emptiest.pairs if -length < self.header.longest_pack]
-        most, costliest = self._most_sequences.pairs, self._costliest.pairs
-        return [
-            Oddity("All masked", self.header.num_masked_packs, "pack", masked),
-            Oddity("All trained", self._whole_packs, "pack", whole, self.complete),
-            Oddity("Cut mid-turn", cuts, "sequence", cut, self.complete),
-            Oddity("One-token sequences", self._single_sequences, "sequence", single),
-            Oddity("Repeated sequences", copies, "copy", repeated, self.complete and not self._repeats.bits),
-            Oddity("Longest sequences", None, "", [] if self.sequence_lengths.is_constant else longest),
-            Oddity("Most sequences", None, "", [] if self.sequences.is_constant else _packs(most, "sequence")),
-            Oddity(
-                "Costliest attention", None, "", [] if self.cost_spread == 1 else _packs(costliest, "pair of tokens")
-            ),
-            Oddity("Least filled", None, "", _packs(emptiest, "token")),
-        ]
+        num_copies = int(times.sum()) - len(times)
+        odd.append(Oddity("Repeated sequences", num_copies, "copy", repeated, not self._repeats.bits))
+        longest = [self._sequence(number, "{tokens}") for _, number in self._largest["Longest sequences"].pairs]
+        odd.append(Oddity("Longest sequences", None, "", [] if self.sequence_lengths.is_constant else longest))
+        tallies = {
+            "Most sequences": self.sequences,
+            "Costliest attention": self.cost,
+            "Least filled": self.pack_lengths,
+        }
+        for kind, unit in _LARGEST.items():
+            pairs = [] if tallies[kind].is_constant else self._largest[kind].pairs
+            if kind == "Least filled":
+                # A pack as long as the longest is not odd, even where it is among the four shortest.
+                pairs = [(-length, pack) for length, pack in pairs if -length < self.header.longest_pack]
+            remarks = [Remark(pack, None, counted(value, unit, _PLURALS.get(unit))) for value, pack in pairs]
+            odd.append(Oddity(kind, None, "", remarks))
+        return odd
 
     def _sequence(self, number: int, note: str) -> Remark:
         """A remark on sequence ``number`` of the shard; its length replaces ``{tokens}``, its origin is added."""
-        pack, sequence, length = locate_sequence(self._shard, number)
+        pack, sequence, length = locate_sequence(self.shard, number)
         note = note.format(tokens=counted(length, "token"))
         if self.names is not None:
-            origin = self._shard.columns[SOURCE].values[number : number + 1][0].tolist()
+            origin = self.shard.columns[SOURCE].values[number : number + 1][0].tolist()
             note = f"{note}, {origin_name(self.names, origin)}"
         return Remark(pack, sequence, note)
-
-
-def _flagged(flags: LargestValues, note: str) -> list[Remark]:
-    """A remark on each pack whose flag is true."""
-    return [Remark(pack, None, note) for is_so, pack in flags.pairs if is_so]
 
 
 def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -242,41 +224,28 @@ def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.i
     return shares
 
 
-def _packs(pairs: Sequence[tuple[int, int]], unit: str) -> list[Remark]:
-    plural = "pairs of tokens" if unit == "pair of tokens" else None
-    return [Remark(pack, None, counted(value, unit, plural)) for value, pack in pairs]
-
-
 def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
     """Where sequence ``number`` of a shard is: its pack, its number in the pack, and its length in tokens."""
     offsets = shard.files.sequence_offsets
-    low, high = 0, len(shard)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if offsets[middle : middle + 1][0] <= number else (low, middle)
-    sequence = number - int(offsets[low : low + 1][0])
-    start, stop = shard[low]["seq_boundaries"][sequence : sequence + 2].tolist()
-    return low, sequence, stop - start
+    pack = bisect_right(range(len(shard)), number, key=lambda i: int(offsets[i : i + 1][0])) - 1
+    sequence = number - int(offsets[pack : pack + 1][0])
+    start, stop = shard[pack]["seq_boundaries"][sequence : sequence + 2].tolist()
+    return pack, sequence, stop - start
 
 
-def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, on_progress: Update | None = None) -> Survey:
+def survey_shard(shard: Shard, *, on_progress: Update | None = None) -> Survey:
     """Counts a shard in bounded memory. Open it with the backend ``pread``: maps would count as memory.
 
     Args:
         shard: the shard.
-        content_tokens: about the most tokens whose ids and masks are read; one window is always read.
         on_progress: called after each window with its tokens and packs.
 
     Raises:
         FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
     """
     survey = Survey(shard)
-    # Every stride-th window is read; the first always is.
-    stride = max(1, -(-shard.header.num_tokens // max(1, content_tokens)))
-    for number, window in enumerate(windows(shard, columns=[] if survey.sources is None else [SOURCE])):
-        survey.add_index(window)
-        if number % stride == 0:
-            survey.add_content(window)
+    for window in windows(shard, columns=[] if survey.sources is None else [SOURCE]):
+        survey.add(window)
         if on_progress:
             on_progress(window.num_tokens, len(window))
     return survey
@@ -311,20 +280,36 @@ def losses(header: Header) -> dict[str, int]:
 # ---- the summary, for people and for programs ----
 
 
-def column_lines(survey: Survey) -> Iterator[tuple[str, str]]:
+def column_kind(spec: ColumnSpec) -> str:
+    """``float32 x 1 a pack``."""
+    labels = ", aligned with labels" if spec.alignment == "label" else ""
+    return f"{spec.dtype.name} x {spec.width} a {spec.per}{labels}"
+
+
+def column_lines(shard: Shard) -> Iterator[tuple[str, str]]:
     """A heading for each column, and what it is in a few words."""
-    for name, column in survey.columns.items():
-        labels = ", aligned with labels" if column["alignment"] == "label" else ""
-        origin = "written with the shard" if column["listed"] else "attached"
-        kind = f"{column['dtype']} x {column['width']} a {column['per']}{labels}"
-        yield f"column {name}", f"{kind}, {column['nbytes']:,} bytes, {origin}"
+    listed = listed_columns(shard.header.metadata)
+    for name, column in shard.columns.items():
+        origin = "written with the shard" if name in listed else "attached"
+        yield f"column {name}", f"{column_kind(column.spec)}, {column.header.nbytes:,} bytes, {origin}"
+
+
+def _columns_dict(shard: Shard) -> dict[str, dict[str, Any]]:
+    """Kind and size of each column, by name, and whether the shard was written with it (``listed``)."""
+    listed = listed_columns(shard.header.metadata)
+    columns = {}
+    for name, column in shard.columns.items():
+        spec = column.spec
+        kind = {"per": spec.per, "dtype": spec.dtype.name, "width": spec.width, "alignment": spec.alignment}
+        columns[name] = {**kind, "nbytes": column.header.nbytes, "listed": name in listed}
+    return columns
 
 
 def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """The lines of the summary, for people."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(_provenance(header))]
+        return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
@@ -337,7 +322,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
         "",
         *_source_lines(survey),
         *_odd_lines(survey),
-        *_table(_provenance(header)),
+        *_table(provenance(header)),
     ]
 
 
@@ -356,12 +341,11 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
     for name, count in losses(header).items():
         yield name, f"{count:,}"
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
-    yield from column_lines(survey)
-    if not survey.complete:
-        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
+    yield from column_lines(survey.shard)
 
 
-def _provenance(header: Header) -> Iterator[tuple[str, str]]:
+def provenance(header: Header) -> Iterator[tuple[str, str]]:
+    """What a shard was made from, by fingerprints, and whether its header was derived."""
     for name, value in fingerprints(header).items():
         yield f"{name} id" if name == "shard" else name, shortened(value, 200)
     if header.rebuilt:
@@ -373,11 +357,11 @@ def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def _row(name: str, tally: Tally, scale: float = 1) -> str:
-    def shown(value: float) -> str:
-        return f"{value:,.1f}" if scale != 1 else f"{value:,.0f}"
-
+    digits = 0 if scale == 1 else 1
     values = [tally.least, *(tally.quantile(share) for share in (0.05, 0.5, 0.95)), tally.largest]
-    return f"{name:22}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
+    return (
+        f"{name:22}" + "".join(f"{value * scale:>10,.{digits}f}" for value in values) + f"{tally.mean * scale:>12,.1f}"
+    )
 
 
 _MAX_FILES_SHOWN = 20
@@ -388,13 +372,12 @@ def _source_lines(survey: Survey) -> Iterator[str]:
     if survey.sources is None:
         return
     files = sorted(survey.sources.table(), key=lambda file: -file.tokens)
-    about = "" if survey.complete and survey.sources.exact else "; rows, trained %, copies and elsewhere by a sample"
+    about = "" if survey.sources.exact else "; rows, copies and elsewhere by a sample"
     yield f"{counted(len(files), 'input file')}{about}"
     yield f"{'rows':>10}{'sequences':>11}{'tokens':>14}{'trained %':>11}{'cut':>8}{'copies':>8}{'elsewhere':>11}"
     for file in files[:_MAX_FILES_SHOWN]:
-        share = "" if file.trained is None else f"{100 * file.trained:.1f}"
-        counts = f"{file.rows:>10,}{file.sequences:>11,}{file.tokens:>14,}{share:>11}{file.cut:>8,}{file.copies:>8,}"
-        yield f"{counts}{file.elsewhere:>11,}  {shortened(file.name, 60)}"
+        counts = f"{file.rows:>10,}{file.sequences:>11,}{file.tokens:>14,}{100 * file.trained:>11.1f}"
+        yield f"{counts}{file.cut:>8,}{file.copies:>8,}{file.elsewhere:>11,}  {shortened(file.name, 60)}"
     if len(files) > _MAX_FILES_SHOWN:
         yield f"and {len(files) - _MAX_FILES_SHOWN:,} more, see --json"
     yield ""
@@ -430,7 +413,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "sequences_per_pack": survey.sequences.describe(),
         "trained_permille_of_a_pack": survey.trained.describe(),
         "costliest_pack_over_mean": round(survey.cost_spread, 4),
-        "packs_read": survey.read_packs,
         "losses": losses(header),
         "sources": None if survey.sources is None else [file._asdict() for file in survey.sources.table()],
         "odd": [
@@ -440,6 +422,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "fingerprints": fingerprints(header),
         "rebuilt": header.rebuilt,
         "nbytes": survey.nbytes,
-        "columns": survey.columns,
+        "columns": _columns_dict(survey.shard),
         "metadata": header.metadata,
     }

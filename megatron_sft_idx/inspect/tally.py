@@ -107,23 +107,12 @@ class LargestValues:
         del self.pairs[self._max_pairs :]
 
 
-class Repeat(NamedTuple):
-    """Sequences of equal ids: how many there are, and the numbers of the first few among all of the shard."""
-
-    times: int
-    sequences: tuple[int, ...]
-
-
 class HashCounts(NamedTuple):
-    """Hashes, ascending, uint64; the first sequence of each, int64; how often each occurred, int64."""
+    """Hashes, uint64; for each the number of a sequence, int64; and how often it occurred, int64."""
 
     hashes: NDArray[np.uint64]
     numbers: NDArray[np.int64]
     times: NDArray[np.int64]
-
-    def select(self, which: Any) -> HashCounts:
-        """The entries that ``which``, an index of arrays, selects; a slice gives views."""
-        return HashCounts(self.hashes[which], self.numbers[which], self.times[which])
 
 
 class HashSample:
@@ -133,70 +122,50 @@ class HashSample:
     of a sequence are kept, or none, and likewise in the sample of another shard with the same limit.
 
     Args:
-        max_hashes: how many are kept at most, 2 or more; 24 bytes each.
+        max_hashes: how many are kept at most, 2 or more; 24 bytes each, and twice as many while they are merged.
 
     Attributes:
         bits: a hash is kept where its highest ``bits`` bits are 0.
     """
 
     def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
-        hashes, (numbers, times) = np.empty(max_hashes, np.uint64), np.empty((2, max_hashes), np.int64)
-        self._entries = HashCounts(hashes, numbers, times)
-        self._used = self.bits = 0
-
-    @property
-    def _held(self) -> HashCounts:
-        """The entries in use: those merged last, then one for each hash that was added since."""
-        return self._entries.select(slice(self._used))
+        self._max_hashes = max_hashes
+        self._parts: list[HashCounts] = []
+        self.bits = 0
 
     def add(self, hashes: NDArray[np.uint64], first: int) -> None:
         """Take the hashes of the sequences from number ``first`` on, uint64 [sequences]."""
         at = np.flatnonzero(self._below_limit(hashes))
-        while len(at):
-            room = len(self._entries.hashes) - self._used
-            some, at = at[:room], at[room:]
-            self._used += len(some)
-            new = self._held.select(slice(self._used - len(some), None))
-            new.hashes[:], new.numbers[:], new.times[:] = hashes[some], some + first, 1
-            if len(at):
-                self._replace(self.merged())
-                while self._used > len(self._entries.hashes) * 3 // 4:
-                    self.thin(self.bits + 1)
-                at = at[self._below_limit(hashes[at])]
+        self._parts.append(HashCounts(hashes[at], at + first, np.ones(len(at), np.int64)))
+        if sum(len(part.hashes) for part in self._parts) > self._max_hashes:
+            while len(self.merged().hashes) > self._max_hashes * 3 // 4:
+                self.thin(self.bits + 1)
 
     def thin(self, bits: int) -> None:
         """Keep only the hashes whose highest ``bits`` bits are 0."""
-        if bits > self.bits:
-            self.bits = bits
-            self._replace(self._held.select(self._below_limit(self._held.hashes)))
-
-    def _replace(self, counted: HashCounts) -> None:
-        self._used = len(counted.hashes)
-        held = self._held
-        held.hashes[:], held.numbers[:], held.times[:] = counted
+        self.bits = max(bits, self.bits)
+        counted = self.merged()
+        kept = self._below_limit(counted.hashes)
+        self._parts = [HashCounts(counted.hashes[kept], counted.numbers[kept], counted.times[kept])]
 
     def _below_limit(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
         is_below: NDArray[np.bool_] = hashes <= np.uint64((1 << 64 - self.bits) - 1)
         return is_below
 
     def merged(self) -> HashCounts:
-        """The hashes that are kept, each once."""
-        hashes, numbers, times = held = self._held.select(np.argsort(self._held.hashes, kind="stable"))
-        if not len(hashes):
-            return held
-        begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
-        # The order is stable and numbers ascend among equal hashes: the first is the least.
-        return HashCounts(hashes[begins], numbers[begins], np.add.reduceat(times, begins))
+        """The hashes that are kept, each once, ascending, with their first sequences."""
+        none = np.empty(0, np.int64)
+        parts = [HashCounts(np.empty(0, np.uint64), none, none), *self._parts]
+        hashes, numbers, times = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        unique, first, of = np.unique(hashes, return_index=True, return_inverse=True)
+        # Numbers ascend among equal hashes, so that the first is the least. Counts below 2^53 are exact.
+        merged = HashCounts(unique, numbers[first], np.bincount(of, times, len(unique)).astype(np.int64))
+        self._parts = [merged]
+        return merged
 
-    def repeated(self, max_groups: int, max_numbers: int = 4) -> tuple[int, list[Repeat]]:
-        """How many of the sequences kept repeat an earlier one, and the ``max_groups`` that occur most often.
-
-        Each names the numbers of its first ``max_numbers`` sequences.
-        """
-        counted, held = self.merged(), self._held
+    def most_repeated(self, max_hashes: int) -> list[tuple[int, int]]:
+        """How often each of the hashes that occur most often occurs, more than once, and its first sequence."""
+        counted = self.merged()
         again = np.flatnonzero(counted.times > 1)
-        groups = []
-        for i in again[np.argsort(-counted.times[again], kind="stable")[:max_groups]].tolist():
-            numbers = np.sort(held.numbers[held.hashes == counted.hashes[i]])
-            groups.append(Repeat(int(counted.times[i]), tuple(numbers[:max_numbers].tolist())))
-        return int(counted.times.sum()) - len(counted.hashes), groups
+        most = again[np.argsort(-counted.times[again], kind="stable")[:max_hashes]]
+        return list(zip(counted.times[most].tolist(), counted.numbers[most].tolist(), strict=True))

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +24,8 @@ PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
 _LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
-# Characters shown before and after a match; tokens that are decoded together to find the one in which a match begins;
-# the most tokens that one character consists of.
-_CONTEXT, _CHUNK_TOKENS, _MAX_CHARACTER_TOKENS = 40, 512, 8
+_CONTEXT = 40  # characters shown before and after a match
+_MAX_CHARACTER_TOKENS = 8  # the most tokens that one character consists of
 
 # Styles of a notebook's cell, legible on light and dark backgrounds.
 _MARK = "color: inherit; background: rgba(30, 136, 209, .32); border-bottom: 1px solid #1e88d1"
@@ -240,10 +239,10 @@ def find_text(shard: Shard, text: str, decode: Decode, *, on_progress: Update | 
         ids, loss = window.content()
         for number, (start, stop) in enumerate(pairwise(window.bounds.tolist())):
             decoded = decode(ids[start:stop].tolist())
-            at, token_at = decoded.find(text), None
+            at = decoded.find(text)
             while at >= 0:
-                token_at = token_at or _token_finder(ids[start:stop], decoded, decode)
-                token, end = token_at(at), at + len(text)
+                end = at + len(text)
+                token = _token_at(ids[start:stop], decode, at)
                 trained = token > 0 and bool(loss[start + token - 1])
                 before, after = decoded[max(0, at - _CONTEXT) : at], decoded[end : end + _CONTEXT]
                 yield Match(*window.locate(number), token, trained, before, text, after)
@@ -252,30 +251,14 @@ def find_text(shard: Shard, text: str, decode: Decode, *, on_progress: Update | 
             on_progress(window.num_tokens, len(window))
 
 
-def _token_finder(ids: NDArray[Any], decoded: str, decode: Decode) -> Callable[[int], int]:
-    """A function that says in which token a character of the sequence's text is: the first whose text reaches past it.
+def _token_at(ids: NDArray[Any], decode: Decode, at: int) -> int:
+    """The token of a sequence in which character ``at`` of its text begins."""
 
-    A long sequence is cut into chunks, so that a search decodes a chunk again and again, and not all before the
-    character. Where the texts of the chunks do not add up to ``decoded``, the sequence is one chunk.
-    """
-    bounds, texts = [0], []
-    while (begin := bounds[-1]) < len(ids):
-        # A chunk ends a little later where its last character is not whole.
-        for stop in range(begin + _CHUNK_TOKENS, begin + _CHUNK_TOKENS + _MAX_CHARACTER_TOKENS):
-            chunk = decode(ids[begin:stop].tolist())
-            if stop >= len(ids) or not chunk.endswith("\ufffd"):
-                break
-        bounds.append(min(stop, len(ids)))
-        texts.append(chunk)
-    if "".join(texts) != decoded:
-        bounds, texts = [0, len(ids)], [decoded]
-    ends = list(accumulate(map(len, texts), initial=0))
+    def text_of(token: int) -> str:
+        return decode(ids[: token + 1].tolist())
 
-    def token_at(at: int) -> int:
-        chunk = bisect_right(ends, at) - 1
-        begin, last, at = bounds[chunk], bounds[chunk + 1] - 1, at - ends[chunk]
-        return (
-            bisect_right(range(begin, last), at, key=lambda token: len(decode(ids[begin : token + 1].tolist()))) + begin
-        )
-
-    return token_at
+    # A character that is not whole yet is shown by one or more replacement characters, which are left out.
+    token = bisect_right(range(len(ids) - 1), at, key=lambda token: len(text_of(token).rstrip("\ufffd")))
+    while token > 0 and text_of(token - 1).endswith("\ufffd"):
+        token -= 1
+    return token

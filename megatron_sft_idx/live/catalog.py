@@ -110,17 +110,16 @@ def _value(hint: Any, path: str, name: str, value: Any) -> Any:
         return tuple(_value(inner[0], path, place, one) for place, one in numbered)
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.parse(path, value, f"{name}.")
-    least = inner[1] if origin is Annotated else 0
     if hint is int or origin is Annotated:
-        right, expected = type(value) is int and least <= value <= _LARGEST, f"a whole number from {least} on"
-    elif origin is dict:
-        right, expected = isinstance(value, dict), "an object"
-    elif hint is bool:
-        right, expected = type(value) is bool, "true or false"
+        least = inner[1] if inner else 0
+        right = type(value) is int and least <= value <= _LARGEST
+        expected = f"a whole number from {least} on"
+    elif origin is Literal:
+        right = value in inner
+        expected = (" or " if len(inner) == 2 else " | ").join(inner)
     else:
-        right, expected = isinstance(value, str), "a string"
-        if right and origin is Literal:
-            right, expected = value in inner, (" or " if len(inner) == 2 else " | ").join(inner)
+        right = type(value) is (origin or hint)
+        expected = {bool: "true or false", str: "a string", dict: "an object"}[origin or hint]
     if not right:
         raise _wrong(path, name, value, expected)
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -37,11 +36,6 @@ class CatalogShards(Catalog, LiveShards):
         self.max_wait, self.producer_timeout = max_wait, producer_timeout
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
-        # What _producer.json said at the last look, and since when its beat has been the same.
-        self._state: ProducerState | None = None
-        self._beat_since: float | None = None
-        # Whether the beat was seen to change; None before the first look.
-        self._seen_alive: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_counts": {}}
@@ -49,23 +43,16 @@ class CatalogShards(Catalog, LiveShards):
     # ---- what is there ----
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """What the producer promises; of a finished catalog that has no ``_producer.json``, what its shards have."""
+        """What the producer promises, and the padding id of the newest shard."""
         if self._limits is None:
-            header, producer = self.newest(self._header, waiter), self.producer()
-            if producer is not None:
-                self._limits = producer.limits, None if header is None else header.pad_id
-            elif self.end() is None:
+            header = self.newest(self._header, waiter)
+            producer = self.producer()
+            if producer is None:
                 raise SFTIndexError(
                     f"{self.folder}: shards and no _producer.json, which says how many sequences their packs have at"
-                    " most, and no _END.json, after which nobody need say it; fill it with megatron-sft-idx produce, or"
-                    " train on the folder as on any other"
+                    " most; fill it with megatron-sft-idx produce, or train on the folder as on any other"
                 )
-            elif not (headers := [self._header(number) for number in self.numbers()]):
-                raise FormatError(f"{self.folder}: a finished catalog without a shard, there is nothing to train on")
-            else:
-                capacity, most = (max(map(of, headers)) for of in (lambda h: h.capacity, lambda h: h.most_sequences))
-                multiple = math.gcd(*(header.sequence_multiple for header in headers))
-                self._limits = Limits(capacity, most, multiple), headers[0].pad_id
+            self._limits = producer.limits, None if header is None else header.pad_id
         return self._limits
 
     def least_packs(self) -> int:
@@ -166,14 +153,6 @@ class CatalogShards(Catalog, LiveShards):
 
     # ---- waiting for its producer ----
 
-    def look(self, waiter: Waiter) -> ProducerState | None:
-        """What ``_producer.json`` says now. A beat that has changed since the last look is noted as a sign of life."""
-        state, is_first_look = self.producer(), self._seen_alive is None
-        if state is not None and (self._state is None or state.beat != self._state.beat):
-            self._beat_since, self._seen_alive = waiter.clock(), not is_first_look
-        self._state, self._seen_alive = state, bool(self._seen_alive)
-        return state
-
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
         """Wait for a shard, as ``LiveShards`` has it.
 
@@ -185,90 +164,86 @@ class CatalogShards(Catalog, LiveShards):
         """
         if self.is_published(number):
             return True
-        begin = waiter.clock()
-        missing, stuck = Unchanged(waiter.clock), Unchanged(waiter.clock)
-        for waited in waiter.looks(lambda: f"shard {number}; {self._describe(waiter)}"):
-            state, end = self.look(waiter), self.end()
+        beat, missing, stuck = (Unchanged(waiter.clock) for _ in range(3))
+        state: ProducerState | None = None
+        silent = 0.0
+
+        def what() -> str:
+            return f"shard {number}; {_described(state, silent)}"
+
+        for waited in waiter.looks(what):
+            state = self.producer()
+            end = self.end()
+            # Silence counts from the first look of this wait: nobody looked before it.
+            silent = beat.seconds(None if state is None else state.beat)
             # Look again: it may have been published just before what was read here was written.
             if self.is_published(number):
                 return True
             if end is not None and number >= end:
                 return False
-            why = None
-            # Nobody looked before the wait began, so silence counts from then on.
-            silent = waiter.clock() - max(begin, self._beat_since or begin)
             if end is not None or (state is not None and number < state.published):
-                why = self._why_gone(number, end, missing.seconds("missing"))
-            elif state is not None and state.state == "failed":
-                why = (
-                    f"the producer failed: {state.reason or 'no reason given'}; mend that, start the same command"
-                    " again, and go on from the last checkpoint"
-                )
-            elif silent >= self.producer_timeout:
-                why = self._why_dead(silent)
-            elif state is not None:
-                # Producer and consumer wait for each other. No error at once: a commit may be under way.
-                count = uncommitted() if state.state == "waiting for consumers" else 0
-                seconds = stuck.seconds((state.published, count))
-                if count and seconds >= self.producer_timeout:
-                    why = _why_stuck(state.limits, count, seconds)
+                why = self._why_gone(number, state, missing.seconds("missing"))
+            else:
+                why = self._why_late(state, silent, stuck, uncommitted)
             if why is None and self.max_wait is not None and waited >= self.max_wait:
                 why = (
                     f"not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
-                    f" {self._describe(waiter)}; raise it, or let the producer make shards faster (--workers)"
+                    f" {_described(state, silent)}; raise it, or let the producer make shards faster (--workers)"
                 )
             if why is not None:
                 raise SFTIndexError(f"{self.folder}: {waiter.who} waits for {shard_name(number)}: {why}")
         raise AssertionError("looks never end by themselves")
 
-    def _describe(self, waiter: Waiter) -> str:
-        """The producer at the last look, in a few words for messages."""
-        state = self._state
-        if state is None:
-            return "no producer has been here yet"
-        doing = "" if state.state == "running" else f", {state.state}"
-        silent = waiter.clock() - (self._beat_since or 0.0)
-        alive = f"producer alive {silent:.0f} s ago" if self._seen_alive else "producer not seen alive yet"
-        return f"{alive}{doing}, {state.published} published"
-
-    def _why_gone(self, number: int, end: int | None, missing_seconds: float) -> str | None:
+    def _why_gone(self, number: int, state: ProducerState | None, missing_seconds: float) -> str | None:
         """Why a shard that was published is not there; None while it may just not be visible from here yet."""
-        state = self._state
+        remedy = "Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
         if state is not None and number < state.freed:
             return (
                 f"shards below {state.freed} were removed, because every consumer had completed them (--keep-recent)."
-                " Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
+                f" {remedy}"
             )
         self.numbers()  # listing a folder makes a network file system look again
         # Such a file system may show a document sooner than a shard that was published before that.
         if missing_seconds < 5.0 or self.is_published(number):
             return None
-        published = end if end is not None else state.published if state is not None else 0
+        return f"it was published and is not there any more: somebody removed it. {remedy}"
+
+    def _why_late(
+        self, state: ProducerState | None, silent: float, stuck: Unchanged, uncommitted: Callable[[], int]
+    ) -> str | None:
+        """Why a shard that is not published yet will not come; None while it still may.
+
+        ``silent`` is for how many seconds the producer has shown no sign of life. ``stuck`` is asked at every look.
+        """
+        again = "start the same command again, it goes on where it was"
+        if state is not None and state.state == "failed":
+            return f"the producer failed: {state.reason or 'no reason given'}; mend that, and {again}"
+        if silent >= self.producer_timeout:
+            if state is None:
+                return (
+                    f"no producer has been here for {silent:.0f} s; start one: megatron-sft-idx produce"
+                    f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
+                )
+            what = f"was stopped ({state.reason})" if state.state == "stopped" else "is dead"
+            limit = f"no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s)"
+            return f"the producer {what}: {limit}, {state.published} published; {again}"
+        if state is None:
+            return None
+        # Producer and consumer wait for each other. No error at once: a commit may be under way.
+        count = uncommitted() if state.state == "waiting for consumers" else 0
+        seconds = stuck.seconds((state.published, count))
+        if not count or seconds < self.producer_timeout:
+            return None
         return (
-            f"{published} have been published and this one is not there any more: it was removed after every consumer"
-            " had completed it, or by somebody else. Go on from the newest checkpoint, or make the catalog anew"
+            "the producer waits for consumers to complete shards (--max-ahead-shards, --max-ahead-gb), and this one has"
+            f" read {count} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints more"
+            " often, or let the producer be further ahead; of several epochs, only the last completes shards"
         )
 
-    def _why_dead(self, silent: float) -> str:
-        """Why nothing is heard of the producer, and what to do about it."""
-        if (state := self._state) is None:
-            return (
-                f"no producer has been here for {silent:.0f} s; start one: megatron-sft-idx produce"
-                f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
-            )
-        if state.state == "stopped":
-            why = state.reason or "no reason given"
-            end = f"was stopped ({why}) and has not been started again for {silent:.0f} s"
-        else:
-            end = f"is dead: no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s)"
-        return f"the producer {end}, {state.published} published; start the same command again, it goes on where it was"
 
-
-def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:
-    shards, nbytes = limits.max_ahead_shards, limits.max_ahead_nbytes
-    ahead = [f"{shards} shards"] * (shards is not None) + [f"{(nbytes or 0) / 1e9:g} GB"] * (nbytes is not None)
-    return (
-        f"the producer waits for consumers to complete shards (it may be {' and '.join(ahead)} ahead), and this one has"
-        f" read {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints"
-        " more often, or raise --max-ahead-shards or --max-ahead-gb; of several epochs, only the last completes shards"
-    )
+def _described(state: ProducerState | None, silent: float) -> str:
+    """The producer in a few words for messages; ``silent`` is for how many seconds it has shown no sign of life."""
+    if state is None:
+        return "no producer has been here yet"
+    doing = "" if state.state == "running" else f", {state.state}"
+    return f"producer silent for {silent:.0f} s{doing}, {state.published} published"

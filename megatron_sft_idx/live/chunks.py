@@ -99,7 +99,7 @@ class LiveChunks(LiveShards):
         self._looks: dict[int, Unchanged] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
-        # Chunks that are right only if they are the last one.
+        # Lines of the chunks that have other ones than they should, which only the last may have.
         self._uneven: dict[int, int] = {}
         self._may_mark = self.acks is not None
 
@@ -135,7 +135,8 @@ class LiveChunks(LiveShards):
         said = [end for end in (self._declared_end(), self.num_chunks) if end is not None]
         if not said:
             return None
-        end, newest = min(said), self._newest()
+        end = min(said)
+        newest = self._newest()
         if newest >= end:
             where = "--num-chunks" if end == self.num_chunks else END
             raise FormatError(
@@ -201,10 +202,8 @@ class LiveChunks(LiveShards):
             return False
         if self._settled.get(number) != status.st_size:
             self._settled[number] = status.st_size
-            logger.info(
-                "%s is taken as whole: it ends with a line and has not changed for %g s",
-                *(chunk_name(number), self.settle_seconds),
-            )
+            unchanged_for = f"has not changed for {self.settle_seconds:g} s"
+            logger.info(f"{chunk_name(number)} is taken as whole: it ends with a line and {unchanged_for}")
         return True
 
     def _is_followed(self, number: int) -> bool:
@@ -230,12 +229,12 @@ class LiveChunks(LiveShards):
 
     def describe(self, number: int) -> str:
         """Why a chunk is waited for, as a clause."""
-        path, name = self.path_of(number), chunk_name(number)
+        name = chunk_name(number)
         if (look := self._looks.get(number)) is not None:
-            (nbytes, _), age = look.sight, look.seconds(look.sight)
-            if nbytes and not ends_with_whole_line(path):
-                return f"{name} ends in the middle of a line, and has not changed for {age:.0f} s"
-            return f"{name} is there, {nbytes:,} bytes, and has not changed for {age:.0f} s"
+            nbytes = look.sight[0]
+            is_torn = nbytes and not ends_with_whole_line(self.path_of(number))
+            what = "ends in the middle of a line" if is_torn else f"is there, {nbytes:,} bytes"
+            return f"{name} {what}, and has not changed for {look.seconds(look.sight):.0f} s"
         newest = self._newest()
         there = "no chunk is there" if newest < 0 else f"the newest one is {chunk_name(newest)}"
         return f"{name} is not there, {there}"
@@ -281,10 +280,8 @@ class LiveChunks(LiveShards):
             except OSError as error:
                 self._may_mark = False
                 logger.warning(
-                    "%s: completed chunks cannot be marked here (%s), so their producer will not delete them; let this"
-                    " process write in the folder",
-                    self.folder,
-                    error.strerror,
+                    f"{self.folder}: completed chunks cannot be marked here ({error.strerror}), so their producer will"
+                    " not delete them; let this process write in the folder"
                 )
                 return
             logger.info("%s is completed", chunk_name(number))
@@ -357,8 +354,10 @@ class LiveChunks(LiveShards):
 
     def _require_fit(self, run: PackRun) -> None:
         """ValueError unless a run of one pack keeps to the limits."""
-        limits, sequences, largest = self.promised, len(run.seq_starts), int(run.tokens.max())
+        limits = self.promised
         multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
+        sequences = len(run.seq_starts)
+        largest = int(run.tokens.max())
         positions = int((-(-run.sequence_lengths() // multiple) * multiple).sum())
         if positions > limits.capacity:
             padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""

@@ -1,7 +1,8 @@
-"""``LiveDataset``: one rank's micro-batches of live shards; ``LiveLoader``: what a trainer iterates over.
+"""``LiveDataset`` makes one rank's micro-batches of live shards; ``LiveLoader`` is what a trainer iterates over.
 
-The dataset is an order that feeds the same ``BatchLoader`` as finished data; the loader knows, beyond that, what was
-delivered and what was only prefetched, and commits checkpoints.
+The dataset decides what is read and in which order, and ``BatchLoader`` assembles it, as it does for finished data. The
+loader prepares batches ahead. It keeps apart what the trainer has taken and what is only prepared, so that a checkpoint
+says exactly what was trained on; and it acknowledges checkpoints to the producer.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
 logger = logging.getLogger("megatron_sft_idx.live")
-# The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
+# A micro-batch, and where the rank stands after it. Each process ends with one delivery that has no micro-batch.
 _Delivery: TypeAlias = tuple[Tensors | None, RankState]
-# What a worker process hands over: an error as a value, as torch would make a RuntimeError of one that is raised.
+# A worker process hands over an error as a value: raised there, torch would make a RuntimeError of it.
 _Outcome: TypeAlias = _Delivery | SFTIndexError
 _Event: TypeAlias = threading.Event | multiprocessing.synchronize.Event
 
@@ -53,36 +54,37 @@ _Event: TypeAlias = threading.Event | multiprocessing.synchronize.Event
 class LiveDataset(IterableDataset[Tensors]):
     """The micro-batches of one data-parallel rank, read from a catalog that may still be growing.
 
-    Each is what ``BatchAssembler`` makes. In a DataLoader, take ``batch_size=None``; workers share each shard between
-    them, and the batches come in the same order for any number of them::
+    A trainer that saves checkpoints iterates over ``LiveLoader(LiveDataset(...))``. Without checkpoints a DataLoader
+    serves as well; the micro-batches come in the same order for any number of workers::
 
         loader = DataLoader(LiveDataset(...), batch_size=None, num_workers=4, persistent_workers=True)
 
-    A trainer that saves checkpoints wants ``LiveLoader``, which knows what was delivered and what was only prefetched.
-    Ranks that differ in tensor, pipeline or context parallelism alone give the same ``rank`` and read the same.
+    Processes of one data-parallel rank (tensor, pipeline, context parallelism) give the same ``rank`` and read the
+    same micro-batches. These have the keys and shapes that ``BatchAssembler`` makes.
 
     Args:
-        catalog: the folder, or any other ``LiveShards``.
-        rank: data-parallel rank.
-        size: data-parallel ranks.
+        catalog: the folder of a catalog, or other live shards.
+        rank: data-parallel rank, from 0.
+        size: the number of data-parallel ranks.
         seq_length: positions of a row.
         micro_batch_size: rows of a micro-batch.
-        micro_batches: that a rank takes in a step; all ranks end with a whole step.
-        shuffle: inside a window. False reads packs as they are stored.
-        window: shards of this rank that are shuffled together; all of them are open, four maps each.
+        micro_batches: how many of them a rank takes in a step. All ranks end with a whole step.
+        shuffle: whether packs are shuffled inside a window; else they come as they are stored.
+        window: how many shards of this rank are shuffled together. All of them are open at once, with four maps each.
         seed: of every shuffle.
-        epochs: how often everything is read. Shards are complete, and freed, in the last one only.
-        at_end: what makes all ranks take as many steps: ``pad`` with rows whose loss is masked, or ``drop``.
+        epochs: how often everything is read. Only the last epoch completes shards, so that they can be removed.
+        at_end: how all ranks come to the same number of steps: ``pad`` adds rows whose loss is masked, ``drop`` leaves
+            packs out.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
-        pad_id: fills up rows; None for the tokenizer's.
+        pad_id: id that fills up rows; None for the tokenizer's.
         form: of the batches; see ``BatchLayout``.
-        columns: names of those of the shards' columns that batches have. Values are as stored: every shard numbers the
-            files of ``source`` as the others do.
-        consumer: name of this training run among those that read the catalog.
-        ack_dir: where acknowledgements are written instead of in the catalog.
+        columns: names of the shards' columns that batches have, with values as they are stored. The files that a
+            column ``source`` numbers must be the same in all shards.
+        consumer: the name of this training run among those that read the catalog.
+        ack_dir: the folder of acknowledgements, where consumers may not write into the catalog.
 
     Raises:
-        FormatError: options that do not go together, or that a live catalog cannot serve.
+        FormatError: an option has a value that it cannot have.
     """
 
     def __init__(
@@ -107,20 +109,7 @@ class LiveDataset(IterableDataset[Tensors]):
         ack_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(catalog, list | tuple):
-            raise FormatError(
-                f"{catalog}: a blend needs to know how much there is of each part, and of a live catalog nobody knows;"
-                " produce one catalog from all inputs, or train on finished folders"
-            )
-        if not isinstance(shuffle, bool):
-            raise FormatError(
-                f"shuffle {shuffle!r}: a live catalog is shuffled inside a window of shards; a global shuffle needs"
-                " every pack before the first step. Use a larger window, or train on the finished folder as on any"
-                " other"
-            )
-        self.shards: LiveShards = (
-            CatalogShards(os.fspath(catalog)) if isinstance(catalog, str | os.PathLike) else catalog
-        )
+        self.shards = catalog if isinstance(catalog, LiveShards) else CatalogShards(os.fspath(catalog))
         if not 0 <= rank < size or min(micro_batch_size, micro_batches, window, epochs) < 1 or seed < 0:
             raise FormatError(
                 f"{self.shards.folder}: rank {rank} of {size}, micro-batch size {micro_batch_size}, micro-batches"
@@ -133,33 +122,41 @@ class LiveDataset(IterableDataset[Tensors]):
         self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
         self.columns = tuple(map(check_column_name, columns))
         require_consumer(consumer)
-        self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
-        base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches
-        self.state = RankState(base, shuffle, size, rank, batch_rows=micro_batch_size, step_rows=step_rows)
+        self.consumer = consumer
+        self.acks = ack_folder(Catalog(self.shards.folder), ack_dir)
+        self.state = RankState(
+            Base(seed=seed, window=window),
+            shuffle,
+            size,
+            rank,
+            batch_rows=micro_batch_size,
+            step_rows=micro_batch_size * micro_batches,
+        )
         self._limits: Limits | None = None
         self._writes: bool | None = None
 
     def waiter(self, stop: _Event | None = None) -> Waiter:
-        """A waiter for this rank; it stops when ``stop`` is set, and in a worker process when the parent has ended."""
-        info, parent = get_worker_info(), os.getppid()
+        """How this rank waits: until ``stop`` is set, or in a worker process until its parent has ended."""
+        worker = get_worker_info()
+        parent = os.getppid()
         sleep = time.sleep if stop is None else stop.wait
 
         def pause(seconds: float) -> bool:
-            return bool(sleep(seconds)) or (info is not None and os.getppid() != parent)
+            return bool(sleep(seconds)) or (worker is not None and os.getppid() != parent)
 
-        speaks = info is None or not info.id
+        speaks = worker is None or worker.id == 0
         return Waiter(f"rank {self.state.rank}", pause, logger.info if speaks else lambda line: None)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Begin where a checkpoint ended.
 
         Args:
-            state: this rank's own, of a job of the same size: what comes is what would have come, bit for bit. Or the
-                list of all ranks' states of one checkpoint, in any order, for a job of any size or other micro-batches:
-                what is left is dealt out anew, every pack exactly once.
+            state: this rank's own state, in a job with as many ranks: then the same batches come, bit for bit, as if
+                the job had gone on. Or a list of all ranks' states of one checkpoint, for a job with any number of
+                ranks and any micro-batches: then what is left is dealt out anew, every pack exactly once.
 
         Raises:
-            FormatError: no such state, or one of another job.
+            FormatError: it is no state, or one of a job with another seed, shuffle or number of epochs.
         """
         now = self.state
         found = [RankState.from_json(one) for one in ([state] if isinstance(state, dict) else state)]
@@ -178,24 +175,23 @@ class LiveDataset(IterableDataset[Tensors]):
             shape = {"window": now.base.window, "batch_rows": now.batch_rows, "step_rows": now.step_rows}
             self.state = resume(found, now.size, now.rank, **shape)
             return
-        if differs := found[0].differences(now):
-            what, there, here = differs[0]
+        if differs := found[0].difference(now):
             raise FormatError(
-                f"{self.shards.folder}: the state is of {what} {there}, this rank has {here}; give the list of all"
-                " ranks' states, and what is left is dealt out anew"
+                f"{self.shards.folder}: the state is of {differs}; give the list of all ranks' states, and what is left"
+                " is dealt out anew"
             )
         self.state = found[0]
 
     def prepare(self, waiter: Waiter, *, lagging: bool = False) -> None:
-        """Learn what the catalog promises, once; waits for it.
+        """Wait for the catalog's limits, and hold them against the options; once.
 
         Args:
             waiter: who waits.
-            lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
+            lagging: whether acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
 
         Raises:
-            FormatError: limits with which training must come to a stop.
-            SFTIndexError: nothing is promised in time.
+            FormatError: with these limits training would come to a stop.
+            SFTIndexError: no limits were written in time.
         """
         if self._limits is None:
             self.require_room(waiter, lagging=lagging)
@@ -204,7 +200,7 @@ class LiveDataset(IterableDataset[Tensors]):
             self.state = dataclasses.replace(self.state, generation=generation)
 
     def require_room(self, waiter: Waiter, *, lagging: bool = False) -> None:
-        """Raise FormatError where the producer may not be as far ahead as training needs; see ``prepare``."""
+        """FormatError if the producer may not be as far ahead as training needs. Arguments as of ``prepare``."""
         promised, state = self.shards.limits(waiter)[0], self.state
         if promised.max_ahead_shards is None:
             return
@@ -219,15 +215,18 @@ class LiveDataset(IterableDataset[Tensors]):
 
     @property
     def needs_acks(self) -> bool:
-        """Whether the producer goes by acknowledgements, as it says to all ranks alike; False before ``prepare``."""
+        """Whether the producer needs acknowledgements to go on, or to remove shards; False before ``prepare``."""
         return self._limits is not None and self._limits.needs_acks
 
     def may_wait_in_vain(self, state: RankState, committed: Sequence[RankState]) -> bool:
-        """Whether the rank may need, for its next step, a shard that the producer publishes after a commit only.
+        """Whether the next step may need a shard that the producer publishes only after another commit.
 
-        What a step needs is taken to be the most that it can be, not what is there already, so that runs with the same
-        data and the same commits say the same, at whatever pace shards come. ``state`` is between two steps,
-        ``committed`` those of all ranks that were acknowledged last.
+        Runs with the same data and the same commits get the same answer, at whatever pace shards come: it follows from
+        the shards that a step can need at most, not from those that are there.
+
+        Args:
+            state: of this rank, between two steps.
+            committed: the states of all ranks that were acknowledged last.
         """
         last = state.last_shard(state.step_rows, lambda shard: self.shards.count(shard) or 0, self.shards.least_packs())
         return self.shards.may_not_come(uncompleted([self.ack(one) for one in committed], last))
@@ -237,50 +236,61 @@ class LiveDataset(IterableDataset[Tensors]):
         return state.ack(self.consumer, self.epochs)
 
     def newest_acks(self) -> list[Ack]:
-        """The acknowledgements of this consumer's newest generation, by rank; empty before its first checkpoint."""
+        """This consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint."""
         return read_acks(self.acks).get(self.consumer, [])
 
     def may_acknowledge(self) -> bool:
-        """Whether acknowledgements can be written; SFTIndexError where the producer goes by them and they cannot."""
+        """Whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""
         if self._writes is None:
-            home, said = os.path.join(self.acks, self.consumer), "acknowledgements cannot be written here"
+            home = os.path.join(self.acks, self.consumer)
             with contextlib.suppress(OSError):
                 os.makedirs(home, exist_ok=True)
             self._writes = os.access(home, os.W_OK)
             if not self._writes and self.needs_acks:
                 raise SFTIndexError(
-                    f"{self.acks}: {said}, and the producer waits for them or frees shards by them; give both a folder"
-                    " that this user may write to (--ack-dir)"
+                    f"{self.acks}: acknowledgements cannot be written here, and the producer waits for them or frees"
+                    " shards by them; give both a folder that this user may write to (--ack-dir)"
                 )
             if not self._writes:
-                logger.info("rank %d: %s: %s; nothing depends on them", self.state.rank, self.acks, said)
+                logger.info(f"rank {self.state.rank}: {self.acks} cannot be written to; nothing depends on it")
         return self._writes
 
     def deliveries(self, waiter: Waiter, *, thread: bool = False) -> Iterator[tuple[Any, RankState]]:
-        """This process's share of the micro-batches, each with the state of the rank after it.
+        """The micro-batches of this process, each with the state of the rank after it.
 
-        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows. With
-        ``thread`` they are prepared ahead in a thread of this process, whose share is all of them.
+        Last comes None with the state at the end of the data, which may be behind shards without packs. A worker
+        process makes every n-th micro-batch, any other process makes all of them. With ``thread`` a thread of this
+        process prepares them ahead.
         """
         self.prepare(waiter)
         source = OpenShards(self.shards, waiter, self.columns)
-        done = lambda state: acknowledged(self.newest_acks(), self.ack(state))  # noqa: E731
-        ends: dict[str, Any] = {"epochs": self.epochs, "at_end": self.at_end}
-        walk = Walk(self.shards, self.state, **ends, acknowledged=done, waiter=waiter)
+
+        def acknowledged_in(state: RankState) -> dict[int, tuple[int, int]]:
+            return acknowledged(self.newest_acks(), self.ack(state))
+
+        walk = Walk(
+            self.shards,
+            self.state,
+            epochs=self.epochs,
+            at_end=self.at_end,
+            acknowledged=acknowledged_in,
+            waiter=waiter,
+        )
         try:
-            shape = {"width": source.most_sequences + 2, "columns": tuple(source.columns), **self._shape}
-            assembler = BatchAssembler(source, self.seq_length, **shape)
+            width, columns = source.most_sequences + 2, tuple(source.columns)
+            assembler = BatchAssembler(source, self.seq_length, width=width, columns=columns, **self._shape)
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None
 
         def batches() -> Iterator[Wanted]:
-            for wanted in walk:  # the packs of one are read before the next is asked for
-                # All shards that the micro-batch and the group that it ends in are of.
+            for wanted in walk:
+                # The micro-batch's own shards, and those of the unfinished group. All others may be closed, since the
+                # packs of one micro-batch are read before the next one is asked for.
                 source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
                 yield wanted
 
         if thread:
-            # No looking ahead: a batch that is ready must not be held back until the next shard is published.
+            # Nothing is looked up ahead: a batch that is ready must not wait until the next shard is published.
             with iter(BatchLoader(assembler, batches(), ahead=0)) as taken:
                 for tensors in taken:
                     yield tensors, taken.state
@@ -296,7 +306,7 @@ class LiveDataset(IterableDataset[Tensors]):
 
 
 class LiveLoader(Iterator[Tensors]):
-    """The micro-batches of a rank, prepared ahead; also a context manager that closes.
+    """The micro-batches of a rank, prepared ahead. It is a context manager that closes itself.
 
     ::
 
@@ -308,13 +318,13 @@ class LiveLoader(Iterator[Tensors]):
                     save(model, state)      # until it is on disk
                     loader.commit(state)    # its shards may be freed now
 
-    A batch is valid until the next one is taken, as with ``BatchLoader``, and pinned where there is a GPU.
+    A batch is valid until the next one is taken, as with ``BatchLoader``, and pinned if there is a GPU.
 
     Args:
         dataset: of this rank.
-        num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
-            tokenised as they are read. With processes, what is acknowledged stays as many micro-batches behind the
-            checkpoint, as the slowest of them may still look at what the others have delivered.
+        num_workers: how many processes prepare batches; 0 for a thread of this process, which is enough unless chats
+            are tokenised as they are read. With n processes, acknowledgements stay up to n micro-batches behind
+            checkpoints, because the slowest process may still read shards that the others are done with.
 
     Attributes:
         state: where the rank stands after the batches that were taken.
@@ -326,7 +336,7 @@ class LiveLoader(Iterator[Tensors]):
         weakref.finalize(self, self._stop.set)
         self._batches: Iterator[_Outcome] | None = None
         self.state = dataset.state
-        # After each of the last deliveries, one of every process: which all of them have walked past the first.
+        # The states after the last deliveries, one of every process. All processes have come past the first of them.
         self._passed = deque([self.state], maxlen=max(num_workers, 1))
         self._closed = False
 
@@ -358,19 +368,23 @@ class LiveLoader(Iterator[Tensors]):
         state = self.state
         self._passed.extend([state] * max(self.num_workers, 1))
         logger.info(
-            "data-parallel rank %d of %d: catalog %s, window %d, %s, epoch %d of %d, %d workers, from row %d",
-            *(state.rank, state.size, dataset.shards.folder, state.base.window),
-            *("shuffled" if state.shuffle else "as stored", state.base.epoch + 1, dataset.epochs),
-            *(self.num_workers, state.rows),
+            f"data-parallel rank {state.rank} of {state.size}: catalog {dataset.shards.folder},"
+            f" window {state.base.window}, {'shuffled' if state.shuffle else 'as stored'},"
+            f" epoch {state.base.epoch + 1} of {dataset.epochs}, {self.num_workers} workers, from row {state.rows}"
         )
         if not self.num_workers:
             return dataset.deliveries(dataset.waiter(self._stop), thread=True)
-        deliveries, pinned = _InWorkers(dataset, self._stop), torch.cuda.is_available()
-        # With no collate of ours, torch makes tensors of arrays, of which there are none here.
-        return iter(DataLoader(deliveries, batch_size=None, num_workers=self.num_workers, pin_memory=pinned))
+        return iter(
+            DataLoader(
+                _InWorkers(dataset, self._stop),
+                batch_size=None,
+                num_workers=self.num_workers,
+                pin_memory=torch.cuda.is_available(),
+            )
+        )
 
     def prepare(self) -> None:
-        """Learn what the catalog promises; see ``LiveDataset.prepare``."""
+        """As ``LiveDataset.prepare``."""
         self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
         if self._batches is None and not self._closed:
             self.state = self.dataset.state
@@ -378,11 +392,11 @@ class LiveLoader(Iterator[Tensors]):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rank stands after the batches that were taken; plain values for a checkpoint."""
+        """Where the rank stands after the batches that were taken, as plain values for a checkpoint."""
         return self.state.to_json()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from a checkpoint; before the first batch is taken. See ``LiveDataset.load_state_dict``."""
+        """As ``LiveDataset.load_state_dict``. SFTIndexError after the first batch."""
         if self._batches is not None or self._closed:
             raise SFTIndexError(
                 f"{self.dataset.shards.folder}: batches were taken already; load the state into a new loader"
@@ -391,39 +405,42 @@ class LiveLoader(Iterator[Tensors]):
         self.state = self.dataset.state
 
     def commit(self, state: dict[str, Any] | None = None) -> None:
-        """Say that a checkpoint that holds ``state`` is durable: what it includes need not be read again.
+        """Acknowledge that a checkpoint is on disk, so that the shards that it includes need not be kept.
 
-        Where several processes share a data-parallel rank, one of them commits. Committing twice does no harm.
+        One process of each data-parallel rank must call this. Calling it twice does no harm.
 
         Args:
-            state: of ``state_dict``. None, before the first batch, for where this run begins: whatever an earlier one
-                of the same name acknowledged beyond that will be read again, and must not be removed. A run that
-                begins from nothing after nobody has nothing to say.
+            state: what ``state_dict`` returned for that checkpoint. None, before the first batch, for where this run
+                begins: it will read again what an earlier run of the same name acknowledged beyond that, so those
+                shards must be kept. If no run came before, that writes nothing.
 
         Raises:
             OSError: the acknowledgement could not be written.
         """
         self.prepare()
-        found, dataset = self.state if state is None else RankState.from_json(state), self.dataset
-        from_nothing = state is None and not found.rows and not found.generation
-        if (from_nothing and not dataset.newest_acks()) or not dataset.may_acknowledge():
+        dataset = self.dataset
+        reached = self.state if state is None else RankState.from_json(state)
+        begins_anew = state is None and not reached.rows and not reached.generation
+        if begins_anew and not dataset.newest_acks():
             return
-        found = self.committable(found)
-        write_ack(dataset.acks, dataset.ack(found))
+        if not dataset.may_acknowledge():
+            return
+        reached = self.committable(reached)
+        write_ack(dataset.acks, dataset.ack(reached))
         dataset.shards.committed()
         logger.info(
-            "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
-            *(found.rank, found.base.epoch + 1, found.items, f"{found.packs_of_items:,}"),
+            f"rank {reached.rank}: committed epoch {reached.base.epoch + 1}, {reached.items} items,"
+            f" {reached.packs_of_items:,} packs of shards that are complete"
         )
 
     def committable(self, state: RankState) -> RankState:
-        """What ``commit`` says of a state: no later than where any worker process still has to look at shards."""
+        """The state that ``commit`` acknowledges: ``state``, or an earlier one that all worker processes are past."""
         slowest = self._passed[0]
         is_before = (slowest.base.epoch, slowest.rows) < (state.base.epoch, state.rows)
         return slowest if self.num_workers and self._batches is not None and is_before else state
 
     def close(self) -> None:
-        """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""
+        """End the thread or the worker processes, even while they wait for a shard. Any thread may call this, twice."""
         self._closed = True
         self._stop.set()
         self._batches = None
@@ -436,7 +453,7 @@ class LiveLoader(Iterator[Tensors]):
 
 
 class _InWorkers(IterableDataset[_Outcome]):
-    """A worker process's share of the deliveries."""
+    """The deliveries of a worker process."""
 
     def __init__(self, dataset: LiveDataset, stop: _Event) -> None:
         super().__init__()

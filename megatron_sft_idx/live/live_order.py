@@ -166,16 +166,18 @@ class RankState(Record):
     def _first_open(self) -> Leftover:
         return self.base.item(self.rank + self.items * self.size)
 
-    def differences(self, other: RankState) -> list[tuple[str, int, int]]:
-        """What differs and must not where a rank goes on from the other state: names, and the value in each state."""
-        pairs = [
+    def difference(self, other: RankState) -> str:
+        """What must not differ where a rank goes on from the other state, in both states; empty if nothing does."""
+        for what, mine, others in (
             ("rank", self.rank, other.rank),
             ("data-parallel size", self.size, other.size),
             ("micro-batch size", self.batch_rows, other.batch_rows),
             ("rows in a step", self.step_rows, other.step_rows),
             ("window", self.base.window, other.base.window),
-        ]
-        return [pair for pair in pairs if pair[1] != pair[2]]
+        ):
+            if mine != others:
+                return f"{what} {mine}, and here it is {others}"
+        return ""
 
     def ack(self, consumer: str, epochs: int) -> Ack:
         """The acknowledgement to be written once the checkpoint that holds this state is durable."""
@@ -231,19 +233,21 @@ def resume(
                 f" {state.rows} rows, epochs {first.base.epoch} and {state.base.epoch}); give the states of one"
                 " checkpoint"
             )
-    base, old = first.base, len(states)
+    base = first.base
+    num_ranks = len(states)
     begun = [Leftover(state.shards, state.offset) for state in states if state.shards]
-    # No rank has touched this item or a later one; the last item that a rank has begun is its next_item - old.
-    beyond = max(len(base.leftovers), *(state.next_item - old + 1 for state in states))
+    # No rank has touched this item or a later one; the last item that a rank has begun is its next_item - num_ranks.
+    beyond = max(len(base.leftovers), *(state.next_item - num_ranks + 1 for state in states))
     least = min(state.next_item for state in states)
     if beyond - least > 10_000_000:  # a damaged state must not make a list of that length
         raise FormatError(f"{_NAME}: one rank is {beyond - least} shards ahead of another, so no state of one run")
-    skipped = [base.item(number) for number in range(least, beyond) if number >= states[number % old].next_item]
+    skipped = [base.item(number) for number in range(least, beyond) if number >= states[number % num_ranks].next_item]
     begun += [left for left in skipped if left.offset]
     untouched = [left for left in skipped if not left.offset]
-    leftovers = tuple(left for some in (begun, untouched) for left in sorted(some, key=lambda left: left.shards))
+    begun.sort(key=lambda left: left.shards)
+    untouched.sort(key=lambda left: left.shards)
     frontier = base.frontier + beyond - len(base.leftovers)
-    fresh = dataclasses.replace(base, window=window, leftovers=leftovers, frontier=frontier)
+    fresh = dataclasses.replace(base, window=window, leftovers=(*begun, *untouched), frontier=frontier)
     return RankState(fresh, first.shuffle, size, rank, first.generation + 1, batch_rows, step_rows)
 
 
@@ -287,14 +291,15 @@ class Walk:
         self.state = state
         self._end = self._shards.end()
         # The group that is being read, its packs in their order, and how many of these the rank was given.
-        self._group, self._packs, self._num_given = Group((), 0, 0), _NO_PACKS, 0
+        self._group = Group((), 0, 0)
+        self._packs = _NO_PACKS
+        self._num_given = 0
         # Of each rank, how many of its items have been counted, and the packs in them; and which item comes next.
         self._counted = [(0, 0)] * state.size
         self._counted[state.rank] = state.items, state.packs_of_items
         self._next_item = 0
 
     def __iter__(self) -> Iterator[Wanted]:
-        self._require_all_there()
         if self.state.shards:
             self._take_up()
         while True:
@@ -305,27 +310,11 @@ class Walk:
             base = Base(epoch, self.state.base.seed, self.state.base.window)
             self._begin(dataclasses.replace(self.state, base=base, rows=0, items=0, packs=0, shards=(), offset=0))
 
-    def _require_all_there(self) -> None:
-        """FormatError where shards that this rank has still to read have been removed."""
-        if not (present := self._shards.numbers()):
-            return
-        state = self.state
-        items = _items_of(state.base, state.size, state.rank, present[-1] + 1, state.items)
-        gone = sorted({shard for item in items for shard in item.shards}.difference(present))
-        # Look again: the listing of a folder that grows may have a shard and lack an older one.
-        if gone := [shard for shard in gone if shard < present[-1] and self._shards.count(shard) is None]:
-            shown = ", ".join(map(str, gone[:10])) + (", ..." if len(gone) > 10 else "")
-            these = f"shard {shown} is" if len(gone) == 1 else f"shards {shown} ({len(gone)} in all) are"
-            raise FormatError(
-                f"{self._shards.folder}: {these} not there any more, and rank {state.rank} of {state.size} has still to"
-                " read them: a later checkpoint was committed and they were freed, or somebody removed them; resume"
-                " from the latest committed checkpoint, or put them back"
-            )
-
     def _take_up(self) -> None:
         """Go on inside the unfinished group of the state."""
-        state, has_group = self.state, self._next_group()
-        group, packs = self._group, len(self._packs)
+        has_group = self._next_group()
+        state, group = self.state, self._group
+        packs = len(self._packs)
         if not has_group or group.shards != state.shards or not group.offset < state.offset < packs:
             arrived_at = f"shards {list(group.shards)}, packs {group.offset} to {packs}" if has_group else "the end"
             raise FormatError(

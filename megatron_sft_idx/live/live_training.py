@@ -44,27 +44,27 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
     )
     chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
     for group, table in ((live, _LIVE_OPTIONS), (chunks, _CHUNK_OPTIONS)):
-        for option, kind, default, unit, what in table:
+        for option, kind, _, default, unit, what in table:
             said = what if default is None else f"{what} (default: %(default)s)"
             group.add_argument(f"--{option}", type=kind, default=default, metavar=unit, help=said)
 
 
-# Name, type, default, what it is given, and what it says.
-_LIVE_OPTIONS: tuple[tuple[str, type, Any, str, str], ...] = (
-    ("live-window", int, 1, "N", "shards of a rank that are shuffled together; 0 takes packs as they are stored"),
-    ("max-wait", float, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
-    ("consumer", str, "train", "NAME", "this run's name among those that read the folder"),
-    ("ack-dir", str, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
-    ("num-workers", int, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
+# Name, type, least value, default, what it is given, and what it says.
+_LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
+    ("live-window", int, 0, 1, "N", "shards of a rank that are shuffled together; 0 takes packs as they are stored"),
+    ("max-wait", float, 0, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
+    ("consumer", str, None, "train", "NAME", "this run's name among those that read the folder"),
+    ("ack-dir", str, None, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
+    ("num-workers", int, 0, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
 )
 _END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
-_CHUNK_OPTIONS: tuple[tuple[str, type, Any, str, str], ...] = (
-    ("max-sequences-per-pack", int, None, "N", "of pre-packed lines; 64, or 1 in 32 tokens where not given"),
-    ("samples-per-chunk", int, None, "N", "stop where a chunk, but for the last one, has others"),
-    ("consumers", int, 1, "N", "runs that read the folder; a chunk is completed once all have committed it"),
-    ("num-chunks", int, None, "N", "how many there will be, where that is known"),
-    ("end-after", float, None, "SECONDS", _END_AFTER),
-    ("settle", float, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
+_CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
+    ("max-sequences-per-pack", int, 1, None, "N", "of pre-packed lines; 64, or 1 in 32 tokens where not given"),
+    ("samples-per-chunk", int, 1, None, "N", "stop where a chunk, but for the last one, has others"),
+    ("consumers", int, 1, 1, "N", "runs that read the folder; a chunk is completed once all have committed it"),
+    ("num-chunks", int, 0, None, "N", "how many there will be, where that is known"),
+    ("end-after", float, 0, None, "SECONDS", _END_AFTER),
+    ("settle", float, 0, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
 )
 
 
@@ -99,19 +99,10 @@ def check_live_options(args: argparse.Namespace) -> None:
     ):
         if getattr(args, option, off) != off:  # which not every script has
             raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
-    for option, least in (
-        ("live_window", 0),
-        ("max_wait", 0),
-        ("num_workers", 0),
-        ("max_sequences_per_pack", 1),
-        ("samples_per_chunk", 1),
-        ("consumers", 1),
-        ("num_chunks", 0),
-        ("settle", 0),
-        ("end_after", 0),
-    ):
-        if (value := getattr(args, option)) is not None and not value >= least:
-            raise FormatError(f"--{option.replace('_', '-')} {value}, expected {least} or more")
+    for option, _, least, *_ in (*_LIVE_OPTIONS, *_CHUNK_OPTIONS):
+        value = getattr(args, option.replace("-", "_"))
+        if least is not None and value is not None and not value >= least:  # nor is it NaN
+            raise FormatError(f"--{option} {value}, expected {least} or more")
     if getattr(args, "chat_template", None) and not args.tokenizer_model:
         raise FormatError("--chat-template is for raw chats: give --tokenizer too")
 
@@ -296,7 +287,7 @@ class LiveData(Iterator[Tensors]):
                 "--load: the checkpoint does not say where its run was in live data; it was on other data"
             )
         now = self._loader.dataset.state
-        own = [state for state in states if not RankState.from_json(state).differences(now)]
+        own = [state for state in states if not RankState.from_json(state).difference(now)]
         self._loader.load_state_dict(own[0] if own else states)
 
     def __enter__(self) -> LiveData:

@@ -1,5 +1,4 @@
 """Packs in motion: in memory as runs, many shards to one and one to many, whole shards to other places.
 
-Bytes that are copied are held to their checksums on the way. Nothing here looks inside a pack: rules of packs are
-checked where a shard is written, or by ``verify``.
+Bytes that are copied are held to their checksums on the way.
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +31,7 @@ from megatron_sft_idx.storage.remote import RemotePath, open_store
 
 # In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
 STAGING = "megatron-sft-idx-staging"
-_CLAIM_VERSION = 1
-_MAX_CLAIM_NBYTES = 4096
+_CLAIM = re.compile(rb'\{"version": 1, "shard_id": "[0-9a-f]{32}"\}')
 _ATTEMPTS = 5
 
 
@@ -42,36 +42,30 @@ def upload(
 
     A failed or killed upload leaves nothing that looks like a shard; the next attempt keeps the objects that it sent.
     A file that was sent in part is removed: by the failed upload itself, or after a kill by the next upload.
-
-    Args:
-        source: the shard.
-        prefix: ``s3://bucket/path`` or ``msc://profile/path``.
-        overwrite: replace what is there. Not while another upload to the prefix is at work.
-        on_progress: called with the bytes that have arrived since the last call.
+    ``overwrite`` replaces what is there; not while another upload to the prefix is at work. ``on_progress`` is called
+    with the bytes that have arrived since the last call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
         StorageError: the store cannot be reached, or refuses these credentials.
     """
-    new, nbytes, aborted = _Upload(source, prefix, on_progress), source.nbytes, 0
+    new = _Upload(source, prefix, on_progress)
     if new.is_published(overwrite=overwrite):
-        on_progress(nbytes)
-    else:
-        new.claim(overwrite=overwrite)
-        try:
-            # Another upload may have ended between the first look and the claim.
-            if new.is_published(overwrite=overwrite):
-                on_progress(nbytes)
-            else:
-                new.send(overwrite=overwrite)
-        except BaseException:
-            with contextlib.suppress(StorageError):  # the failure that led here counts
-                new.remove_claim()
-            raise
-        new.remove_claim()
-        aborted = new.abort_uploads()
-    return Copied(new.prefix, new.nbytes_sent, nbytes - new.nbytes_sent, aborted, source.notes)
+        on_progress(source.nbytes)
+        return Copied(new.prefix, 0, source.nbytes, 0, source.notes)
+    new.claim(overwrite=overwrite)
+    try:
+        if new.is_published(overwrite=overwrite):  # another upload ended between the first look and the claim
+            on_progress(source.nbytes)
+        else:
+            new.send(overwrite=overwrite)
+    except BaseException:
+        with contextlib.suppress(StorageError):  # the failure that led here counts
+            new.remove_claim()
+        raise
+    new.remove_claim()
+    return Copied(new.prefix, new.nbytes_sent, source.nbytes - new.nbytes_sent, new.abort_uploads(), source.notes)
 
 
 def copy_shard(
@@ -82,10 +76,7 @@ def copy_shard(
     beside: Collection[str] | None = None,
     on_progress: Advance = lambda nbytes: None,
 ) -> Copied:
-    """Copy a shard to another prefix; both may be local or remote. Arguments and errors as of ``upload``, ``download``.
-
-    ``beside`` is as for ``CopySource``.
-    """
+    """Copy a shard to another prefix; both may be local or remote. As ``CopySource``, ``upload`` and ``download``."""
     copy = upload if is_remote(target) else download
     return copy(CopySource(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
@@ -117,23 +108,17 @@ class _Target:
         return info and (info.nbytes, info.checksum)
 
     def require_ours(self) -> None:
-        """Refuse to write where an object that is of no shard has one of the names: such objects are never replaced.
+        """FormatError if an object that is of no shard has one of the names: such objects are never replaced.
 
         An object is of a shard where our writer recorded a checksum with it. A shard may also have been uploaded by
         other means: then its ``.seq.idx`` begins with our magic, and a column with that of columns.
-
-        Raises:
-            FormatError: an object is of no shard.
         """
         index = self.stored(".seq.idx")
         is_shard = index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC
         for suffix in self.suffixes:
-            if is_shard and suffix in SUFFIXES:
-                continue
-            if suffix not in SUFFIXES and is_of_another_shard(self.prefix + suffix, b""):
-                continue
+            is_ours = is_shard if suffix in SUFFIXES else is_of_another_shard(self.prefix + suffix, b"")
             stored = index if suffix == ".seq.idx" else self.stored(suffix)
-            if stored and stored[1] is None:
+            if stored and stored[1] is None and not is_ours:
                 raise FormatError(
                     f"{self.prefix}{suffix}: an object of {stored[0]} bytes that is of no SFT shard is here, and is"
                     " never replaced; choose another prefix, or remove it yourself"
@@ -149,60 +134,49 @@ class _Upload(_Target):
     def __init__(self, source: CopySource, prefix: str, on_progress: Advance) -> None:
         super().__init__(prefix, [*source.files])
         self._source, self._on_progress = source, on_progress
-        self._shard_id = source.header.shard_id.hex()
+        self._claim = json.dumps({"version": 1, "shard_id": source.header.shard_id.hex()}).encode()
         self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
         self.nbytes_sent = 0
 
     def claim(self, *, overwrite: bool = False) -> None:
         """Create the claim ``X.upload``; return where it is there already and is of the same shard.
 
-        Raises:
-            FormatError: it is of another shard, and ``overwrite`` is False; or the object is no claim.
+        FormatError: it is of another shard, and ``overwrite`` is False; or the object is no claim.
         """
-        claim = {"version": _CLAIM_VERSION, "shard_id": self._shard_id}
-        data, key = json.dumps(claim).encode(), self.key + ".upload"
+        key = self.key + ".upload"
         for _ in range(_ATTEMPTS):
-            self.store.create(key, data, xxhash.xxh3_128_hexdigest(data))
+            self.store.create(key, self._claim, xxhash.xxh3_128_hexdigest(self._claim))
             # Read even where it was just created: some stores let two create one object, and the later one stays.
-            claimant = self._claimant()
-            if claimant == self._shard_id:
+            stored = self._stored_claim()
+            if stored == self._claim:
                 return
-            if claimant == "":
+            if stored is not None and not _CLAIM.fullmatch(stored):
                 raise FormatError(
                     f"{self.prefix}.upload: an object that is no claim of an upload is here, and is never replaced;"
                     " choose another prefix, or remove it yourself"
                 )
-            if claimant is not None and not overwrite:
+            if stored is not None and not overwrite:
                 break
-            if claimant is not None:
+            if stored is not None:
                 self.store.delete(key)
         raise FormatError(
             f"{self.prefix}.upload: another shard is being uploaded to this prefix, or such an upload was killed; wait"
             " for it, or pass overwrite (--overwrite) if none is at work any more"
         )
 
-    def _claimant(self) -> str | None:
-        """Id of the shard that the claim is of; None where there is no claim, ``""`` for an object that is none."""
+    def _stored_claim(self) -> bytes | None:
+        """The bytes of the claim that is there, or one byte more than a claim has; None where there is none."""
         info = self.store.head(self.key + ".upload")
-        if info is None:
-            return None
-        with contextlib.suppress(ValueError, RecursionError):
-            claim = json.loads(self._read(".upload", info.nbytes)) if info.nbytes <= _MAX_CLAIM_NBYTES else None
-            if isinstance(claim, dict) and claim.get("version") == _CLAIM_VERSION:
-                shard_id = claim.get("shard_id")
-                return shard_id if isinstance(shard_id, str) else ""
-        return ""
+        return info and self._read(".upload", min(info.nbytes, len(self._claim) + 1))
 
     def remove_claim(self) -> None:
         """Remove the claim where it is this shard's."""
-        if self._claimant() == self._shard_id:
+        if self._stored_claim() == self._claim:
             self.store.delete(self.key + ".upload")
 
     def abort_uploads(self) -> int:
-        """Remove what killed uploads sent of unfinished files; returns how many uploads, 0 where the store refuses.
-
-        A refusal is no error: the shard is published, and credentials that may write may not always list uploads.
-        """
+        """Remove what killed uploads sent of unfinished files; returns how many uploads, 0 where the store refuses."""
+        # The shard is published, and credentials that may write may not always list uploads.
         try:
             return sum(self.store.abort_uploads(self.key + suffix) for suffix in self.suffixes)
         except StorageError:
@@ -211,8 +185,7 @@ class _Upload(_Target):
     def is_published(self, *, overwrite: bool) -> bool:
         """Whether this very shard is at the prefix, whole.
 
-        Raises:
-            FormatError: another shard is, and ``overwrite`` is False.
+        FormatError: another shard is, and ``overwrite`` is False.
         """
         stored = self.stored(".seq.idx")
         if stored is not None and stored == self._expected[".seq.idx"]:
@@ -302,16 +275,8 @@ class _Upload(_Target):
 class StagedOutput:
     """A remote prefix, and the local prefix at which its shard is built before it is uploaded.
 
-    Args:
-        prefix: the remote prefix.
-        staging: the local folder to build in. With the same folder, a command that was interrupted can be resumed.
-        overwrite: replace what is at the remote prefix.
-
-    Attributes:
-        local: the local prefix.
-
-    Raises:
-        FormatError: the prefix names a bucket or a folder.
+    ``local`` is the local prefix, in the folder ``staging``; with the same folder, a command that was interrupted can
+    be resumed. FormatError: the remote prefix names a bucket or a folder.
     """
 
     def __init__(self, prefix: str, staging: str = STAGING, *, overwrite: bool = False) -> None:
@@ -353,14 +318,9 @@ class StagedOutput:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def publish(self, suffix: str = "", on_progress: Advance = lambda nbytes: None) -> Copied:
-        """Upload a shard that was built, and remove the local one.
+        """Upload a shard that was built, and remove the local one, which stays if there is an error.
 
-        Args:
-            suffix: what is added to both prefixes, as in ``prepare``.
-            on_progress: called with the bytes that have arrived since the last call.
-
-        Raises:
-            SFTIndexError: as ``upload``; the local shard stays.
+        ``suffix`` is added to both prefixes, as in ``prepare``. Errors as of ``upload``.
         """
         local = self.local + suffix
         copied = upload(CopySource(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)

@@ -6,11 +6,10 @@ one shard, so the merged shard has other numbers. All other columns are copied a
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,28 +18,23 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source
-from megatron_sft_idx.layout.files import listed_columns
-from megatron_sft_idx.packs.copying import Renumber, SourceColumn, SourceShard
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, listed_columns
 from megatron_sft_idx.packs.provenance import SplitOutput
+from megatron_sft_idx.packs.run import Column, PackRun
+from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import column_names
+from megatron_sft_idx.shard.opening import column_names, columns_beside
+from megatron_sft_idx.shard.shard_set import kind_in_words
 
 _FILES = "files"
 _MAX_NUMBER = int(np.iinfo(np.uint32).max)
 
 
-class CommonEntries:
-    """The entries that several JSON objects agree on, and the keys of those that they do not."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Any] | None = None
-        self.differing: set[str] = set()
-
-    def add(self, entries: Mapping[str, Any]) -> None:
-        """Take one more object."""
-        before = dict(entries) if self.entries is None else self.entries
-        self.differing |= {key for key in entries.keys() | before if entries.get(key) != before.get(key)}
-        self.entries = {key: value for key, value in before.items() if key not in self.differing}
+def common_entries(objects: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """The entries that all of some JSON objects agree on, and the keys of those that they do not."""
+    first = objects[0]
+    differing = {key for each in objects for key in each.keys() | first if each.get(key) != first.get(key)}
+    return {key: value for key, value in first.items() if key not in differing}, differing
 
 
 class _FileTable:
@@ -72,76 +66,93 @@ class _FileTable:
         return number
 
 
-@dataclass(slots=True)
-class _JoinedColumn:
-    """A column that all shards so far have: the first one that has it, its spec there, and what all agree on."""
+class _Found(NamedTuple):
+    """A column of one of the shards that are merged; the metadata of its spec lack the table of files.
 
-    first: str
+    ``files`` are the numbers that its files have in the merged shard, uint32 [files]; None if it names no files.
+    """
+
+    prefix: str
     spec: ColumnSpec
-    metadata: CommonEntries = field(default_factory=CommonEntries)
-    nbytes: int = 0
+    nbytes: int
+    header_checksum: bytes
+    files: NDArray[np.uint32] | None
 
 
 class JoinedColumns:
-    """Takes the columns of the shards that are merged: the headers of all first (``add``), their rows later.
+    """The columns of shards that are merged, by prefixes and headers. Call ``renumber`` for each shard, in order.
 
-    The caller must call ``renumber`` for each shard in the order in which they were added, and ``require_same`` behind
-    the last.
+    ``allow_loss`` leaves out columns that do not go together, instead of an error.
 
-    Args:
-        allow_loss: leave out columns that do not go together, instead of an error.
+    Attributes:
+        specs: the columns of the merged shard, by name.
+        nbytes: bytes of all their rows.
+        notes: what was left out, a sentence each.
+
+    Raises:
+        FormatError: a shard lacks a column that another has, or has one of another kind; or the table of all files does
+            not fit a header.
+        ShardNotFoundError, CorruptShardError: of a column that a shard has.
     """
 
-    def __init__(self, *, allow_loss: bool) -> None:
+    def __init__(self, prefixes: Sequence[str], headers: Sequence[Header], *, allow_loss: bool) -> None:
         self._allow_loss = allow_loss
-        self._first: str | None = None
-        self._joined: dict[str, _JoinedColumn] = {}
         self._reasons: dict[str, str] = {}  # why a column is left out, by its name
-        self._files, self._files_again = _FileTable(), _FileTable()
+        self._table = _FileTable()
         self._first_pair = 0  # what is added to the numbers of pairs of this shard
         self._next_pair = 0  # greater than every number given so far
         self._split: SplitOutput | None = None  # of the shard before
+        beside = columns_beside(prefixes)
+        self._found: list[dict[str, _Found]] = []
+        for prefix, header in zip(prefixes, headers, strict=True):
+            columns = {}
+            for name in column_names(ShardPaths.of(prefix), header, beside[prefix]):
+                try:
+                    columns[name] = self._find(prefix, name, header)
+                except SFTIndexError as error:
+                    if not allow_loss:
+                        raise
+                    self._reasons.setdefault(name, f"{error}")
+            self._found.append(columns)
+        self.specs: dict[str, ColumnSpec] = {}
+        self.nbytes = 0
+        differing: list[str] = []
+        for name in sorted({name for columns in self._found for name in columns} - self._reasons.keys()):
+            of_shards = [columns[name] for columns in self._found if name in columns]
+            if why := self._why_not(name, of_shards, prefixes):
+                self._leave_out(name, why)
+                continue
+            metadata, keys = common_entries([found.spec.metadata for found in of_shards])
+            if keys:
+                kept = f"not the same in all shards, so left out of its metadata: {', '.join(sorted(keys))}"
+                differing.append(f"column {name}: {kept}")
+            files = {_FILES: self._table.files} if of_shards[0].files is not None else {}
+            self.specs[name] = ColumnSpec(*of_shards[0].spec.kind, metadata | files)
+            self.nbytes += sum(found.nbytes for found in of_shards)
+        self.notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._reasons.items())]
+        self.notes += differing
 
-    def add(self, prefix: str, header: Header, beside: Collection[str]) -> None:
-        """Take the headers of one more shard's columns; ``beside`` are names of the columns that lie at its prefix.
-
-        Raises:
-            FormatError: it lacks a column that another has, or has one of another kind.
-            ShardNotFoundError, CorruptShardError: of a column that it has.
-        """
-        first = self._first = self._first or prefix
-        paths, columns = ShardPaths.of(prefix), {}
-        for name in column_names(paths, header, beside):
-            try:
-                columns[name] = open_column(paths, name, header, "pread").header
-            except SFTIndexError as error:
-                if not self._allow_loss:
-                    raise
-                self._leave_out(name, f"{error}")
-        for name in sorted((self._joined.keys() | columns.keys()) - self._reasons.keys()):
-            if name not in columns:
-                self._leave_out(name, f"{prefix}: no column {name}, which {self._joined[name].first} has")
-            elif name not in self._joined and prefix != first:
-                self._leave_out(name, f"{first}: no column {name}, which {prefix} has")
-            else:
-                self._join(prefix, name, columns[name])
-
-    def _join(self, prefix: str, name: str, column: ColumnHeader) -> None:
-        """Join a column that all shards before have too."""
-        spec, metadata = column.spec, dict(column.spec.metadata)
-        joined = self._joined.setdefault(name, _JoinedColumn(prefix, spec))
-        first, like = joined.first, joined.spec
-        if spec.kind != like.kind:
-            self._leave_out(name, f"{prefix}: column {name} is {_described(spec)}, in {first} {_described(like)}")
-            return
-        if name == "source" and is_source(spec) != is_source(like):
-            why = f"{prefix}: column {name} does not name its files as that of {first} does, or the other"
-            self._leave_out(name, why)
-            return
+    def _find(self, prefix: str, name: str, header: Header) -> _Found:
+        column = open_column(ShardPaths.of(prefix), name, header, "pread").header
+        spec = column.spec
+        files = None
         if name == "source" and is_source(spec):
-            self._files.add(metadata.pop(_FILES))
-        joined.metadata.add(metadata)
-        joined.nbytes += column.rows * spec.row_nbytes
+            files = self._table.add(spec.metadata[_FILES])
+            metadata = {key: value for key, value in spec.metadata.items() if key != _FILES}
+            spec = dataclasses.replace(spec, metadata=metadata)
+        return _Found(prefix, spec, column.rows * spec.row_nbytes, _header_checksum(column), files)
+
+    def _why_not(self, name: str, of_shards: Sequence[_Found], prefixes: Sequence[str]) -> str | None:
+        """Why a column that some shards have cannot be one of the merged shard; None if it can."""
+        first, like = of_shards[0].prefix, of_shards[0].spec
+        for prefix, columns in zip(prefixes, self._found, strict=True):
+            if (found := columns.get(name)) is None:
+                return f"{prefix}: no column {name}, which {first} has"
+            if found.spec.kind != like.kind:
+                return f"{prefix}: column {name} is {kind_in_words(found.spec)}, in {first} {kind_in_words(like)}"
+            if (found.files is None) != (of_shards[0].files is None):
+                return f"{prefix}: column {name} does not name its files as that of {first} does, or the other"
+        return None
 
     def _leave_out(self, name: str, why: str) -> None:
         if not self._allow_loss:
@@ -149,72 +160,53 @@ class JoinedColumns:
                 f"{why}; a merged shard has the columns that all have: attach it there (write_column), or pass"
                 " allow_loss (--allow-loss) to leave it out"
             )
-        self._reasons.setdefault(name, why)
-        self._joined.pop(name, None)
+        self._reasons[name] = why
 
-    def specs(self) -> dict[str, ColumnSpec]:
-        """The columns of the merged shard. FormatError where a table of all files does not fit a header."""
-        specs = {}
-        for name, joined in self._joined.items():
-            metadata = dict(joined.metadata.entries or {})
-            if name == "source" and is_source(joined.spec):
-                metadata[_FILES] = self._files.files
-            specs[name] = ColumnSpec(*joined.spec.kind, metadata)
-        return specs
+    def renumber(self, number: int, shard: Shard) -> Callable[[PackRun], PackRun]:
+        """A function that gives the columns of runs of shard ``number`` the numbers of the merged shard.
 
-    def nbytes(self) -> int:
-        """Bytes of all rows of the merged shard's columns."""
-        return sum(joined.nbytes for joined in self._joined.values())
-
-    def renumber(self, source: SourceShard) -> Renumber:
-        """What becomes of the rows of one shard's ``source`` and ``pair``."""
+        FormatError: another column was attached to the shard since its headers were compared.
+        """
+        found = self._found[number]
+        for name in self.specs:
+            if _header_checksum(shard.columns.open(name).header) != found[name].header_checksum:
+                path = ShardPaths.of(shard.prefix).column(name)
+                raise FormatError(f"{path}: another column was attached here while shards were merged; start again")
         changes: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {}
-        column = source.columns.get("source")
-        if column is not None and is_source(column.spec):
-            numbers = self._files_again.add(column.spec.metadata[_FILES])
-            changes["source"] = functools.partial(_renumber_files, column, numbers)
-        column = source.columns.get("pair")
-        if column is not None and column.spec.kind == PAIR.kind:
-            header = source.header
-            split = SplitOutput.of(header) if "pair" in listed_columns(header.metadata) else None
+        if "source" in self.specs and (files := found["source"].files) is not None:
+            changes["source"] = lambda rows: _renumber_files(shard, files, rows)
+        if "pair" in self.specs and self.specs["pair"].kind == PAIR.kind:
+            split = SplitOutput.of(shard.header) if "pair" in listed_columns(shard.header.metadata) else None
             # An output of a split keeps its numbers behind the output before it: both are those of the shard they were.
             if split is None or not split.follows(self._split):
                 self._first_pair = self._next_pair
             self._split = split
-            changes["pair"] = functools.partial(self._renumber_pairs, column)
-        return changes
+            changes["pair"] = lambda rows: self._renumber_pairs(shard, rows)
 
-    def _renumber_pairs(self, column: SourceColumn, rows: NDArray[Any]) -> NDArray[Any]:
+        def changed(run: PackRun) -> PackRun:
+            values = {name: change(run.columns[name].values) for name, change in changes.items()}
+            renumbered = {name: Column(self.specs[name], rows) for name, rows in values.items()}
+            return dataclasses.replace(run, columns={**run.columns, **renumbered})
+
+        return changed
+
+    def _renumber_pairs(self, shard: Shard, rows: NDArray[Any]) -> NDArray[Any]:
         """Numbers of pairs that begin above those of the shards before."""
-        if not len(rows):
-            return rows
-        largest = int(rows[:, 0].max()) + self._first_pair
+        largest = int(rows[:, 0].max(initial=0)) + self._first_pair
         if largest > _MAX_NUMBER:
-            raise FormatError(f"{column.rows.path}: pair {largest:,} of all shards, there is room for {_MAX_NUMBER:,}")
+            path = ShardPaths.of(shard.prefix).column("pair")
+            raise FormatError(f"{path}: pair {largest:,} of all shards, there is room for {_MAX_NUMBER:,}")
         self._next_pair = max(self._next_pair, largest + 1)
         return rows + np.array([self._first_pair, 0], np.uint32)
 
-    def require_same(self) -> None:
-        """FormatError where the tables of files were other ones when the rows were read."""
-        if "source" in self._joined and self._files_again.files != self._files.files:
-            raise FormatError(f"{self._first}: a column source was replaced while the shards were merged; start again")
 
-    def notes(self) -> list[str]:
-        """What was left out: a sentence each."""
-        notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._reasons.items())]
-        for name, joined in sorted(self._joined.items()):
-            if keys := ", ".join(sorted(joined.metadata.differing)):
-                notes.append(f"column {name}: not the same in all shards, so left out of its metadata: {keys}")
-        return notes
-
-
-def _described(spec: ColumnSpec) -> str:
-    aligned = f", aligned with {spec.alignment}s" if spec.per == "token" else ""
-    return f"{spec.dtype} x {spec.width} a {spec.per}{aligned}"
-
-
-def _renumber_files(column: SourceColumn, numbers: NDArray[np.uint32], rows: NDArray[Any]) -> NDArray[Any]:
-    if len(rows) and (largest := int(rows[:, 0].max())) >= len(numbers):
+def _renumber_files(shard: Shard, numbers: NDArray[np.uint32], rows: NDArray[Any]) -> NDArray[Any]:
+    if (largest := int(rows[:, 0].max(initial=0))) >= len(numbers):
+        path, spec = ShardPaths.of(shard.prefix).column("source"), shard.columns["source"].spec
         detail = f"file {largest}, expected less than {len(numbers)}; restore the file"
-        raise CorruptShardError(column.rows.path, column.spec.header_nbytes, "C9", detail)
+        raise CorruptShardError(path, spec.header_nbytes, "C9", detail)
     return np.stack([numbers[rows[:, 0]], rows[:, 1]], axis=1)
+
+
+def _header_checksum(column: ColumnHeader) -> bytes:
+    return column.encode()[-CHECKSUM_NBYTES:]

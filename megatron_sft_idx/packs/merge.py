@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
-from megatron_sft_idx.packs.joined_columns import CommonEntries, JoinedColumns
+from megatron_sft_idx.packs.copying import append_shard, begin_copy, nbytes_of, open_source
+from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.shard.shard_set import require_alike
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
 
@@ -44,110 +43,83 @@ _FIELDS: tuple[tuple[str, Callable[[Header], Any], str], ...] = (
 _BLOCKS = {"tokenizer": "tokenizer", "chat template": "chat_template"}
 
 
-class Agreement:
-    """Compares the headers of the shards that are merged, in order, and keeps some hundred bytes of each.
+def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection[str]) -> tuple[Header, list[str]]:
+    """The header of the merged shard, without its origin and with the counts of the first shard; and notes.
 
-    Args:
-        mixed: the names in ``_FIELDS`` of what may differ. Of different capacities the merged shard has the largest.
+    The notes say what could not be compared, and what differs. ``mixed`` are the names in ``_FIELDS`` of what may
+    differ. Of different capacities the merged shard has the largest. FormatError: two shards do not go together; the
+    error names both values and prefixes.
     """
+    notes: list[str] = []
+    unrecorded: list[str] = []
+    blocks: dict[str, Any] = {}
+    for name, value_of, remedy in _FIELDS:
+        values = list(map(value_of, headers))
+        recorded = [number for number, value in enumerate(values) if value is not None]
+        if not recorded:
+            unrecorded.append(name)
+            continue
+        if name not in mixed:
+            require_alike(prefixes, values, name, f"a merged shard has one: {remedy}")
+        first = recorded[0]
+        if missing := [prefix for prefix, value in zip(prefixes, values, strict=True) if value is None]:
+            others = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+            notes.append(f"{missing[0]}{others}: {name} not recorded, taken to be that of {prefixes[first]}")
+        if any(values[number] != values[first] for number in recorded):
+            notes.append(f"{name}: not the same in all shards, as was allowed")
+        elif name in _BLOCKS:
+            blocks[_BLOCKS[name]] = headers[first].metadata[_BLOCKS[name]]
+    if unrecorded:
+        notes.append(f"recorded in none of the shards, so not compared: {', '.join(unrecorded)}")
+    aside = PER_SHARD | {*_BLOCKS.values()}
+    compared = [{key: value for key, value in each.metadata.items() if key not in aside} for each in headers]
+    common, differing = common_entries(compared)
+    if differing:
+        notes.append(f"not the same in all shards, so left out of the header: {', '.join(sorted(differing))}")
+    header = dataclasses.replace(
+        headers[0],
+        capacity=max(each.capacity for each in headers),
+        pad_id=next((each.pad_id for each in headers if each.pad_id is not None), None),
+        metadata=common | blocks,
+        rebuilt=any(each.rebuilt for each in headers),
+    )
+    return header, notes
 
-    def __init__(self, mixed: Collection[str]) -> None:
-        self._mixed = mixed
-        self._first: Header | None = None
-        self._capacity, self._rebuilt = 0, False
-        # By the name in _FIELDS: the first shard that records it, and its value there; the first shard that does not,
-        # and how many do not; and the names of those that differ, as was allowed.
-        self._recorded: dict[str, tuple[str, Any]] = {}
-        self._missing: dict[str, tuple[str, int]] = {}
-        self._differing: set[str] = set()
-        # Of the JSON block of the merged shard: the entries of _BLOCKS, and those that all shards agree on.
-        self._compared: dict[str, Any] = {}
-        self._blocks = CommonEntries()
-        # The shards themselves, and the runs that they are made of.
-        self._own: list[OriginRun] = []
-        self._runs: list[OriginRun] = []
 
-    def add(self, prefix: str, header: Header) -> None:
-        """Take one more shard.
+def _read_headers(prefixes: Sequence[str]) -> tuple[list[Header], list[OriginRun]]:
+    """The headers of shards, without ``origin``; and the runs of packs that the shards are made of.
 
-        Raises:
-            FormatError: it does not go together with a shard before it; the error names both values and prefixes.
-        """
-        for name, value_of, remedy in _FIELDS:
-            self._compare(name, value_of(header), remedy, prefix, header)
-        aside = PER_SHARD | {*_BLOCKS.values()}
-        self._blocks.add({key: value for key, value in header.metadata.items() if key not in aside})
-        self._first = self._first or dataclasses.replace(header, metadata={})
-        self._capacity = max(self._capacity, header.capacity)
-        self._rebuilt |= header.rebuilt
-        extend_runs(self._own, [own_run(header)])
-        if len(self._runs) <= MAX_RUNS:  # more are not listed
-            extend_runs(self._runs, origin_runs(header))
+    If the runs are too many for a header, they are the shards themselves.
 
-    def _compare(self, name: str, value: Any, remedy: str, prefix: str, header: Header) -> None:
-        block = _BLOCKS.get(name)
-        if value is None:
-            first, count = self._missing.get(name, (prefix, 0))
-            self._missing[name] = first, count + 1
-        elif name not in self._recorded:
-            self._recorded[name] = prefix, value
-            if block:
-                self._compared[block] = header.metadata[block]
-        elif value != self._recorded[name][1]:
-            if name not in self._mixed:
-                first, expected = self._recorded[name]
-                raise FormatError(f"{prefix}: {name} {value}, in {first} {expected}; a merged shard has one: {remedy}")
-            self._differing.add(name)
-            self._compared.pop(block or "", None)
-
-    def header(self) -> Header:
-        """The header of the merged shard; the caller must replace its counts and checksums, those of the first shard.
-
-        Raises:
-            FormatError: there are no shards, or too many for a header to name.
-        """
-        if self._first is None:
-            raise FormatError("an empty list of shards; name at least one")
-        runs = self._runs if len(self._runs) <= MAX_RUNS else self._own
-        if len(runs) > MAX_RUNS:
-            raise FormatError(
-                f"{len(runs)} shards, a header has room for the names of {MAX_RUNS}; merge some first, then the results"
-            )
-        origin = {ORIGIN: list(map(dataclasses.asdict, runs))}
-        return dataclasses.replace(
-            self._first,
-            capacity=self._capacity,
-            pad_id=self._recorded.get("pad id", ("", None))[1],
-            metadata=(self._blocks.entries or {}) | self._compared | origin,
-            rebuilt=self._rebuilt,
+    Raises:
+        FormatError: there are no shards, or too many for a header to name.
+        ShardNotFoundError, CorruptShardError: as of ``read_header``.
+    """
+    headers: list[Header] = []
+    shards: list[OriginRun] = []
+    runs: list[OriginRun] = []
+    for prefix in prefixes:
+        header = read_header(prefix)
+        extend_runs(shards, [own_run(header)])
+        if len(runs) <= MAX_RUNS:  # more are not listed
+            extend_runs(runs, origin_runs(header))
+        metadata = {key: value for key, value in header.metadata.items() if key != ORIGIN}
+        headers.append(dataclasses.replace(header, metadata=metadata))
+    if not headers:
+        raise FormatError("an empty list of shards; name at least one")
+    if len(runs) > MAX_RUNS:
+        runs = shards
+    if len(runs) > MAX_RUNS:
+        raise FormatError(
+            f"{len(runs)} shards, a header has room for the names of {MAX_RUNS}; merge some first, then the results"
         )
-
-    def notes(self) -> list[str]:
-        """What could not be compared, and what differs: a sentence each."""
-        notes, names = [], [name for name, _, _ in _FIELDS]
-        for name in names:
-            if name in self._recorded and name in self._missing:
-                first, count = self._missing[name]
-                others = f" and {count - 1:,} more" if count > 1 else ""
-                notes.append(f"{first}{others}: {name} not recorded, taken to be that of {self._recorded[name][0]}")
-            if name in self._differing:
-                notes.append(f"{name}: not the same in all shards, as was allowed")
-        if nowhere := [name for name in names if name not in self._recorded]:
-            notes.append(f"recorded in none of the shards, so not compared: {', '.join(nowhere)}")
-        if dropped := sorted(self._blocks.differing):
-            notes.append(f"not the same in all shards, so left out of the header: {', '.join(dropped)}")
-        return notes
+    return headers, runs
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """What merging did.
+class MergeReport(NamedTuple):
+    """What merging did: prefix and header of the merged shard, how many shards it was made from, and notes.
 
-    Attributes:
-        prefix: of the merged shard.
-        header: of the merged shard.
-        num_sources: shards it was made from.
-        notes: what was not compared or differs between them, a sentence each.
+    The notes say what was not compared or differs between the shards, a sentence each.
     """
 
     prefix: str
@@ -172,7 +144,7 @@ def merge(
     Everything is compared before the first byte is written: token and mask dtype, capacity, sequence multiple, pad id,
     tokenizer and chat template. Every byte of the sources is read once and held to its checksum. The merged shard's
     JSON block keeps what the sources have in common and lists where its packs come from (``origin``). Memory
-    is a few MiB for packs of any number and size, and some hundred bytes a source; one source is open at a time.
+    is a few MiB for any number of packs, and the headers of all sources; one source is open at a time.
 
     Columns go along, attached ones too, and are written with the merged shard: all sources must have them, of one kind.
     Of ``source``, the tables of files become one, in which a file is the same where its name and fingerprint are; of
@@ -201,25 +173,18 @@ def merge(
     require_apart(places_of(paths.prefix, "the output", written=True), read)
     check_free(paths, overwrite=overwrite)
     allowed = {"capacity": mixed_capacity, "chat template": mixed_templates}
-    agreement = Agreement({name for name, mixed in allowed.items() if mixed})
-    columns, beside = JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
-    ids, total = [], 0
-    for source in prefixes:
-        header = read_header(source)
-        agreement.add(source, header)
-        columns.add(source, header, beside[source])
-        ids.append(header.shard_id)
-        total += nbytes_of(header)
-    specs, total = columns.specs(), total + columns.nbytes()
-    new = CopyWriter(paths.prefix, agreement.header(), specs, overwrite=overwrite, durable=durable, nbytes=total)
+    headers, runs = _read_headers(prefixes)
+    like, notes = _agree(prefixes, headers, {name for name, is_allowed in allowed.items() if is_allowed})
+    like.metadata[ORIGIN] = list(map(dataclasses.asdict, runs))
+    columns = JoinedColumns(prefixes, headers, allow_loss=allow_loss)
+    total = sum(map(nbytes_of, headers)) + columns.nbytes
+    new = begin_copy(paths.prefix, like, columns.specs, overwrite=overwrite, durable=durable, nbytes=total)
     with new as writer, watch("merging", total) as advance:
-        for source, shard_id in zip(prefixes, ids, strict=True):
-            shard = SourceShard(source, shard_id, advance, specs)
-            shard.verify_indexes()
-            writer.append(shard, 0, shard.header.num_packs, renumber=columns.renumber(shard))
-        columns.require_same()
-        header = writer.finalize()
-    notes = [*agreement.notes(), *columns.notes()]
+        for number, (source, header) in enumerate(zip(prefixes, headers, strict=True)):
+            shard = open_source(source, header.shard_id)
+            append_shard(writer, shard, columns.specs, advance, columns.renumber(number, shard))
+        merged = writer.finalize()
+    notes += columns.notes
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
-    return MergeReport(paths.prefix, header, len(prefixes), notes)
+    return MergeReport(paths.prefix, merged, len(prefixes), notes)

@@ -92,7 +92,8 @@ class Origin:
 
     def of_packs(self, first: int, stop: int) -> list[OriginRun]:
         """The runs of the packs ``[first, stop)``, in order."""
-        runs, begin = [], first
+        runs: list[OriginRun] = []
+        begin = first
         at = bisect.bisect_right(self._ends, first)
         while begin < stop:
             run, end = self._runs[at], min(stop, self._ends[at])

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec
 
 if TYPE_CHECKING:
@@ -138,18 +137,13 @@ class PackRun:
         specs = {name: column.spec for name, column in runs[0].columns.items()}
         if any({name: column.spec for name, column in run.columns.items()} != specs for run in runs):
             raise ValueError("runs with different columns")
-        return cls(
-            np.concatenate([run.tokens for run in runs]),
-            np.concatenate([run.loss_mask for run in runs]),
-            np.concatenate([run.seq_starts for run in runs]),
-            np.concatenate([run.pack_lengths for run in runs]),
-            np.concatenate([run.pack_sequences for run in runs]),
-            sum(run.unplaced for run in runs),
-            {
-                name: Column(spec, np.concatenate([run.columns[name].values for run in runs]))
-                for name, spec in specs.items()
-            },
-        )
+        columns = {
+            name: Column(spec, np.concatenate([run.columns[name].values for run in runs]))
+            for name, spec in specs.items()
+        }
+        names = ("tokens", "loss_mask", "seq_starts", "pack_lengths", "pack_sequences")
+        arrays = {name: np.concatenate([getattr(run, name) for run in runs]) for name in names}
+        return cls(**arrays, unplaced=sum(run.unplaced for run in runs), columns=columns)
 
 
 def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
@@ -183,9 +177,8 @@ class Window:
 
     Attributes:
         shard: the shard that the packs are of.
-        first_pack: number of the first pack in the shard.
-        first_token: number of its first token among all tokens of the shard.
-        first_sequence: number of its first sequence among all sequences of the shard.
+        first_pack: number of the first pack in the shard; ``first_token``, ``first_sequence`` likewise of its tokens
+            and sequences.
         pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
         sequence_offsets: the same in sequences of the window: int64 [packs + 1].
         bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
@@ -219,48 +212,60 @@ class Window:
         starts: NDArray[np.int64] = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
         return starts
 
+    def run(self) -> PackRun:
+        """The packs as a run; reads ids and masks."""
+        counts = np.diff(self.pack_bounds), np.diff(self.sequence_offsets)
+        return PackRun(*self.content(), self.starts(), *counts, columns=self.columns)
+
     def locate(self, sequence: int) -> tuple[int, int]:
         """Number in the shard of the pack that a sequence of the window is in, and its number in that pack."""
         pack = int(np.searchsorted(self.sequence_offsets, sequence, "right")) - 1
         return self.first_pack + pack, sequence - int(self.sequence_offsets[pack])
 
 
-def windows(shard: Shard, tokens: int | None = None, columns: Iterable[str] = ()) -> Iterator[Window]:
-    """All packs of a shard, in order, in windows of bounded size.
+def windows(
+    shard: Shard, tokens: int | None = None, columns: Iterable[str] = (), first: int = 0, stop: int | None = None
+) -> Iterator[Window]:
+    """Packs of a shard, in order, in windows of bounded size.
 
     Args:
         shard: opened with any backend; with ``pread`` no page of it is mapped.
         tokens: the most tokens of a window; a longer pack is a window of its own. None for ``WINDOW_TOKENS``.
         columns: names of the columns that the windows carry.
+        first: the first pack.
+        stop: the pack behind the last; None for all packs from ``first`` on.
 
     Raises:
         ShardNotFoundError: the shard lacks one of the columns.
         FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
     """
     shard.check_ends()
-    first, columns = 0, tuple(columns)
-    while first < len(shard):
-        window = read_window(shard, first, first + WINDOW_PACKS, tokens, columns)
+    stop = len(shard) if stop is None else stop
+    columns = tuple(columns)
+    while first < stop:
+        window = read_window(shard, first, min(first + WINDOW_PACKS, stop), tokens, columns)
         yield window
         first += len(window)
 
 
 def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Iterable[str] = ()) -> Window:
     """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
-    files, stop = shard.files, min(stop, len(shard))
+    files = shard.files
+    stop = min(stop, len(shard))
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
     max_tokens = WINDOW_TOKENS if tokens is None else tokens
     count = max(1, min(count_fitting(pack_bounds, max_tokens), count_fitting(sequence_offsets, WINDOW_SEQUENCES)))
     pack_bounds, sequence_offsets = pack_bounds[: count + 1], sequence_offsets[: count + 1]
     token, sequence, last = int(pack_bounds[0]), int(sequence_offsets[0]), int(sequence_offsets[-1])
     try:
-        if token < 0 or not (0 <= sequence <= last <= files.num_sequences and pack_bounds[-1] <= files.num_tokens):
-            raise ValueError(f"offsets of packs {first} to {first + count} leave the files")
+        if not 0 <= sequence <= last <= files.num_sequences:
+            raise ValueError("shard 0, pack 0: sequence offsets of it or of packs behind it leave the file (rule O1)")
+        if token < 0 or pack_bounds[-1] > files.num_tokens:
+            raise ValueError("shard 0, pack 0: token offsets of it or of packs behind it leave the file (rule O2)")
         pack_bounds, sequence_offsets = pack_bounds - token, sequence_offsets - sequence
         bounds = _native.absolute_offsets(sequence_offsets, pack_bounds, files.starts[sequence:last])
     except ValueError as error:
-        where = f"{shard.prefix}: packs from {first} on: {error}"
-        raise FormatError(f"{where} (rules O1, O2, P2 to P4); megatron-sft-idx verify says what is wrong") from None
+        raise shard.pack_error(f"{error}", first_pack=first) from None
     values = sliced(
         {name: shard.columns.open(name) for name in columns},
         token=slice(token, token + int(pack_bounds[-1])),

@@ -10,22 +10,25 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
-from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, copied_nbytes, nbytes_of
+from megatron_sft_idx.packs.copying import begin_copy, checked_runs, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
+from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import locked_outputs, read_journal
-from megatron_sft_idx.shard.opening import column_names, columns_beside
-from megatron_sft_idx.shard.publication import is_column, is_set_aside, places_of, publish_all, remove_remains
+from megatron_sft_idx.shard.journal import locked_outputs
+from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
+from megatron_sft_idx.shard.writer import STAGE_TOKENS
+from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
@@ -57,14 +60,8 @@ class SplitSize:
             raise FormatError(f"split by {given or 'nothing'}; give one of packs, nbytes and shards, 1 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class SplitReport:
-    """What splitting did.
-
-    Attributes:
-        prefixes: of the outputs, in order.
-        num_kept: how many of them were there already.
-    """
+class SplitReport(NamedTuple):
+    """What splitting did: prefixes of the outputs, in order, and how many of these were there already."""
 
     prefixes: list[str]
     num_kept: int
@@ -90,8 +87,8 @@ def split(
     The source is read twice: once to hold every byte to its checksum before anything is published, once to copy it.
     Columns go along, attached ones too, and are written with the outputs; their metadata, such as the files that
     ``source`` names, stay as they are. All outputs are whole before the first is published: a split that is killed
-    leaves the whole ones under temporary names, and ``resume`` goes on behind them. Memory is a few MiB for packs of
-    any number and size.
+    leaves the whole ones under temporary names, and ``resume`` goes on behind them. Memory is a few MiB for any number
+    of packs.
 
     Args:
         source: prefix of the shard.
@@ -108,34 +105,34 @@ def split(
         CorruptShardError: the source breaks F2, F3, O1, O2 or a rule of columns; nothing is published.
         OSError: the disk says no. Of this and of any other error nothing is left that this split has written.
     """
-    whole, prefix = ShardPaths.of(source), ShardPaths.of(prefix).prefix
-    header = read_header(whole.prefix)
-    columns = {name: open_column(whole, name, header, "pread").header for name in column_names(whole, header)}
+    whole = ShardPaths.of(source)
+    prefix = ShardPaths.of(prefix).prefix
+    shard = open_source(whole.prefix, read_header(whole.prefix).shard_id)
+    columns = {name: column.header for name, column in shard.columns.items()}
     specs = {name: column.spec for name, column in columns.items()}
-    nbytes = nbytes_of(header) + sum(column.nbytes for column in columns.values())
-    counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
-    with watch("splitting", nbytes + copied_nbytes(header, specs.values(), **counts)) as advance:
-        shard = SourceShard(whole.prefix, header.shard_id, advance, specs)
-        outputs = _plan(shard, prefix, size)
+    outputs = _plan(shard, columns, prefix, size)
+    nbytes = nbytes_of(shard.header) + sum(column.rows * column.spec.row_nbytes for column in columns.values())
+    with watch("splitting", nbytes + sum(output.nbytes for output in outputs)) as advance:
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
         require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
         refuse_other_splits(prefix, len(outputs))
         with locked_outputs(prefix):
             kept = {output for output in outputs if resume and output.is_there()}
-            replaceable = {output for output in outputs if overwrite or (resume and output.may_overwrite())}
-            _check_free(outputs, kept | replaceable)
-            _require_room(prefix, shard, [output for output in outputs if output not in kept])
-            shard.verify()
-            origin = Origin(shard.header, shard.spans)
+            for output in outputs:
+                files = output.paths.with_columns(columns)
+                check_free(files, overwrite=overwrite or output in kept, only=files.all)
+            _require_room(prefix, [output for output in outputs if output not in kept])
+            for _ in checked_runs(shard, columns, advance):
+                pass
+            origin = Origin(shard.header, lambda first, stop: _spans(shard, first, stop))
             set_aside: list[ShardPaths] = []
             try:
                 for output in outputs:
-                    if output in kept:
-                        advance(shard.copied_nbytes(output.first, output.stop))
-                    else:
+                    if output not in kept:
                         drops = ("build",) if resume else ()
-                        _copy(output, shard, origin, overwrite=output in replaceable, durable=durable, drops=drops)
+                        _copy(output, shard, specs, origin, overwrite=overwrite, durable=durable, drops=drops)
                         set_aside.append(output.paths)
+                    advance(output.nbytes)
             except BaseException as error:
                 # Some outputs of many are of no use, and a full disk gets its space back. What this split wrote goes,
                 # unless it was interrupted: then all of it stays for resume. What earlier splits wrote stays always.
@@ -146,40 +143,29 @@ def split(
     return SplitReport([output.paths.prefix for output in outputs], len(kept))
 
 
-def _check_free(outputs: Sequence[_Output], replaceable: Collection[_Output]) -> None:
-    """Check that all outputs may be written, as ``check_free`` of each, but with one look at the folder."""
-    beside = columns_beside(output.paths.prefix for output in outputs)
-    for output in outputs:
-        columns = (name for name in beside[output.paths.prefix] if is_column(output.paths.column(name)))
-        files = output.paths.with_columns(columns)
-        check_free(files, overwrite=output in replaceable, only=files.all)
-
-
-def _require_room(prefix: str, shard: SourceShard, outputs: Sequence[_Output]) -> None:
+def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     """OSError (ENOSPC) where there is no room for outputs that are not there yet."""
-    nbytes = sum(shard.copied_nbytes(output.first, output.stop) for output in outputs)
     # What a killed split left half done is dropped for the same output.
     half_done = [path for output in outputs for path in output.paths.unpublished.present()]
-    require_space(prefix, nbytes - sum(map(os.path.getsize, half_done)), (6 + len(shard.columns)) * len(outputs))
+    nbytes = sum(output.nbytes for output in outputs) - sum(map(os.path.getsize, half_done))
+    require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
 
 
-def _copy(
-    output: _Output, shard: SourceShard, origin: Origin, *, overwrite: bool, durable: bool, drops: Collection[str]
-) -> None:
-    """Copy the packs of one output, and set it aside."""
+def _copy(output: _Output, shard: Shard, specs: Mapping[str, ColumnSpec], origin: Origin, **writing: Any) -> None:
+    """Copy the packs of one output, and set it aside. ``writing`` as of ``begin_copy``."""
     runs = origin.of_packs(output.first, output.stop)
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
-    specs = {name: column.spec for name, column in shard.columns.items()}
-    with CopyWriter(output.paths.prefix, like, specs, overwrite=overwrite, durable=durable, drops=drops) as writer:
-        writer.append(shard, output.first, output.stop)
-        writer.finalize(publish=False)
+    with begin_copy(output.paths.prefix, like, specs, **writing) as writer:
+        for window in windows(shard, STAGE_TOKENS, specs, output.first, output.stop):
+            writer.add_run(window.run())
+        writer.set_aside()
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output of a split: the packs ``[first, stop)`` of the shard.
+    """One output of a split: the packs ``[first, stop)`` of the shard, whose data take ``nbytes``.
 
     ``columns`` has the names of the shard's columns and their checksums, hex.
     """
@@ -191,6 +177,7 @@ class _Output:
     first: int
     stop: int
     columns: tuple[tuple[str, str], ...]
+    nbytes: int
 
     @property
     def paths(self) -> ShardPaths:
@@ -210,8 +197,7 @@ class _Output:
     def is_there(self) -> bool:
         """Whether this very output is there, published or set aside. Either way it is whole.
 
-        Raises:
-            FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule.
+        FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule.
         """
         if is_set_aside(self.paths):
             return complete_header(self.paths).metadata.get(SPLIT) == self.entry()
@@ -223,45 +209,63 @@ class _Output:
             open_column(self.paths, name, header, "pread")
         return same
 
-    def may_overwrite(self) -> bool:
-        """Whether an interrupted split left a journal here that says it was given leave to overwrite."""
-        head = read_journal(self.paths)
-        return head is not None and head.work == "build" and head.content.get("overwrite") is True
+
+def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tokens, then the sequences, of packs ``[first, stop)``: the first, and the one behind the last."""
+
+    def span(offsets: Array) -> tuple[int, int]:
+        return int(offsets[first : first + 1][0]), int(offsets[stop : stop + 1][0])
+
+    return span(shard.files.token_offsets), span(shard.files.sequence_offsets)
 
 
-def _plan(shard: SourceShard, prefix: str, size: SplitSize) -> list[_Output]:
+def _plan(shard: Shard, columns: Mapping[str, ColumnHeader], prefix: str, size: SplitSize) -> list[_Output]:
     """The outputs in order. FormatError where they are too many."""
-    num_packs, bounds = shard.header.num_packs, _bounds_by_nbytes(shard, size.nbytes or 1)
+    num_packs = shard.header.num_packs
+
+    def before(pack: int) -> int:
+        """Bytes of the data of all packs before this one."""
+        (_, tokens), (_, sequences) = _spans(shard, 0, pack)
+        rows = {"token": tokens, "sequence": sequences, "pack": pack}
+        beside = sum(rows[column.spec.per] * column.spec.row_nbytes for column in columns.values())
+        return tokens * (shard.header.token_dtype.itemsize + shard.header.mask_dtype.itemsize) + 4 * sequences + beside
+
+    bounds: Iterable[int]
     if size.packs is not None:
         bounds = chain(range(0, max(num_packs, 1), size.packs), [num_packs])
     elif size.shards is not None:
         shards = size.shards
         bounds = (num_packs * number // shards for number in range(shards + 1))
+    else:
+        bounds = _bounds_by_nbytes(num_packs, size.nbytes or 1, before)
     edges = list(islice(bounds, _MAX_OUTPUTS + 2))
     if len(edges) > _MAX_OUTPUTS + 1:
         raise FormatError(f"{shard.prefix}: more than {_MAX_OUTPUTS} parts, five files each; ask for larger ones")
-    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
+    checksums = tuple((name, column.checksum.hex()) for name, column in columns.items())
     return [
-        _Output(shard.header.shard_id, prefix, number, len(edges) - 1, first, stop, columns)
+        _Output(shard.shard_id, prefix, number, len(edges) - 1, first, stop, checksums, before(stop) - before(first))
         for number, (first, stop) in enumerate(pairwise(edges))
     ]
 
 
-def _bounds_by_nbytes(shard: SourceShard, nbytes: int) -> Iterator[int]:
-    """The first pack of every output, and behind them the number of all packs."""
+def _bounds_by_nbytes(num_packs: int, nbytes: int, data_before: Callable[[int], int]) -> Iterator[int]:
+    """The first pack of every output of at most ``nbytes`` bytes, and behind them the number of all packs.
+
+    ``data_before`` gives the bytes of the data of all packs before one.
+    """
 
     def before(pack: int) -> int:
-        """Bytes of all packs before this one."""
-        return shard.copied_nbytes(0, pack) + pack * _PACK_NBYTES
+        """Bytes of all packs before this one, in all files."""
+        return data_before(pack) + pack * _PACK_NBYTES
 
     first = 0
     yield first
-    while first < shard.header.num_packs:
+    while first < num_packs:
         limit = before(first) + nbytes - _EMPTY_NBYTES
-        candidates = range(first + 1, shard.header.num_packs + 1)
+        candidates = range(first + 1, num_packs + 1)
         first = candidates[max(bisect.bisect_right(candidates, limit, key=before) - 1, 0)]
         yield first
-    if not shard.header.num_packs:
+    if not num_packs:
         yield 0
 
 

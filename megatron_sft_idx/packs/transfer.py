@@ -7,6 +7,7 @@ packs or mends a shard. Copies into object stores are in ``buckets``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,14 +17,14 @@ import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, column_of, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, listed_columns
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import read_journal
-from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard
+from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
 from megatron_sft_idx.shard.publication import Publication, places_of, with_present_columns
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
-from megatron_sft_idx.storage.local import StreamHash, digest_file
+from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
@@ -37,12 +38,8 @@ _CHUNK_NBYTES = 8 << 20
 class Copied(NamedTuple):
     """What copying a shard did.
 
-    Attributes:
-        prefix: of the copy.
-        nbytes_sent: bytes of the files that were written.
-        nbytes_found: bytes of the files that were at ``prefix`` already, with the right content.
-        uploads_aborted: how many unfinished uploads of earlier attempts were removed.
-        notes: what could not be found out, a sentence each.
+    Bytes of the files that were written, and of those that were at ``prefix`` already, with the right content; how many
+    unfinished uploads of earlier attempts were removed; and notes on what could not be found out, a sentence each.
     """
 
     prefix: str
@@ -77,27 +74,25 @@ class FileContent(NamedTuple):
         """Whether a local file has this content; it is read only where the size fits."""
         if not os.path.isfile(path) or os.path.islink(path) or os.path.getsize(path) != self.nbytes:
             return False
-        with open_regular(path) as file:
-            same = file.read(len(self.head)) == self.head
-        return same and digest_file(path, len(self.head)) == self.rest
+        is_same_head = read_beginning(path, len(self.head)) == self.head
+        return is_same_head and digest_file(path, len(self.head)) == self.rest
 
 
 class ContentCheck:
     """Compares bytes, which come in chunks and in order, with what a file must hold."""
 
     def __init__(self, content: FileContent) -> None:
-        self._content, self._rest, self._nbytes, self._same = content, StreamHash(), 0, True
+        self._content, self._head, self._rest = content, b"", StreamHash()
 
     def update(self, chunk: bytes | memoryview) -> None:
         """Take the next bytes."""
-        head = self._content.head[self._nbytes :]
-        self._same = self._same and chunk[: len(head)] == head[: len(chunk)]
-        self._rest.update(chunk[len(head) :])
-        self._nbytes += len(chunk)
+        missing = len(self._content.head) - len(self._head)
+        self._head += chunk[:missing]
+        self._rest.update(chunk[missing:])
 
     def passed(self) -> bool:
         """Whether all bytes of the file have come, and were right."""
-        return self._same and self._nbytes == self._content.nbytes and self._rest.digest() == self._content.rest
+        return self._head == self._content.head and self._rest.digest() == self._content.rest
 
 
 class CopySource:
@@ -108,7 +103,7 @@ class CopySource:
         beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
 
     Attributes:
-        paths: of its files, with the columns that it lists and those that were attached to it.
+        paths: of its files, columns included.
         header: its header, checked.
         seq_idx: all bytes of its ``.seq.idx``, checked: the header, and 16 bytes for each pack.
         files: what each file must hold, by suffix, in the order of publication.
@@ -123,8 +118,8 @@ class CopySource:
 
     def __init__(self, prefix: str, beside: Collection[str] | None = None) -> None:
         self.paths = ShardPaths.of(prefix)
-        self._objects = _objects(self.paths.prefix, SUFFIXES) if is_remote(self.paths.prefix) else None
-        sizes = _local_sizes(self.paths) if self._objects is None else {s: o.nbytes for s, o in self._objects.items()}
+        self._objects = _objects(self.paths) if is_remote(self.paths.prefix) else {}
+        sizes = {suffix: info.nbytes for suffix, info in self._objects.items()} or _local_sizes(self.paths)
         if missing := [self.paths.prefix + suffix for suffix in SUFFIXES if suffix not in sizes]:
             raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
         self.seq_idx = b"".join(self.chunks(".seq.idx"))
@@ -133,25 +128,25 @@ class CopySource:
         if xxhash.xxh3_128_digest(memoryview(self.seq_idx)[header.nbytes :]) != header.arrays_checksum:
             detail = "the arrays do not have their checksum; restore the file"
             raise CorruptShardError(self.paths.seq_idx, header.nbytes, "F3", detail)
-        digests = dict(zip(DATA_SUFFIXES, self.header.digests, strict=True))
+        digests = dict(zip(DATA_SUFFIXES, header.digests, strict=True))
         digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
         for suffix, digest in digests.items():
             check_size(self.paths.prefix + suffix, sizes[suffix], digest.nbytes)
+        contents = {suffix: FileContent(b"", digest) for suffix, digest in digests.items()}
         self.notes: tuple[str, ...] = ()
         columns = self._columns(beside)
         self.paths = self.paths.with_columns(columns)
-        if self._objects is not None:
-            self._objects |= _objects(self.paths.prefix, [f".{name}.col" for name in columns])
-        contents = {suffix: FileContent(b"", digest) for suffix, digest in digests.items()}
+        if self._objects:
+            self._objects = _objects(self.paths)
         for name in columns:
-            column = open_column(self.paths, name, self.header, "pread").header
+            column = open_column(self.paths, name, header, "pread").header
             head = column.encode()
-            rest = FileDigest(column.nbytes - len(head), column.checksum)
-            contents[f".{name}.col"] = FileContent(head, rest)
-        suffixes = [path.removeprefix(self.paths.prefix) for path in self.paths.all]
-        self.files = {suffix: contents[suffix] for suffix in suffixes}
-        listed = listed_columns(self.header.metadata)
-        self.attached = {f".{name}.col" for name in columns if name not in listed}
+            contents[f".{name}.col"] = FileContent(head, FileDigest(column.nbytes - len(head), column.checksum))
+        self.files = {
+            path.removeprefix(self.paths.prefix): contents[path.removeprefix(self.paths.prefix)]
+            for path in self.paths.all
+        }
+        self.attached = {f".{name}.col" for name in columns if name not in listed_columns(header.metadata)}
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +163,7 @@ class CopySource:
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
         """The bytes of one file from ``offset`` on, not checked."""
-        if self._objects is not None:
+        if self._objects:
             store = open_store(self.paths.prefix)[0]
             yield from read_ahead(store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
             return
@@ -187,33 +182,29 @@ class CopySource:
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
     """Bytes of those files of a shard that are there, for progress. ``beside`` is as for ``CopySource``."""
-    if is_remote(prefix):
-        store, key = open_store(prefix)
-        try:
-            sizes = {info.key.removeprefix(key): info.nbytes for info in store.list(key + ".")}
-        except StorageError:
-            sizes = {suffix: info.nbytes for suffix, info in _objects(prefix, SUFFIXES).items()}
-        columns = {suffix: column_of(suffix) for suffix in sizes}  # of X.y, which lies beside X, too
-        return sum(sizes[s] for s, column in columns.items() if s in SUFFIXES or (column and not column[0]))
-    names = columns_beside([prefix])[prefix] if beside is None else beside
-    return sum(_local_sizes(ShardPaths.of(prefix).with_columns(names)).values())
+    if beside is None:
+        beside = ()
+        with contextlib.suppress(StorageError):  # these credentials may not list objects
+            beside = columns_beside([prefix])[prefix]
+    paths = ShardPaths.of(prefix).with_columns(beside)
+    sizes = [info.nbytes for info in _objects(paths).values()] if is_remote(prefix) else _local_sizes(paths).values()
+    return sum(sizes)
 
 
 def _local_sizes(paths: ShardPaths) -> dict[str, int]:
     return {path.removeprefix(paths.prefix): os.path.getsize(path) for path in paths.all if os.path.isfile(path)}
 
 
-def _objects(prefix: str, suffixes: Sequence[str]) -> dict[str, ObjectInfo]:
-    store, key = open_store(prefix)
-    infos = request_pool().map(store.head, [key + suffix for suffix in suffixes])
-    return {suffix: info for suffix, info in zip(suffixes, infos, strict=True) if info}
+def _objects(paths: ShardPaths) -> dict[str, ObjectInfo]:
+    """The objects of a shard that are there, by suffix."""
+    infos = request_pool().map(object_at, paths.all)
+    return {path.removeprefix(paths.prefix): info for path, info in zip(paths.all, infos, strict=True) if info}
 
 
 def destinations(prefixes: Sequence[str], target: str) -> list[str]:
     """The prefix that each shard is copied to: in the folder ``target``, or ``target`` itself where that is no folder.
 
-    Raises:
-        FormatError: several shards would go to one prefix.
+    FormatError: several shards would go to one prefix.
     """
     if not target.endswith("/") and (is_remote(target) or not os.path.isdir(target)):
         if len(prefixes) == 1:
@@ -231,7 +222,7 @@ def check_destinations(
 ) -> None:
     """Check all local targets before the first shard is copied. FormatError where one may not be written.
 
-    ``beside`` has names of columns as for ``CopySource``, by the prefixes of shards.
+    ``beside`` is as for ``CopySource``, for each prefix.
     """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(
@@ -253,11 +244,8 @@ def download(
 ) -> Copied:
     """Copy a shard to a local prefix. What is there already with the right checksum is not fetched again.
 
-    Args:
-        source: the shard, local or remote.
-        prefix: the path that the five files will share.
-        overwrite: replace a shard that is there.
-        on_progress: called with the bytes that have arrived since the last call.
+    ``overwrite`` replaces a shard that is there; ``on_progress`` is called with the bytes that have arrived since the
+    last call.
 
     Raises:
         CorruptShardError: a file of the source does not have its checksum.
@@ -280,12 +268,9 @@ def download(
 
 
 def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
-    """What is at the target: suffixes of the files that are right already, and paths of obsolete columns.
+    """Suffixes of the files that are right at the target, and paths of the columns of a shard that is replaced.
 
-    Obsolete columns are those of a shard that is replaced; they must be removed with it.
-
-    Raises:
-        FormatError: files of something else are at the target, and ``overwrite`` is False.
+    FormatError: files of something else are at the target, and ``overwrite`` is False.
     """
     targets = {suffix: paths.prefix + suffix for suffix in source.files}
     right = {suffix for suffix, path in targets.items() if source.files[suffix].is_at(path)}
@@ -312,7 +297,8 @@ def _fetch_all(
 ) -> None:
     """Copy files under temporary names, then publish them and remove the columns at the paths ``obsolete``."""
     content = {"shard_id": source.header.shard_id.hex()}
-    head, only = read_journal(paths), [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
+    only = [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
+    head = read_journal(paths)
     resumable = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
     begun = head.files.keys() if resumable and head is not None else ()
     if begun == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:

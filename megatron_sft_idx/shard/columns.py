@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -53,7 +53,7 @@ def write_column(
 ) -> ColumnHeader:
     """Attach a column to a published shard: the file ``X.<name>.col`` appears whole, or not at all.
 
-    The column belongs to this shard alone: it is removed when another shard is published at the prefix.
+    It is removed when another shard is published at the prefix. Returns its header.
 
     Args:
         prefix: of the shard, on a local disk.
@@ -65,14 +65,10 @@ def write_column(
         metadata: JSON object that is stored with the column.
         overwrite: replace a column of this name that was attached before.
 
-    Returns:
-        The header of the column.
-
     Raises:
         FormatError: the shard was written with a column of this name, or another file has its name; the number of rows
             does not fit the shard; the format allows no such name, dtype or shape.
         ShardNotFoundError: there is no such shard.
-        OSError: the disk says no.
     """
     paths = ShardPaths.of(prefix).with_columns([check_column_name(name)])
     require_local(paths.prefix, "attaching a column")
@@ -190,7 +186,8 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
         if listed is not None:
             remedy = f"the shard was written with column {name} (rule C8): restore the file"
         raise ShardNotFoundError(paths.prefix, [path], remedy)
-    column, checksum = ColumnHeader.decode(file.raw, path), file.raw[-CHECKSUM_NBYTES:].hex()
+    column = ColumnHeader.decode(file.raw, path)
+    checksum = file.raw[-CHECKSUM_NBYTES:].hex()
     if column.shard_id != header.shard_id:
         detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
         raise CorruptShardError(path, 16, "C6", detail)
@@ -207,11 +204,12 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
         if (present := read_start(path, COLUMN)) is None or present.raw != file.raw:
             raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
 
-    spec, rows = column.spec, column.rows
-    item, begin = spec.dtype if spec.width == 1 else np.dtype((np.void, spec.row_nbytes)), spec.header_nbytes
+    begin = column.spec.header_nbytes
+    item = column.spec.dtype if column.spec.width == 1 else np.dtype((np.void, column.spec.row_nbytes))
     if file.info is not None:
-        return ShardColumn(name, column, RemoteArray(*open_store(path), item, rows, file.info.etag, offset=begin))
-    items = open_items(path, item, rows, file.nbytes, backend, confirm, begin)
+        remote = RemoteArray(*open_store(path), item, column.rows, file.info.etag, offset=begin)
+        return ShardColumn(name, column, remote)
+    items = open_items(path, item, column.rows, file.nbytes, backend, confirm, begin)
     if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
         confirm()
     return ShardColumn(name, column, items)
@@ -233,29 +231,22 @@ class ShardColumns(Mapping[str, ShardColumn]):
         return self._opened[name]
 
     def __getitem__(self, name: str) -> ShardColumn:
-        if name not in self:
+        # As names are listed below, but without a look through the folder.
+        if name not in self._opened and name not in column_names(self._paths, self._header, [name]):
             raise KeyError(name)
         return self.open(name)
 
-    def __contains__(self, name: object) -> bool:
-        # As the names are listed, but without a look through the folder.
-        return name in self._opened or (isinstance(name, str) and name in self._names({name}))
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
+        return iter(column_names(self._paths, self._header))
 
     def __len__(self) -> int:
-        return len(self._names())
-
-    def _names(self, beside: Collection[str] | None = None) -> list[str]:
-        return column_names(self._paths, self._header, beside)
+        return len(column_names(self._paths, self._header))
 
 
 def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
     """The number of the pair that each sequence belongs to, [sequences]; None if the shard has no column ``pair``.
 
-    Raises:
-        CorruptShardError: the column does not make pairs of the sequences (rule C10).
+    CorruptShardError: the column does not make pairs of the sequences (rule C10).
     """
     if (column := shard.columns.get("pair")) is None:
         return None

@@ -10,7 +10,7 @@ blocks, all numbers little-endian::
     block   4 bytes  b"DONE", uint32 n, uint64 xxh3_64 of what follows, n times 8 bytes: JSON, filled up with spaces:
             the inodes of the files that will be replaced, by suffix
     block   4 bytes  b"FILE", and the rest as in DONE: the inodes of the temporary files, by suffix; they take the place
-            of those in the head. Written when the files were copied to another folder, or when one was made anew
+            of those in the head. Written when the files were copied to another folder
 
 The head names every temporary file by suffix and inode. A file that lies under such a name and has another inode
 belongs to somebody else. (The device is the journal's own, because the files share a folder.) The head is synced before
@@ -31,6 +31,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -336,20 +337,16 @@ def closing_lock(path: str, lock: int) -> Iterator[int]:
             os.close(lock)
 
 
-@contextlib.contextmanager
-def locked_name(path: str, busy: str) -> Iterator[None]:
+def locked_name(path: str, busy: str) -> AbstractContextManager[int]:
     """Hold the lock of a file that is nothing but a lock. It must be empty, and is removed at the end."""
-    with closing_lock(path, lock_file(path, (), create=True, busy=busy)):
-        yield
+    return closing_lock(path, lock_file(path, (), create=True, busy=busy))
 
 
-@contextlib.contextmanager
-def locked_outputs(prefix: str) -> Iterator[None]:
+def locked_outputs(prefix: str) -> AbstractContextManager[int]:
     """Keep other commands from writing the outputs ``PREFIX-00000-of-...`` of a prefix."""
     make_folders(prefix)
     busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
-    with locked_name(f"{prefix}-parts.journal", busy):
-        yield
+    return locked_name(f"{prefix}-parts.journal", busy)
 
 
 def unlink_locked(path: str, lock: int) -> None:

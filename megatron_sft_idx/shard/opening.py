@@ -14,7 +14,6 @@ import contextlib
 import glob
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
+    Advice,
     Array,
     Backend,
     ReadOptions,
@@ -48,13 +48,10 @@ _HEADER_NBYTES = 16 << 10
 
 
 class FileStart(NamedTuple):
-    """The beginning of a file, or of an object in a store.
+    """The beginning of a file, or of an object in a store, and the size of the whole.
 
-    Attributes:
-        raw: the header; or the whole file, if that is shorter than its header should be.
-        nbytes: the size of the file.
-        info: what the store says of an object; None for a file on disk.
-        stamp: tells a file on disk from one that replaces it (``stamp_of``); empty for an object.
+    ``raw`` is the header; or the whole file, if that is shorter than its header should be. ``info`` is what the store
+    says of an object, ``stamp`` tells a file on disk from one that replaces it (``stamp_of``).
     """
 
     raw: bytes
@@ -136,7 +133,8 @@ def _missing(paths: ShardPaths) -> list[str]:
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     """The error about a prefix without a whole shard: which files are missing, and a remedy."""
     missing = _missing(paths)
-    lacks_header, remedy = not missing or paths.seq_idx in missing, "copy all five files, .seq.idx last"
+    lacks_header = not missing or paths.seq_idx in missing
+    remedy = "copy all five files, .seq.idx last"
     if is_remote(paths.prefix):
         remedy = "check the path: the prefix without .seq.idx" if len(missing) == len(paths.all) else remedy
     elif lacks_header and is_journal(paths.journal):
@@ -204,15 +202,11 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
     """Names of a shard's columns: those that it lists, and those of columns at its prefix whose headers have its id.
 
     ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
-
-    Raises:
-        CorruptShardError: a file that begins as a column does is damaged.
-        StorageError: an object store does not answer.
+    CorruptShardError: a file that begins as a column does is damaged. StorageError: an object store does not answer.
     """
     listed = set(listed_columns(header.metadata))
-    if beside is None:
-        beside = columns_beside([paths.prefix])[paths.prefix]
-    attached = {name for name in {*beside} - listed if _shard_of(paths.column(name)) == header.shard_id}
+    names = columns_beside([paths.prefix])[paths.prefix] if beside is None else {*beside}
+    attached = {name for name in names - listed if _shard_of(paths.column(name)) == header.shard_id}
     return sorted(listed | attached)
 
 
@@ -252,15 +246,13 @@ MAX_SINGLE_READS = 8
 class FirstReadHints:
     """Asks the kernel for ranges of two maps that are about to be read and were not announced.
 
-    Without a hint, a page fault on a map makes the kernel read what lies around the page too: megabytes, on disks that
-    are set up for large reads. A reader of one short range waits for all of it, once in each of the two maps. So the
-    first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once. With the last of them the
-    whole region is asked for, because large reads are faster where most of a region is read in the end. A range that
-    begins where the one before it ended needs no hint: the kernel reads ahead of sequential reads by itself.
+    Without a hint, a page fault makes the kernel read megabytes around the page, on disks that are set up for large
+    reads. So the first ``MAX_SINGLE_READS`` ranges of a region are asked for exactly, in both maps at once; with the
+    last of them the whole region is, because large reads are faster where most of a region is read in the end. A range
+    that begins where the one before it ended needs no hint.
 
-    Both maps have one item for each token, and the same items are read from both. ``read_counts`` holds one byte a
-    region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A caller may skip ``before_read`` where
-    that number is reached.
+    ``read_counts`` holds one byte a region: how many ranges of it were read, counted up to ``MAX_SINGLE_READS``. A
+    caller may skip ``before_read`` where that number is reached.
     """
 
     def __init__(self, *arrays: NDArray[Any]) -> None:
@@ -285,10 +277,6 @@ class FirstReadHints:
             _native.will_need(array, np.array([start]), np.array([stop]))
 
 
-_RangeOf = Callable[[int], tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class OpenFiles:
     """The files of an open shard: its header and counts, five arrays, and functions for the offsets of one pack.
 
@@ -303,28 +291,20 @@ class OpenFiles:
             ``advice`` is ``normal``.
     """
 
-    header: Header
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
-    tokens: Array
-    loss: Array
-    starts: Array
-    sequence_offsets: Array
-    token_offsets: Array
-    sequence_range_of: _RangeOf
-    token_range_of: _RangeOf
-    first_reads: FirstReadHints | None = None
-
-    @classmethod
-    def of(cls, header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array]) -> OpenFiles:
-        """The files with these arrays; ``offsets`` are those of sequences, then those of tokens."""
-        counts, (of_sequences, of_tokens) = (header.num_packs, header.num_sequences, header.num_tokens), offsets
-        ranges = _range_of(of_sequences), _range_of(of_tokens)
-        return cls(header, *counts, tokens, loss, starts, of_sequences, of_tokens, *ranges)
+    def __init__(
+        self, header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], advice: Advice
+    ) -> None:
+        self.header, self.tokens, self.loss, self.starts = header, tokens, loss, starts
+        self.num_packs, self.num_sequences, self.num_tokens = header.num_packs, header.num_sequences, header.num_tokens
+        self.sequence_offsets, self.token_offsets = offsets
+        self.sequence_range_of = _range_of(self.sequence_offsets)
+        self.token_range_of = _range_of(self.token_offsets)
+        self.first_reads: FirstReadHints | None = None
+        if advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
+            self.first_reads = FirstReadHints(tokens, loss)
 
 
-def _range_of(offsets: Array) -> _RangeOf:
+def _range_of(offsets: Array) -> Callable[[int], tuple[int, int]]:
     """A function of i that gives ``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
         item = offsets.data  # a memoryview gives ints several times faster than an array
@@ -370,7 +350,7 @@ def _is_still(paths: ShardPaths, seq_idx: FileStart) -> bool:
             if stamp_of(os.stat(paths.seq_idx)) == seq_idx.stamp:
                 return True
         return _seq_idx_start(paths).raw == seq_idx.raw
-    return (info := _object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
+    return (info := object_at(paths.seq_idx)) is not None and info.etag == seq_idx.info.etag
 
 
 def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> OpenFiles:
@@ -384,7 +364,8 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
     def array(path: str, dtype: Any, count: int, offset: int = 0) -> Array:
         return open_items(path, np.dtype(dtype), count, sizes[path], options.backend, confirm, offset)
 
-    begins, count = (header.nbytes, header.token_offsets_offset), header.num_packs + 1
+    begins = (header.nbytes, header.token_offsets_offset)
+    count = header.num_packs + 1
     if options.backend == "pread":
         offsets = [array(paths.seq_idx, "<i8", count, begin) for begin in begins]
     else:
@@ -397,19 +378,19 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
     if options.advice != "normal" or options.huge_pages:  # files are read in the normal order without being asked
         for data in (tokens, loss):
             advise_order(data, options.advice, huge_pages=options.huge_pages)
-    files = OpenFiles.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, offsets)
-    if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
-        return replace(files, first_reads=FirstReadHints(tokens, loss))
-    return files
+    if options.backend == "reopen":
+        starts = starts[:]
+    return OpenFiles(header, tokens, loss, starts, offsets, options.advice)
 
 
 def _open_remote(
     paths: ShardPaths, header: Header, seq_idx: ObjectInfo, index_cache: str | None, backend: Backend
 ) -> OpenFiles:
-    sizes, (store, _) = header.sizes(paths), open_store(paths.prefix)
+    sizes = header.sizes(paths)
+    store = open_store(paths.prefix)[0]
     check_size(paths.seq_idx, seq_idx.nbytes, sizes[paths.seq_idx])
     objects: dict[str, ObjectInfo] = {}
-    for path, info in zip(paths.data, request_pool().map(_object_at, paths.data), strict=True):
+    for path, info in zip(paths.data, request_pool().map(object_at, paths.data), strict=True):
         if info is not None:
             check_size(path, info.nbytes, sizes[path])
             objects[path] = info
@@ -424,16 +405,18 @@ def _open_remote(
 
     behind_header = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
     raw_offsets = index_bytes(behind_header, seq_idx, header.nbytes, paths.seq_idx)
-    begins, nbytes = (0, header.token_offsets_offset - header.nbytes), 8 * (header.num_packs + 1)
+    begins = (0, header.token_offsets_offset - header.nbytes)
+    nbytes = 8 * (header.num_packs + 1)
     offsets = [raw_offsets[begin : begin + nbytes].view("<i8") for begin in begins]
     starts = index_bytes(header.digests[3], objects[paths.starts], 0, paths.starts).view("<u4")
     tokens, loss = (
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return OpenFiles.of(header, tokens, loss, starts, offsets)
+    return OpenFiles(header, tokens, loss, starts, offsets, "normal")
 
 
-def _object_at(path: str) -> ObjectInfo | None:
+def object_at(path: str) -> ObjectInfo | None:
+    """What a store says of the object at a path; None if there is none."""
     store, key = open_store(path)
     return store.head(key)

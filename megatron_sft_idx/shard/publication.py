@@ -2,15 +2,13 @@
 
 Files are written under temporary names in the shard's own folder. ``Publication.publish`` syncs them and renames the
 data files, then ``.idx``, then columns, then ``.seq.idx``, whose presence makes a shard. When a shard is replaced, its
-``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks like a shard. The
-journal is removed last.
+``.seq.idx`` is removed first, then its columns, so that no mix of old and new files ever looks like a shard.
 
 Only files of this package are replaced or removed. A shard is recognised by the magic of its ``.seq.idx``, columns and
 journals by their magics, and every other file by its inode, which a journal names.
 
-A killed writer leaves temporary files and a journal. The next writer that gets the lock of the prefix deals with them
-(``finish_interrupted``): it finishes renames and removals that had begun, and removes the temporary files of all other
-work.
+A killed writer leaves temporary files and a journal. The next writer at the prefix finishes renames and removals that
+had begun, and removes the temporary files of all other work (``finish_interrupted``).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from megatron_sft_idx.storage.publish import (
 )
 
 _START_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
-# What the error about interrupted work says, by the kind of the work. The prefix is added to it.
+# What the error about interrupted work says, by its kind, before the prefix.
 _INTERRUPTED = {
     "build": f"left by a build that was interrupted; {_START_ANEW}, or recover its packs: megatron-sft-idx rebuild",
     "copy": f"left by a copy that was interrupted; run the same copy again, or {_START_ANEW}:",
@@ -79,20 +77,20 @@ def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> 
 
 def inode_of(path: str) -> int | None:
     """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         status = os.lstat(path)
-        if stat.S_ISREG(status.st_mode):
-            return status.st_ino
-        raise FormatError(
-            f"{path}: {describe(path)} is here, expected a file of a shard or nothing; choose another prefix, or"
-            " move it away"
-        )
-    return None
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        what = f"{describe(path)} is here, expected a file of a shard or nothing"
+        raise FormatError(f"{path}: {what}; choose another prefix, or move it away")
+    return status.st_ino
 
 
 def _inodes(paths: Iterable[str]) -> dict[str, int]:
     """Inodes of those files that are present, by path."""
-    return {path: inode for path in paths if (inode := inode_of(path)) is not None}
+    inodes = {path: inode_of(path) for path in paths}
+    return {path: inode for path, inode in inodes.items() if inode is not None}
 
 
 def _by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
@@ -129,15 +127,14 @@ def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> 
 
 
 def _is_named_or_empty(path: str, head: JournalHead | None) -> bool:
-    """Whether the journal names the file at a path, or the file is empty, as a kill may leave it.
+    """Whether the journal names the file at a path, or it is empty, as a kill may leave it; True if there is none.
 
-    Such a file may be removed. True if there is no file. FormatError: something else than a file is there.
+    Such a file may be removed. FormatError: something else than a file is there.
     """
-    if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
+    try:
+        return inode_of(path) in ({None, *head.inodes} if head else {None}) or not os.lstat(path).st_size
+    except FileNotFoundError:
         return True
-    with contextlib.suppress(FileNotFoundError):
-        return os.lstat(path).st_size == 0
-    return True
 
 
 def check_free(
@@ -146,10 +143,11 @@ def check_free(
     overwrite: bool,
     only: Collection[str] | None = None,
     any_file: bool = False,
-    refuse_strangers: bool = True,
     nbytes: int = 0,
 ) -> dict[str, int]:
     """Check, before anything is written, that a shard may be written at a prefix.
+
+    Unless the caller holds the lock, files of a living writer that come and go may be refused as a stranger's.
 
     Args:
         paths: of the shard, with the columns that it will have.
@@ -158,8 +156,6 @@ def check_free(
             ``paths``, and all columns at the prefix.
         any_file: whether files may be replaced that belong to no recognisable shard. Only for a rebuild, which keeps
             what it replaces under other names.
-        refuse_strangers: whether files are refused that are not of this package. The caller must hold the lock to be
-            sure of the answer, since the files of a living writer come and go.
         nbytes: how many bytes will be written at least.
 
     Returns:
@@ -171,42 +167,42 @@ def check_free(
         OSError: too little space on the disk, or too few inodes.
     """
     require_local(paths.prefix, "writing a shard")
-    resolve(paths.seq_idx)
     paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
+    replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
+    head = read_journal(paths)
+    is_shard = head_of(paths.seq_idx, len(MAGIC)) == MAGIC
+
+    def is_temporary(path: str) -> bool:
+        return _is_named_or_empty(path, head)
+
+    def is_ours(path: str) -> bool:
+        return (is_column(path) if column_of(path) else is_shard) or is_temporary(path)
+
+    ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
+    kinds = {} if any_file else dict.fromkeys(replaced, ours)
+    kinds |= dict.fromkeys(paths.unpublished.all, Kind("a temporary file that a journal names", is_temporary))
+    for path, kind in kinds.items():
+        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed the file
+            check_place(path, kind, overwrite=True)
+    return replaced
+
+
+def _check_room(paths: ShardPaths, *, overwrite: bool, only: Collection[str] | None, nbytes: int) -> dict[str, int]:
+    """``check_free`` but for what other files hold, and for columns that are not among ``paths``."""
+    resolve(paths.seq_idx)
     if max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all) > MAX_NAME_NBYTES:
         raise FormatError(
             f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
         )
     replaced = {path: inode for path, inode in _inodes(paths.all).items() if only is None or path in only}
     if replaced and not overwrite:
+        present = ", ".join(with_present_columns(paths).present())
         raise FormatError(
-            f"{paths.prefix}: {', '.join(replaced)} exist already;"
-            " choose another prefix, or pass overwrite (--overwrite)"
+            f"{paths.prefix}: {present} exist already; choose another prefix, or pass overwrite (--overwrite)"
         )
-    for is_last in (False, True) if refuse_strangers else ():
-        try:
-            _refuse_strangers(paths, () if any_file else replaced)
-            break
-        except FormatError:  # a living writer may have renamed a file between journal and file: read both once more
-            if is_last:
-                raise
     check_lock(paths.journal, MAGICS)
     require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
     return replaced
-
-
-def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
-    """FormatError if a file of ``present``, or a file under a temporary name, is not of this package."""
-    head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
-
-    def is_ours(path: str) -> bool:
-        return (is_column(path) if column_of(path) else is_shard) or _is_named_or_empty(path, head)
-
-    ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
-    temporary = Kind("a temporary file that a journal names", lambda path: _is_named_or_empty(path, head))
-    for path, kind in (*((path, ours) for path in present), *((path, temporary) for path in paths.unpublished.all)):
-        with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed the file
-            check_place(path, kind, overwrite=True)
 
 
 # ---- what is removed ----
@@ -216,8 +212,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
 def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int]:
     """Hold the lock of a prefix, after ``finish_interrupted``; the empty journal is removed at the end.
 
-    Raises:
-        FormatError: another writer is at work at the prefix, or errors as of ``finish_interrupted``.
+    Errors as of ``finish_interrupted``. FormatError: another writer is at work at the prefix.
     """
     with closing_lock(paths.journal, lock_journal(paths, create=True)) as lock:
         finish_interrupted(paths, lock, overwrite=overwrite, drops=("rebuild",))
@@ -245,8 +240,7 @@ def remove_shard(paths: ShardPaths) -> None:
 def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
     """Remove what an interrupted writer left at a prefix; a shard that is published there stays.
 
-    Raises:
-        FormatError: a writer is at work there, or the journal is torn and does not name the temporary files beside it.
+    FormatError: a writer is at work there, or the journal is torn and does not name the temporary files beside it.
     """
     paths = ShardPaths.of(prefix)
     if os.path.lexists(paths.journal):
@@ -257,14 +251,10 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
     """Finish what a killed writer had begun to remove or to rename, or else remove its files; then empty the journal.
 
-    Args:
-        paths: of the prefix.
-        lock: the journal's lock, which the caller must hold.
-        overwrite: whether files may be removed that hold packs.
-        drops: kinds of work whose files may be removed without ``overwrite``, unless they are complete.
+    The caller must hold ``lock``, the journal's. Files that hold packs are removed with ``overwrite`` alone; and
+    without it if they are not complete, and of a kind of work that ``drops`` has.
 
-    Raises:
-        FormatError: there are files that may not be removed; or the journal is torn, and does not name the files.
+    FormatError: there are files that may not be removed; or the journal is torn, and does not name the files.
     """
     if not os.fstat(lock).st_size:
         return
@@ -315,10 +305,8 @@ def rename_all(paths: ShardPaths, head: JournalHead, *, durable: bool) -> None:
     """Remove what is replaced and rename the new files, except what a killed writer had removed and renamed already.
 
     The caller must hold the lock, and the journal must have a DONE block. The folder is synced wherever a later step
-    must not reach the disk before an earlier one.
-
-    Raises:
-        FormatError: another file has appeared at one of the paths. Journal and files that are not renamed yet stay.
+    must not reach the disk before an earlier one. FormatError: another file has appeared at one of the paths; journal
+    and files that are not renamed yet stay.
     """
     for path in _remove_replaced(paths, head, durable=durable):
         if path == paths.seq_idx:
@@ -372,11 +360,8 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
     """Publish shards that were set aside.
 
     All shards that they replace are removed before the first new one appears: new shards beside old ones would open as
-    a dataset that lacks some packs and repeats others.
-
-    Raises:
-        FormatError: another file has appeared at one of the prefixes. ``rebuild``, or the next writer at a prefix,
-            publishes the shards that are left.
+    a dataset that lacks some packs and repeats others. FormatError: another file has appeared at one of the prefixes;
+    ``rebuild``, or the next writer at a prefix, publishes the shards that are left.
     """
     for is_renaming in (False, True):
         for paths in shards:
@@ -428,14 +413,13 @@ class Publication:
         lock: int | None = None,
     ) -> None:
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
-        options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
-        # To look for columns, the whole folder is scanned. If no shard is there, that waits until the lock is held.
-        scan_later = only is None and not os.path.lexists(paths.seq_idx)
-        check_free(paths, only=paths.all if scan_later else only, refuse_strangers=False, **options)
+        require_local(paths.prefix, "writing a shard")
+        _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
+        options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
         try:
-            # Check again under the lock, and before anything that a killed writer left is removed.
+            # Nothing that a killed writer left is removed before all is checked under the lock.
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
                 finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
@@ -473,19 +457,16 @@ class Publication:
     ) -> Publication:
         """Go on with what an interrupted writer left; takes the lock. ``open`` opens the files.
 
-        Args:
-            paths: of the prefix.
-            overwrite: as when the work was begun, and so is ``only``.
-            copied: whether journal and temporary files were copied to this folder, and so have other inodes. Then the
-                journal is told to name the files that lie beside it.
-            only: as of the class.
+        ``overwrite`` and ``only`` are as when the work was begun. If journal and temporary files were ``copied`` to
+        this folder, and so have other inodes, the journal is told to name the files that lie beside it.
 
         Raises:
             FileNotFoundError: there is no journal.
             CorruptShardError: the head of the journal is torn.
             FormatError: another writer is at work, or a temporary file is not the one that the journal names.
         """
-        self, lock = cls.__new__(cls), lock_journal(paths, create=False)
+        self = cls.__new__(cls)
+        lock = lock_journal(paths, create=False)
         try:
             if (head := JournalHead.read(paths)) is None:
                 raise FileNotFoundError(paths.journal)
@@ -509,7 +490,8 @@ class Publication:
         self.closed = False
         try:
             if copied:
-                self._name_files()
+                self._head = self._head._replace(files=_inodes(paths.unpublished.all))
+                self._append_inodes(FILE, self._head.files)
         except BaseException:
             self.close()
             raise
@@ -527,11 +509,7 @@ class Publication:
         """The temporary file of the file that will be at ``path``. Its content is removed unless ``keep``."""
         name = self.paths.temporary(path)
         if name not in self._files:
-            try:
-                self._files[name] = OutputFile(name, durable=self.durable, append=True)
-            except FileNotFoundError:  # the interrupted writer had not made it, so its journal does not name it
-                self._files[name] = OutputFile(name, durable=self.durable)
-                self._name_files()
+            self._files[name] = OutputFile(name, durable=self.durable, append=True)
         if not keep:
             self._files[name].truncate(0)
         return self._files[name]
@@ -541,11 +519,6 @@ class Publication:
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
-
-    def _name_files(self) -> None:
-        """Let the journal name the temporary files that are present."""
-        self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
-        self._append_inodes(FILE, self._head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
         """Append a block of inodes, by path, to the journal."""
@@ -557,8 +530,7 @@ class Publication:
     def complete(self) -> None:
         """Sync all files, then append DONE to the journal: only renames are left.
 
-        Raises:
-            FormatError: a file has appeared at the prefix since the work began.
+        FormatError: a file has appeared at the prefix since the work began.
         """
         paths = self.paths
         written = [path for path in paths.all if paths.temporary(path) in self._files]

@@ -210,8 +210,7 @@ class Shard:
     def get(self, index: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Tokens ``[offset, offset + length)`` of a pack, or all from ``offset`` on.
 
-        Raises:
-            IndexError: no such pack, or the range reaches outside it.
+        IndexError: no such pack, or the range reaches outside it.
         """
         files = self.files
         start, stop = self.token_range(index)
@@ -229,8 +228,7 @@ class Shard:
     def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Bytes ``[offset, offset + nbytes)`` of the token file; a view if it is mapped.
 
-        Raises:
-            IndexError: the range reaches outside the file.
+        IndexError: the range reaches outside the file.
         """
         files = self.files
         offset, nbytes = operator.index(offset), operator.index(nbytes)
@@ -276,8 +274,7 @@ class Shard:
     def pack_bounds(self) -> NDArray[np.int64]:
         """``token_offsets``, once they are checked.
 
-        Raises:
-            CorruptShardError: they do not divide all tokens into packs that are at most ``longest_pack`` long (O1, O2).
+        CorruptShardError: they do not divide all tokens into packs that are at most ``longest_pack`` long (O1, O2).
         """
         self.check_ends()
         offsets, longest = self.token_offsets, self.header.longest_pack
@@ -290,8 +287,7 @@ class Shard:
     def sequence_bounds(self) -> NDArray[np.int64]:
         """Where each sequence begins among all tokens, then where the last one ends: int64 [sequences + 1].
 
-        Raises:
-            FormatError: offsets or starts do not divide all tokens (rules O1, O2, P2 to P4).
+        FormatError: offsets or starts do not divide all tokens (rules O1, O2, P2 to P4).
         """
         arrays = self.sequence_offsets, self.pack_bounds(), self.files.starts[:]
         try:
@@ -300,13 +296,9 @@ class Shard:
             raise self.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
-        """Ask the kernel to read packs in the background, because they are read next; return at once.
+        """Ask the kernel to read packs in the background, because they are read within moments; return at once.
 
-        It is asked for all of them now, so the caller should name what it reads within moments. Packs may be read in
-        another order, which is only slower.
-
-        Raises:
-            IndexError: no such pack.
+        They may be read in another order, which is only slower. IndexError: no such pack.
         """
         packs = checked_packs(indices, len(self), self.prefix)
         if len(packs):
@@ -356,21 +348,24 @@ class Shard:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def pack_error(self, reason: str, pack: int | None = None) -> FormatError:
+    def pack_error(self, reason: str, pack: int | None = None, first_pack: int = 0) -> FormatError:
         """The error about a pack that breaks a rule, with file and byte.
 
         Args:
             reason: the message of a native kernel, such as ``shard 0, pack 7: what is wrong (rule O2)``.
             pack: the number of the pack in this shard; None if it is the one in ``reason``.
+            first_pack: what is added to the number in ``reason``.
         """
         match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
         if match is None:
             return FormatError(f"{self.prefix}: {reason}; {self._paths.index_remedy}")
-        number, breach, rule = int(match[1]) if pack is None else pack, match[2], match[3]
+        number = first_pack + int(match[1]) if pack is None else pack
+        breach, rule = match[2], match[3]
         if rule.startswith("O"):
             header = self.header
             base = header.nbytes if rule == "O1" else header.token_offsets_offset
-            path, offset, remedy = self._paths.seq_idx, base + 8 * number, self._paths.index_remedy
+            path, offset = self._paths.seq_idx, base + 8 * number
+            remedy = self._paths.index_remedy
         else:
             path, offset = self._paths.starts, 4 * self.files.sequence_range_of(number)[0]
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
@@ -378,11 +373,12 @@ class Shard:
 
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """The error about the offsets of pack ``i``."""
-        rule, unit, (first, last), total = "O2", "token", files.token_range_of(i), files.num_tokens
-        if 0 <= first < last <= total:
-            rule, unit, (first, last), total = "O1", "sequence", files.sequence_range_of(i), files.num_sequences
-        reason = f"{unit} offsets {first}, {last}, expected ascending and at most {total}"
-        return self.pack_error(f"shard 0, pack {i}: {reason} (rule {rule})")
+        first, last = files.token_range_of(i)
+        reason = f"token offsets {first}, {last}, expected ascending and at most {files.num_tokens} (rule O2)"
+        if 0 <= first < last <= files.num_tokens:
+            first, last = files.sequence_range_of(i)
+            reason = f"sequence offsets {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
+        return self.pack_error(f"shard 0, pack {i}: {reason}")
 
 
 # ---- packs as ranges ----
@@ -393,8 +389,7 @@ def checked_packs(
 ) -> NDArray[np.int64]:
     """Numbers of packs as int64 [packs], where negative ones, which count from the end, are replaced.
 
-    Raises:
-        IndexError: one is outside the ``total`` packs. The message names ``prefix``.
+    IndexError: one is outside the ``total`` packs. The message names ``prefix``.
     """
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, np.int64)

@@ -62,10 +62,7 @@ class Remains:
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
-    """Find out what an interrupted build left at a prefix; changes nothing.
-
-    Returns:
-        None if there is no journal, or if the journal is that of a removal.
+    """What an interrupted build left at a prefix; None if there is no journal, or that of a removal. Changes nothing.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -113,10 +110,8 @@ def read_remains(paths: ShardPaths) -> Remains:
 def complete_header(paths: ShardPaths) -> Header:
     """The header of a shard whose journal has a DONE block, after a check of the sizes of all files.
 
-    Each file may still have its temporary name, or be renamed already.
-
-    Raises:
-        CorruptShardError: a file is missing, or has another size than the header, or a column's own header, says.
+    Each file may still have its temporary name, or be renamed already. CorruptShardError: a file is missing, or has
+    another size than the header, or a column's own header, says.
     """
 
     def present_name(path: str) -> str:
@@ -126,7 +121,8 @@ def complete_header(paths: ShardPaths) -> Header:
         start = read_start(path, form)
         return start.raw if start else b""
 
-    seq_idx, head = present_name(paths.seq_idx), read_journal(paths)
+    head = read_journal(paths)
+    seq_idx = present_name(paths.seq_idx)
     header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
     for path in map(paths.column, paths.with_columns_of(head.files if head else ()).columns):
@@ -155,15 +151,8 @@ def recover(
     lies wholly in all files. Its rules are checked, and counts and checksums are taken anew. The header of such a shard
     says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many the journal
     records. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
-    a recovery that is itself killed can be run again.
-
-    Args:
-        prefix: the path the five files will share.
-        overwrite: replace a shard that is at the prefix.
-        progress: called with the tokens read since the last call.
-
-    Returns:
-        The header of the published shard.
+    a recovery that is itself killed can be run again. ``overwrite`` replaces a shard that is at the prefix;
+    ``progress`` is called with the tokens read since the last call. Returns the header of the published shard.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -186,7 +175,7 @@ def recover(
             return header
         check_free(paths, overwrite=overwrite)
         options = remains.build_options
-        writer = ShardWriter.resumed(publication, options)
+        writer = ShardWriter.of(publication, options)
         if not (num_packs := writer.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
@@ -201,10 +190,8 @@ def recover(
 def adopt_remains(paths: ShardPaths) -> None:
     """Let the journal at a prefix name the temporary files that lie beside it.
 
-    The caller must know that all of them are the journal's own, and were copied here with it.
-
-    Raises:
-        FormatError: there is no journal, or a writer is at work there.
+    The caller must know that all of them are the journal's own, and were copied here with it. FormatError: there is no
+    journal, or a writer is at work there.
     """
     try:
         Publication.resume(paths, overwrite=False, copied=True).close()

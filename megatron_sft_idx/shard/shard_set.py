@@ -66,15 +66,8 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     name. A glob names the shards whose prefix, or one of whose files, it matches, and those in the folders that it
     matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order. In an object
     store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is returned
-    whether a shard is there or not: opening it says what is missing.
-
-    Args:
-        source: a prefix, a folder, a glob, or a list of these.
-        incomplete: also find shards that lack files, and interrupted builds on a disk.
-
-    Raises:
-        ShardNotFoundError: a folder or a glob names no shard.
-        FormatError: an empty list.
+    whether a shard is there or not: opening it says what is missing. ``incomplete`` also finds shards that lack files,
+    and interrupted builds on a disk. ShardNotFoundError: a folder or a glob names no shard. FormatError: an empty list.
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
@@ -203,8 +196,8 @@ class ShardSet:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
         options = ReadOptions.of(os.fspath(prefixes[0]), backend)
-        named = tuple(ShardPaths.of(prefix).prefix for prefix in prefixes)
-        self._set_fields(named, options, b"", index_cache, tuple(columns))
+        named = "\0".join(ShardPaths.of(prefix).prefix for prefix in prefixes)
+        self.__setstate__((named, tuple(options), b"", index_cache, tuple(columns)))
         different = "they come from different tokenizers"
         if alike:
             self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards with one dtype")
@@ -220,27 +213,18 @@ class ShardSet:
         """Open the shards that ``find_prefixes`` finds. Other arguments as of the constructor; errors as of both."""
         return cls(find_prefixes(source), **options)
 
-    def _set_fields(
-        self,
-        prefixes: tuple[str, ...],
-        options: ReadOptions,
-        fingerprint: bytes,
-        index_cache: str | None,
-        columns: tuple[str, ...],
-    ) -> None:
-        self.prefixes, self._options, self._index_cache, self._chosen = prefixes, options, index_cache, columns
-        self.remote = any(map(is_remote, prefixes))
-        self._expected_fingerprint = fingerprint  # empty if any content is accepted
-        # Open shards by number. Threads may add entries at once; a lock might be copied by a fork while it is taken.
-        self._shards: dict[int, Shard] = {}
-
     def __getstate__(self) -> _State:
         # One string, since a path holds no zero byte. Thousands of strings would make a larger pickle.
         return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
-        prefixes, options, fingerprint, index_cache, columns = state
-        self._set_fields(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache, columns)
+        # An empty fingerprint accepts any content.
+        prefixes, options, self._expected_fingerprint, self._index_cache, self._chosen = state
+        self.prefixes = tuple(prefixes.split("\0"))
+        self._options = ReadOptions(*options)
+        self.remote = any(map(is_remote, self.prefixes))
+        # Open shards by number. Threads may add entries at once; a lock might be copied by a fork while it is taken.
+        self._shards: dict[int, Shard] = {}
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
@@ -252,18 +236,15 @@ class ShardSet:
     @classmethod
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
         """The shards of several sets, one set after the other, with the options of the first set."""
-        shards, first = cls.__new__(cls), sets[0]
-        prefixes = tuple(prefix for each in sets for prefix in each.prefixes)
-        shards._set_fields(prefixes, first._options, b"", first._index_cache, first._chosen)
+        prefixes = [prefix for each in sets for prefix in each.prefixes]
+        first = sets[0]
+        shards = cls.reopen(("\0".join(prefixes), tuple(first._options), b"", first._index_cache, first._chosen))
         shards.headers = [header for each in sets for header in each.headers]
         shards.columns = columns_of_sets(sets)
         return shards
 
     def agree_on(self, subject: str, value_of: Callable[[Header], Any], remedy: str) -> None:
-        """FormatError if two shards differ in a value of their headers; None is not compared.
-
-        ``subject``, such as ``capacity is``, stands before the two values in the message.
-        """
+        """FormatError about ``subject`` (``capacity is``) where headers have different values; None is not compared."""
         require_alike(self.prefixes, map(value_of, self.headers), subject, remedy)
 
     @cached_property
@@ -282,12 +263,7 @@ class ShardSet:
 
     @cached_property
     def columns(self) -> dict[str, list[ColumnSpec]]:
-        """For each column that is read with packs, its spec in each shard.
-
-        Raises:
-            ShardNotFoundError: a shard lacks the column.
-            FormatError: the column is of different kinds in two shards.
-        """
+        """For each column that is read with packs, its spec in each shard. Errors as of the constructor."""
         names = self._chosen
 
         def specs_of(prefix: str, header: Header) -> list[ColumnSpec]:
@@ -346,10 +322,16 @@ class ShardSet:
         """Arrays for all shards, which ``read_into_memory`` fills; None if the set is not read into memory."""
         headers = self.headers
         same_dtypes = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
-        if self._mapped or self.remote or self._options.backend == "reopen" or not same_dtypes or self._chosen:
-            return None
         data = sum(digest.nbytes for header in headers for digest in header.digests[:2])
-        if data + sum(header.index_nbytes for header in headers) > MEMORY_NBYTES:
+        fits = data + sum(header.index_nbytes for header in headers) <= MEMORY_NBYTES
+        if (
+            self._mapped
+            or self.remote
+            or self._options.backend == "reopen"
+            or self._chosen
+            or not same_dtypes
+            or not fits
+        ):
             return None
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
@@ -369,8 +351,7 @@ class ShardSet:
     def read_into_memory(self, arrays: ArraysInMemory, numbers: Iterable[int]) -> None:
         """Read those shards of these numbers that are not in ``arrays`` yet. Several threads may do so at once.
 
-        Raises:
-            FormatError: a rule of a shard's index is broken, or another shard was published over it.
+        FormatError: a rule of a shard's index is broken, or another shard was published over it.
         """
         for number in numbers:
             if arrays.is_read[number]:
@@ -430,13 +411,7 @@ class ShardSet:
         return shards, packs - self.packs_before[shards]
 
     def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
-        """Ask the kernel to read packs in the background, as ``Shard.schedule`` does.
-
-        Does nothing if the set is read into memory, or a shard lies in an object store.
-
-        Raises:
-            IndexError: no such pack.
-        """
+        """As ``Shard.schedule``; does nothing if the set is read into memory, or a shard lies in an object store."""
         packs = checked_packs(indices, len(self), self.prefixes[0])
         if self.remote or self.in_memory is not None or not len(packs):
             return
@@ -467,7 +442,8 @@ class ShardSet:
             return self.shard(number)[index]
         if not arrays.is_read[number]:
             self.read_into_memory(arrays, [number])
-        i, (sequences, tokens) = self._packs_before[number] + index, arrays.items
+        i = self._packs_before[number] + index
+        sequences, tokens = arrays.items
         start, stop, first, last = tokens[i], tokens[i + 1], sequences[i], sequences[i + 1]
         boundaries = np.empty(last - first + 1, np.int32)
         boundaries[:-1] = arrays.starts[first:last]
@@ -498,7 +474,7 @@ def require_alike_columns(prefixes: Sequence[str], columns: dict[str, list[Colum
     """Return ``columns``, which are specs by name, one for each prefix. FormatError: a column is of different kinds."""
     remedy = "shards that are read together have columns of one kind: attach it anew, or leave it out"
     for name, specs in columns.items():
-        require_alike(prefixes, map(_kind, specs), f"column {name} is", remedy)
+        require_alike(prefixes, map(kind_in_words, specs), f"column {name} is", remedy)
     return columns
 
 
@@ -510,11 +486,10 @@ def require_alike(prefixes: Sequence[str], values: Iterable[Any], subject: str, 
             raise FormatError(f"{prefix}: {subject} {value}, in {recorded[0][0]} {recorded[0][1]}; {remedy}")
 
 
-def _kind(spec: ColumnSpec) -> str:
+def kind_in_words(spec: ColumnSpec) -> str:
     """The kind of a column, for messages."""
-    items = f" x {spec.width}" if spec.width > 1 else ""
-    alignment = f", aligned to {spec.alignment}s" if spec.per == "token" else ""
-    return f"{spec.dtype}{items} a {spec.per}{alignment}"
+    alignment = f", aligned with {spec.alignment}s" if spec.per == "token" else ""
+    return f"{spec.dtype} x {spec.width} a {spec.per}{alignment}"
 
 
 def _digest(headers: Sequence[Header]) -> bytes:

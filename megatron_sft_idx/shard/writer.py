@@ -29,7 +29,7 @@ from megatron_sft_idx.layout.files import (
     pack_idx_header,
     token_array,
 )
-from megatron_sft_idx.packs.run import run_bounds, windows
+from megatron_sft_idx.packs.run import PackRun, run_bounds, windows
 from megatron_sft_idx.shard.journal import (
     MAX_RECORDS,
     PACK,
@@ -77,6 +77,12 @@ class ShardWriter:
             block lists them under ``columns``.
         durable: False skips fsync, for files that are thrown away anyway.
 
+    Attributes:
+        metadata: JSON object for the header, which may be changed until the shard is complete.
+        rebuilt: whether the header will say that the shard was rebuilt.
+        journals_packs: whether ``flush`` records the packs in the journal. If it is False, the caller must record them
+            by ``enter_in_journal``; a recovery leaves out those that are not recorded.
+
     Raises:
         FormatError: an argument that the format does not allow; or something is at the prefix that may not be replaced.
         OSError: an error of the disk.
@@ -102,8 +108,8 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
-    def resumed(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
-        """A writer that goes on with what an interrupted build left. The caller must call ``replay`` first."""
+    def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
+        """A writer of the files of a publication. If that ``is_resumed``, the caller must call ``replay`` first."""
         writer = cls.__new__(cls)
         writer._begin(publication, options)
         return writer
@@ -111,6 +117,7 @@ class ShardWriter:
     def _begin(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._options = publication, options
         self._header: Header | None = None
+        self.rebuilt, self.journals_packs = publication.is_resumed, True
         self.metadata: dict[str, Any] = dict(options.metadata)
         self._stage = _native.PackStage(
             options.token_dtype,
@@ -120,8 +127,14 @@ class ShardWriter:
             STAGE_TOKENS,
         )
         self._staged_columns: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
+        # The files that grow as packs come, by path. Their hashes cover the rows that are counted.
+        self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
         with self._all_or_nothing():
-            self._files = GrowingFiles(publication, options)
+            for growing in options.growing_files(publication.paths):
+                file = publication.open(growing.path, keep=publication.is_resumed)
+                if file.nbytes < growing.begin:
+                    file.write(bytes(growing.begin - file.nbytes))
+                self._files[growing.path] = growing, HashedFile(file)
 
     @property
     def prefix(self) -> str:
@@ -134,29 +147,9 @@ class ShardWriter:
         return self._publication.paths
 
     @property
-    def mask_dtype(self) -> np.dtype[Any]:
-        """Dtype of the loss file: uint8 or float32."""
-        return self._options.mask_dtype
-
-    @property
     def num_packs(self) -> int:
         """Number of packs that were added."""
         return self._stage.num_packs
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences in them."""
-        return self._stage.num_sequences
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in them."""
-        return self._stage.num_tokens
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """Number of positions whose label-aligned mask is above zero."""
-        return self._stage.num_trained_tokens
 
     @property
     def dropped_first_tokens(self) -> int:
@@ -257,7 +250,8 @@ class ShardWriter:
         try:
             if mask.size != ids.size:
                 raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
-            columns, specs = columns or {}, self._options.columns
+            columns = columns or {}
+            specs = self._options.columns
             if columns.keys() != specs.keys():
                 names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
                 raise ValueError(f"columns {names}; this writer was opened for {expected}")
@@ -277,8 +271,7 @@ class ShardWriter:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
 
         Raises:
-            FormatError: the other shard lacks such a column, or was written with another one; or its offsets and starts
-                do not divide its files (rules O1, O2, P2 to P4).
+            FormatError: the other shard lacks such a column, or was written with another one; or as of ``windows``.
             SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
         """
         columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
@@ -287,19 +280,18 @@ class ShardWriter:
             if spec is None or column is None or column.spec.kind != spec.kind:
                 raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
         for window in windows(shard, STAGE_TOKENS, columns):
-            counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
-            values = {name: column.values for name, column in window.columns.items()}
-            self.add_packs(*window.content(), window.starts(), *counts, columns=values)
+            self.add_run(window.run())
+
+    def add_run(self, run: PackRun) -> None:
+        """Add the packs of a run, with its columns. Errors as of ``add_packs``."""
+        arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
+        self.add_packs(*arrays, columns={name: column.values for name, column in run.columns.items()})
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
         """Check, count and hash the first packs that an interrupted build wrote, as if they had just been added.
 
-        Args:
-            num_packs: replay at most so many packs.
-            progress: called with the tokens replayed since the last call.
-
-        Returns:
-            How many packs were replayed: those before one that breaks a rule, whose bytes did not reach the disk.
+        At most ``num_packs`` are replayed, and none from one on that breaks a rule, as its bytes did not reach the
+        disk. Returns how many were; ``progress`` is called with the tokens replayed since the last call.
         """
         for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
             ends = np.append(0, np.cumsum(lengths))
@@ -312,7 +304,10 @@ class ShardWriter:
     def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
         """Replay a run of packs, up to the first that breaks a rule. Returns whether none does."""
         rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(lengths)}
-        raw = self._files.next_rows(rows)
+        raw = [
+            hashed.file.read_at(growing.begin + hashed.nbytes, rows[growing.per] * growing.row_nbytes)
+            for growing, hashed in self._files.values()
+        ]
         tokens = np.frombuffer(raw[0], self._options.token_dtype)
         mask = np.frombuffer(raw[1], self._options.mask_dtype)
         starts = np.frombuffer(raw[2], "<u4").astype(np.int64)
@@ -321,7 +316,8 @@ class ShardWriter:
         except ValueError:
             each = zip(np.split(lengths, len(lengths)), np.split(sequences, len(lengths)), strict=True)
             return len(lengths) > 1 and all(self._replay_run(*one) for one in each)
-        self._files.count_rows(raw)
+        for (_, hashed), data in zip(self._files.values(), raw, strict=True):
+            hashed.update(data)
         self._stage.clear()
         return True
 
@@ -334,15 +330,19 @@ class ShardWriter:
         with self._all_or_nothing():
             paths = self.paths
             for path, data in ((paths.tokens, stage.tokens), (paths.loss, stage.mask), (paths.starts, stage.starts)):
-                self._files.write(path, data)
+                self._files[path][1].write(data)
             for name, arrays in self._staged_columns.items():
                 for values in arrays:
-                    self._files.write(paths.column(name), values)
+                    self._files[paths.column(name)][1].write(values.reshape(-1))
                 arrays.clear()
-            records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
-            for start in range(0, len(records), MAX_RECORDS):
-                self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
+            if self.journals_packs:
+                self.enter_in_journal(np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
             stage.clear()
+
+    def enter_in_journal(self, records: NDArray[Any]) -> None:
+        """Record packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
+        for start in range(0, len(records), MAX_RECORDS):
+            self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -356,44 +356,62 @@ class ShardWriter:
     def complete(self) -> Header:
         """Write the indexes. Then no more packs can be added, and a ``Shard`` can be opened at ``paths.unpublished``.
 
-        Raises:
-            FormatError: the metadata is not JSON.
+        FormatError: the metadata is not JSON.
         """
         self._require_open()
         self._publication.require_owner()
         if self._header is None:
             with self._all_or_nothing():
                 self.flush()
-                options, stage, no_digest = self._options, self._stage, FileDigest(0, bytes(16))
-                header = Header(
-                    num_packs=stage.num_packs,
-                    num_sequences=stage.num_sequences,
-                    num_tokens=stage.num_tokens,
-                    num_trained_tokens=stage.num_trained_tokens,
-                    num_masked_packs=stage.num_masked_packs,
-                    token_dtype=options.token_dtype,
-                    mask_dtype=options.mask_dtype,
-                    sequence_multiple=options.sequence_multiple,
-                    capacity=options.capacity or stage.longest_padded_pack,
-                    longest_pack=stage.longest_pack,
-                    most_sequences=stage.most_sequences,
-                    pad_id=options.pad_id,
-                    digests=(no_digest, no_digest, no_digest, no_digest),
-                    arrays_checksum=bytes(16),
-                    metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-                    rebuilt=self._publication.is_resumed,
-                )
-                self._header = self._files.finish(header)
+                self._header = self._write_indexes()
         return self._header
 
+    def _write_indexes(self) -> Header:
+        """Write the indexes, from the packs that the journal records, and the headers of the columns."""
+        options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
+        packs = JournalPacks(paths.journal, stage.num_packs)
+        code, dtype = token_dtype_of(options.token_dtype)
+        idx = write_idx(publication.open(paths.idx), packs, code, dtype.itemsize, stage.num_packs)
+        tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
+        header = Header(
+            num_packs=stage.num_packs,
+            num_sequences=stage.num_sequences,
+            num_tokens=stage.num_tokens,
+            num_trained_tokens=stage.num_trained_tokens,
+            num_masked_packs=stage.num_masked_packs,
+            token_dtype=options.token_dtype,
+            mask_dtype=options.mask_dtype,
+            sequence_multiple=options.sequence_multiple,
+            capacity=options.capacity or stage.longest_padded_pack,
+            longest_pack=stage.longest_pack,
+            most_sequences=stage.most_sequences,
+            pad_id=options.pad_id,
+            digests=(tokens, loss, idx, starts),
+            arrays_checksum=bytes(16),
+            metadata={key: value for key, value in self.metadata.items() if key != "columns"},
+            rebuilt=self.rebuilt,
+        )
+        header.metadata["format_writer"] = FORMAT_WRITER
+        listed: dict[str, str] = {}
+        for name, spec in options.columns.items():
+            hashed = self._files[paths.column(name)][1]
+            column = ColumnHeader(spec, header.shard_id, num_rows_in(header, spec.per), hashed.checksum())
+            assert hashed.nbytes + spec.header_nbytes == column.nbytes, name
+            raw = column.encode()
+            hashed.file.write_at(raw, 0)
+            listed[name] = raw[-CHECKSUM_NBYTES:].hex()
+        if listed:
+            header.metadata["columns"] = listed
+        header = write_seq_idx(publication.open(paths.seq_idx), packs, header)
+        # Bytes behind those of the packs are the torn end of what a killed writer wrote.
+        for growing, hashed in self._files.values():
+            hashed.file.truncate(growing.begin + hashed.nbytes)
+        return header
+
     def finalize(self) -> Header:
-        """Write the indexes, unless ``complete`` has, and publish the shard.
+        """Write the indexes, unless ``complete`` has, and publish the shard; returns its header.
 
-        Returns:
-            The header of the published shard.
-
-        Raises:
-            FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
+        FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
         """
         header = self.complete()
         with self._all_or_nothing():
@@ -432,66 +450,7 @@ class ShardWriter:
             self._publication.abandon()
 
 
-# ---- the files ----
-
-
-class GrowingFiles:
-    """The files of a shard that grow as packs come, each with its hash: tokens, masks, starts, and columns.
-
-    If the build was interrupted, the caller must count the rows that the files hold already (``next_rows``,
-    ``count_rows``) before it writes others.
-    """
-
-    def __init__(self, publication: Publication, options: BuildOptions) -> None:
-        self._publication, self._columns = publication, options.columns
-        self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
-        for growing in options.growing_files(publication.paths):
-            file = publication.open(growing.path, keep=publication.is_resumed)
-            if file.nbytes < growing.begin:
-                file.write(bytes(growing.begin - file.nbytes))
-            self._files[growing.path] = growing, HashedFile(file)
-
-    def write(self, path: str, values: NDArray[Any] | memoryview) -> None:
-        """Append rows to the file that will be at this path. They must have the dtype in which they are stored."""
-        self._files[path][1].write(values if isinstance(values, memoryview) else values.reshape(-1))
-
-    def next_rows(self, rows: Mapping[str, int]) -> list[bytes]:
-        """Read from each file the rows behind those that are counted; ``rows`` says of how many tokens, and so on."""
-        return [
-            hashed.file.read_at(growing.begin + hashed.nbytes, rows[growing.per] * growing.row_nbytes)
-            for growing, hashed in self._files.values()
-        ]
-
-    def count_rows(self, raw: Iterable[bytes]) -> None:
-        """Count and hash the rows that ``next_rows`` read."""
-        for (_, hashed), data in zip(self._files.values(), raw, strict=True):
-            hashed.update(data)
-
-    def finish(self, header: Header) -> Header:
-        """Write the indexes, from the packs that the journal records, and the headers of the columns.
-
-        Returns ``header`` with the right digests, checksum and list of columns.
-        """
-        paths, packs = self._publication.paths, JournalPacks(self._publication.journal.path, header.num_packs)
-        code, dtype = token_dtype_of(header.token_dtype)
-        idx = write_idx(self._publication.open(paths.idx), packs, code, dtype.itemsize, header.num_packs)
-        tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
-        header = dataclasses.replace(header, digests=(tokens, loss, idx, starts))
-        listed: dict[str, str] = {}
-        for name, spec in self._columns.items():
-            hashed = self._files[paths.column(name)][1]
-            column = ColumnHeader(spec, header.shard_id, num_rows_in(header, spec.per), hashed.checksum())
-            assert hashed.nbytes + spec.header_nbytes == column.nbytes, name
-            raw = column.encode()
-            hashed.file.write_at(raw, 0)
-            listed[name] = raw[-CHECKSUM_NBYTES:].hex()
-        metadata = {key: value for key, value in header.metadata.items() if key != "columns"}
-        header = dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
-        header = write_seq_idx(self._publication.open(paths.seq_idx), packs, header)
-        # Bytes behind those of the packs are the torn end of what a killed writer wrote.
-        for growing, hashed in self._files.values():
-            hashed.file.truncate(growing.begin + hashed.nbytes)
-        return header
+# ---- the indexes ----
 
 
 class PackChunk(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -44,7 +45,6 @@ class EncodingOptions:
         source: make the column ``source``.
         source_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
-        tokenizer_proof: ``Tokenizer.proof`` of the same tokenizer, whose checks then need not be done again.
     """
 
     tokenizer: str
@@ -60,7 +60,6 @@ class EncodingOptions:
     source: bool = False
     source_weights: tuple[float, ...] = ()
     content: bool = False
-    tokenizer_proof: str = ""
 
     @property
     def columns(self) -> list[str]:
@@ -135,7 +134,7 @@ class RowEncoder:
     """Turns pieces of input into token ids with their masks.
 
     Attributes:
-        options: as given, with the template and proof of the tokenizer, which take seconds to make.
+        options: as given, with the template that mistral-common makes for the tokenizer, which takes seconds.
         digest: hash of all that decides which tokens and masks a row becomes.
 
     Raises:
@@ -143,10 +142,12 @@ class RowEncoder:
     """
 
     def __init__(self, options: EncodingOptions) -> None:
-        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, proof=options.tokenizer_proof)
+        # One thread a process: workers share the cores, and the library's threads do not survive a fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
         if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
             options = replace(options, chat_template=generated, template_name=options.tokenizer)
-        self.options = options = replace(options, tokenizer_proof=self.tokenizer.proof)
+        self.options = options
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")

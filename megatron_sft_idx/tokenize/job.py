@@ -270,14 +270,14 @@ def run_job(
 
 
 def _effective(options: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of all options, also nested ones; without the template's text and the tokenizer's proof."""
+    """Names and values of all options, also nested ones; without the template's text."""
     for name in (each.name for each in fields(options)):
         value = getattr(options, name)
         if is_dataclass(value):
             yield from _effective(value)
         elif name == "workers" and value is None:
             yield name, available_cpus()
-        elif name not in ("chat_template", "tokenizer_proof"):
+        elif name != "chat_template":
             yield name, dict(value) if isinstance(value, Mapping) else value
 
 

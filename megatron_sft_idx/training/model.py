@@ -55,11 +55,13 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
         self,
@@ -76,10 +78,13 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError("packed_seq_params: None, but this attention knows its segments only from there")
         bounds = packed_seq_params.cu_seqlens_q_padded
         bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).unique_consecutive().tolist()
+        dropout = self.dropout if self.training else 0.0
         outputs = []
         for start, stop in pairwise(bounds):
             q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
-            output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            output = scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+            )
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 

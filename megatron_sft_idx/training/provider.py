@@ -212,7 +212,7 @@ def _tokenizer_fingerprint(args: Namespace) -> str | None:
     from megatron_sft_idx.chat.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(path, backend="tokenizers", parallel=True).fingerprint
+        return load_tokenizer(path, backend="tokenizers").fingerprint
     except FormatError as error:
         log_single_rank(logger, logging.WARNING, "the tokenizer is not compared with the shards: %s", error)
         return None

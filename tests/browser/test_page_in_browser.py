@@ -118,35 +118,6 @@ def test_links_open_the_packs_they_lead_to(chromium: Any, demo: Path) -> None:
     assert page.problems == []
 
 
-def test_a_line_of_the_input_is_found(chromium: Any, tmp_path: Path) -> None:
-    assert preprocess(tmp_path / "x", "--source").code == 0
-    path = tmp_path / "x.html"
-    assert command("inspect", tmp_path / "x", "--tokenizer", TOKENIZER, "--html", path).code == 0
-    page = opened(chromium, path)
-    shard = Shard(tmp_path / "x", columns=["source"])
-    places = [(pack, *at) for pack in range(len(shard)) for at in enumerate(shard[pack]["source"][:, 1].tolist())]
-    for pack, sequence, row in places[:: len(places) // 20]:
-        page.fill("#place", f"chats.jsonl:{row + 1}")
-        assert page.inner_text("#found") == f"pack {pack}, sequence {sequence}"
-    pack, sequence, row = next(place for place in places if place[1] == 1)
-    page.fill("#place", f"chats.jsonl:{row + 1}")
-    page.locator("#found a").click()
-    name = f"pack-{pack}-sequence-{sequence}"
-    page.wait_for_function("id => document.activeElement.id === id", arg=name)
-    assert f"from chats.jsonl:{row + 1}" in page.locator(f"#{name} h4").inner_text()
-    for text, said in (
-        ("chats.jsonl:99999", "no sequence was made from it"),
-        ("jk", "a file and a line of it, such as chats.jsonl:1"),
-        ("", ""),
-    ):
-        page.fill("#place", text)
-        assert page.inner_text("#found") == said
-    page.locator("#place").press_sequentially("jk")
-    assert page.evaluate("document.activeElement.id") == "place"
-    assert page.problems == []
-    kept(page, "sources")
-
-
 def test_ids_show_on_hover(chromium: Any, demo: Path) -> None:
     page = opened(chromium, demo)
     shard = Shard(demo.parent / "chats")

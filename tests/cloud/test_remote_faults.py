@@ -133,13 +133,7 @@ def test_a_server_that_stays_dead_is_an_error_and_reading_goes_on_after_it(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_batches_go_on_over_a_restart_of_the_proxy(
-    swift: SwiftServer,
-    s3: Any,
-    bucket: str,
-    urls: dict[str, str],
-    tmp_path: Path,
-    counts: Counter[str],
-    scheme: str,
+    swift: SwiftServer, s3: Any, bucket: str, urls: dict[str, str], tmp_path: Path, counts: Counter[str], scheme: str
 ) -> None:
     rng = np.random.default_rng(0)
     local = put_samples(s3, bucket, "x", tmp_path, random_samples(40, CAPACITY, rng), capacity=CAPACITY)
@@ -202,13 +196,7 @@ def test_files_that_are_missing_or_cut_short(
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("change", ["replaced", "cut short", "removed"])
 def test_an_object_that_changes_under_a_reader(
-    s3: Any,
-    bucket: str,
-    urls: dict[str, str],
-    tmp_path: Path,
-    counts: Counter[str],
-    scheme: str,
-    change: str,
+    s3: Any, bucket: str, urls: dict[str, str], tmp_path: Path, counts: Counter[str], scheme: str, change: str
 ) -> None:
     put_samples(s3, bucket, "x", tmp_path, PACKS)
     shard, state = Shard(f"{urls[scheme]}/x"), pickle.dumps(Shard(f"{urls[scheme]}/x"))

@@ -67,11 +67,7 @@ def test_batches_are_the_local_ones(s3: Any, bucket: str, urls: dict[str, str], 
     loaders: dict[str, Any] = {"BatchLoader": BatchLoader(remote, batches, copy=True)}
     for workers, method in ((0, None), (2, "fork"), (2, "spawn")):
         loaders[f"DataLoader, {workers} workers, {method}"] = DataLoader(
-            remote,
-            batch_sampler=batches,
-            collate_fn=whole_batch,
-            num_workers=workers,
-            multiprocessing_context=method,
+            remote, batch_sampler=batches, collate_fn=whole_batch, num_workers=workers, multiprocessing_context=method
         )
     for name, loader in loaders.items():
         found = list(loader)

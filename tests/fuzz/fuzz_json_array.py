@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from fuzz.contract import refused
@@ -11,12 +12,12 @@ from fuzz.fuzz_json_lines import same
 from json_scan_twin import array_ends
 
 from megatron_sft_idx._native import scan_json_array
-from megatron_sft_idx.chat.inputs import cut_array
+from megatron_sft_idx.chat import inputs
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.json"
 _SPACE = b" \t\r\n"
-_SIZES = {"piece_nbytes": 64, "max_row_nbytes": 2048}
+_MAX_ROW_NBYTES = 2048
 
 
 def run(data: bytes) -> None:
@@ -34,7 +35,7 @@ def run(data: bytes) -> None:
 def _is_array(data: bytes) -> bool:
     """Whether Python's own parser takes it; then nothing but a row's own size may be said against it."""
     try:
-        return isinstance(json.loads(data.decode()), list) and len(data) < _SIZES["max_row_nbytes"]
+        return isinstance(json.loads(data.decode()), list) and len(data) < _MAX_ROW_NBYTES
     except (ValueError, RecursionError):
         return False
 
@@ -42,6 +43,7 @@ def _is_array(data: bytes) -> bool:
 def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
     rows: list[tuple[int, Any]] = []
-    for piece in cut_array(blocks, path=_NAME, **_SIZES):
-        rows += piece.rows()
+    with patch.object(inputs, "MAX_ROW_NBYTES", _MAX_ROW_NBYTES):
+        for piece in inputs.cut_array(blocks, path=_NAME, piece_nbytes=64):
+            rows += piece.rows()
     return rows

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest.mock import patch
 
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.inputs import cut_lines
+from megatron_sft_idx.chat import inputs
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.jsonl"
-_SIZES = {"piece_nbytes": 64, "max_row_nbytes": 2048}
 
 
 def run(data: bytes) -> None:
@@ -30,7 +30,8 @@ def run(data: bytes) -> None:
 
 def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
-    return [row for piece in cut_lines(blocks, path=_NAME, **_SIZES) for row in piece.rows()]
+    with patch.object(inputs, "MAX_ROW_NBYTES", 2048):
+        return [row for piece in inputs.cut_lines(blocks, path=_NAME, piece_nbytes=64) for row in piece.rows()]
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -67,6 +67,7 @@ def _check(source: object) -> None:
         assert len(source.messages) == len(source.weights) > 0
         assert all(isinstance(message["role"], str) for message in source.messages)
         assert all(isinstance(m.get("content"), (str, type(None))) for m in source.messages)
+        assert all("content" in message or message.get("tool_calls") for message in source.messages)
         assert all(0 <= weight < float("inf") for weight in source.weights)
         return
     ids, mask = source.input_ids, source.loss_mask  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The native kernels on mutated inputs and damaged shards: what `make sanitize` watches for a byte out of bounds."""
+"""All parsers on mutated inputs, and readers on damaged shards; `make sanitize` watches for a byte out of bounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from corrupt_copies import main as use_copies
 from fuzz.targets import CORPUS, TARGETS, load
 
 SANITIZED = "SFT_IDX_NATIVE_FOLDER" in os.environ
-MUTATIONS = 3000 if SANITIZED else 150
-# Targets whose bytes reach native code.
-NATIVE = ("json-array", "legacy-npy", "offsets", "pack-stage", "pickled-pairs", "shard", "verify")
+MUTATIONS = 3000 if SANITIZED else 400
 
 
 def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
@@ -36,7 +34,7 @@ def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", TARGETS)
 def test_mutated_inputs(name: str) -> None:
     run = load(name)
     seeds = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]

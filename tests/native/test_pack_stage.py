@@ -74,14 +74,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
     aligned=st.booleans(),
 )
 def test_it_does_what_the_twin_does(
-    packs: Any,
-    token_in: Any,
-    token_out: Any,
-    mask_in: Any,
-    mask_out: Any,
-    capacity: int,
-    multiple: int,
-    aligned: bool,
+    packs: Any, token_in: Any, token_out: Any, mask_in: Any, mask_out: Any, capacity: int, multiple: int, aligned: bool
 ) -> None:
     stage = stage_of(token_out, mask_out, capacity, multiple)
     twin = Twin(np.iinfo(token_out).max, mask_out == F32, capacity, multiple)
@@ -151,34 +144,13 @@ REFUSED: list[tuple[Any, ...]] = [
     ([1], [0], [0, 0], [1], [1], "pack lengths and sequence counts do not add up to the arrays handed in"),
     ([1, 2], [0, 0], [0], [1], [1], "pack lengths and sequence counts do not add up to the arrays handed in"),
     ([1], [0], [], [], [], "pack lengths and sequence counts do not add up to the arrays handed in"),
-    (
-        [1, 2, 3],
-        [0] * 3,
-        [0, 3, 1],
-        [1, 2],
-        [1, 2],
-        "pack 1: first sequence starts at 3, expected 0 (rule P2)",
-    ),
+    ([1, 2, 3], [0] * 3, [0, 3, 1], [1, 2], [1, 2], "pack 1: first sequence starts at 3, expected 0 (rule P2)"),
     ([1, 2], [0, 0], [0, 2], [2], [2], "pack 0: sequence 1 starts at 2, the pack has 2 tokens (rule P4)"),
     ([1, 2], [0, 0], [0, 0], [2], [2], "pack 0: sequence 1 starts at 0, not after 0 (rule P3)"),
     ([1], [0, 0], [0], [1], [1], "2 loss mask values for 1 tokens; there is one a token"),
     ([1], [0], [0], [1], [], "one length and one sequence count a pack"),
-    (
-        [1, 70000],
-        [0, 0],
-        [0],
-        [2],
-        [1],
-        "position 1 has id 70000, the token dtype holds 0 to 65535 (rule P8)",
-    ),
-    (
-        [1, 2],
-        [2, 0],
-        [0],
-        [2],
-        [1],
-        "position 0 has loss mask 2, the mask dtype holds 0 and 1 (weights need float32)",
-    ),
+    ([1, 70000], [0, 0], [0], [2], [1], "position 1 has id 70000, the token dtype holds 0 to 65535 (rule P8)"),
+    ([1, 2], [2, 0], [0], [2], [1], "position 0 has loss mask 2, the mask dtype holds 0 and 1 (weights need float32)"),
     ([1, 2], [0, 1], [0], [2], [1], "set at position 1, the end of a sequence, where there is no next token"),
 ]
 
@@ -267,13 +239,7 @@ def test_one_pack_alone_takes_the_same_arrays(place: int) -> None:
     good: list[Any] = [np.ones(2, I64), np.zeros(2, I64), longs(0, 1)]
     assert stage_of().add_one(*good, False)
     array = good[place]
-    for bad in (
-        array.tolist(),
-        array.astype("i2"),
-        array.reshape(1, -1),
-        np.repeat(array, 2)[::2],
-        unaligned(array),
-    ):
+    for bad in (array.tolist(), array.astype("i2"), array.reshape(1, -1), np.repeat(array, 2)[::2], unaligned(array)):
         with pytest.raises((ValueError, TypeError)):
             stage_of().add_one(*good[:place], bad, *good[place + 1 :], False)
 

@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx import _native
 
-TOKENS = [bytes([i]) for i in range(256)] + [
-    b"",
-    b"ab",
-    b" the",
-    "é".encode(),
-    "你好".encode(),
-    b"\x9f\x98",
-    b"0<|",
-]
+TOKENS = [bytes([i]) for i in range(256)] + [b"", b"ab", b" the", "é".encode(), "你好".encode(), b"\x9f\x98", b"0<|"]
 
 
 def call(rows, *, whole=False, tokens=TOKENS, ids_dtype=np.uint32, **changes):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from measure import indexed_dataset
-from report import MIB, Bench
+from report import Bench
 
 from megatron_sft_idx.inspect.bench_read import EpochName, SettingTimes
-from megatron_sft_idx.inspect.read_worker import ReadRequest, TimedReader
+from megatron_sft_idx.inspect.read_worker import Opener, ReadRequest
 from megatron_sft_idx.shard import Shard
 
 
-class MemmapReader(TimedReader):
+class MemmapReader:
     """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
 
     def __init__(self, job: ReadRequest) -> None:
@@ -35,7 +35,7 @@ class MemmapReader(TimedReader):
         return ids.nbytes + mask.nbytes
 
 
-class StockReader(TimedReader):
+class StockReader:
     """Tokens by Megatron's own reader, which knows no masks."""
 
     def __init__(self, job: ReadRequest, mmap: bool) -> None:
@@ -50,7 +50,7 @@ class StockReader(TimedReader):
 
 
 # What the tables call them, and what opens them.
-PEERS: dict[str, tuple[str, Callable[[ReadRequest], TimedReader]]] = {
+PEERS: dict[str, tuple[str, Opener]] = {
     "np.memmap": ("`np.memmap` of both files", MemmapReader),
     "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),
     "stock-file": ("the same, `mmap=False`", partial(StockReader, mmap=False)),
@@ -70,13 +70,12 @@ _DECIDES = (
 )
 
 
-def defaults(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> None:
+def defaults(bench: Bench, cold: Found, limited: Found | None) -> None:
     """A section of the report: what each option of reading gains, in the figures of the run.
 
     Args:
         bench: the report.
         cold: shuffled, on a disk, in memory's reach.
-        memory: shuffled, in a file system in memory.
         limited: shuffled, over a memory limit; None where none could be set.
     """
 
@@ -92,10 +91,3 @@ def defaults(bench: Bench, cold: Found, memory: Found, limited: Found | None) ->
         for option, default, one, other in _DECIDES
     ]
     bench.table(("option", "default", "rates compared, median of rounds", "cold", "warm", "over the limit"), rows)
-    huge = [
-        max((times.huge_nbytes for times in found["mmap, huge pages"].rounds), default=0) for found in (cold, memory)
-    ]
-    bench.say(
-        f"Mapped by huge pages that were asked for: {huge[0] / MIB:,.0f} MiB on the disk, {huge[1] / MIB:,.0f} MiB in"
-        " memory."
-    )

@@ -136,8 +136,15 @@ def transformers_masks(folder: str) -> Contestant:
     return lambda chats: in_batches(chats, work)
 
 
-def ours(folder: str, backend: Any) -> Contestant:
-    tokenizer = load_tokenizer(folder, backend=backend)
+def _tokenizer(folder: str, backend: str) -> Any:
+    """Read by this library, and by no other instead."""
+    tokenizer = load_tokenizer(folder, backend="tokenizers" if backend == "tokenizers" else "auto")
+    assert tokenizer.backend == backend, f"{tokenizer.backend} reads {folder}"
+    return tokenizer
+
+
+def ours(folder: str, backend: str) -> Contestant:
+    tokenizer = _tokenizer(folder, backend)
     template = ChatTemplate(TEMPLATE, special_tokens=tokenizer.special_tokens, control_tokens=tokenizer.control_tokens)
 
     def work(chats: list[Any]) -> Rows:
@@ -147,8 +154,8 @@ def ours(folder: str, backend: Any) -> Contestant:
     return lambda chats: in_batches(chats, work)
 
 
-def ours_rendered(folder: str, backend: Any) -> Contestant:
-    tokenizer = load_tokenizer(folder, backend=backend)
+def ours_rendered(folder: str, backend: str) -> Contestant:
+    tokenizer = _tokenizer(folder, backend)
     return lambda rows: in_batches(rows, lambda b: [(e.input_ids, e.loss_mask) for e in tokenizer.encode(b)])
 
 

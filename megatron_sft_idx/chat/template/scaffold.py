@@ -7,6 +7,9 @@ tool's result, in a first turn or under other variables.
 
 In this module a *turn* is the position of an assistant message, and what it writes is *its own*: words, tags and end of
 turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
+
+Most templates need only the first rule of each function. Every other one names a public template that needs it, and
+has its case in ``tests/test_chat_template_ways.py`` or among the templates that ``tests/template_grammar.py`` makes up.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
-from megatron_sft_idx.chat.template.words import ASKED, SAID, called
+from megatron_sft_idx.chat.template.words import ASKED, SAID
 from megatron_sft_idx.chat.types import MaskOptions
 
 MAX_REMEMBERED = 1 << 14
@@ -34,7 +37,7 @@ _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORE
 _NEAR = 32  # characters before a position by which that position is found again in another rendering
 
 
-class Edge(NamedTuple):
+class LearntEdges(NamedTuple):
     """The edges of all turns of one kind.
 
     Attributes:
@@ -88,7 +91,7 @@ class Rules:
         tokens = "".join(f"{re.escape(text)}|" for text in self.ends)
         self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
         self.prompted = "add_generation_prompt" in source
-        self.learnt_edges: dict[tuple[Any, ...], Edge] = {}
+        self.learnt_edges: dict[tuple[Any, ...], LearntEdges] = {}
         # Strings that the template looks for in what it is given, such as </think> and /no_think.
         tested = {
             compare.expr.value
@@ -143,7 +146,7 @@ class Written(NamedTuple):
     answered: bool | None
 
 
-class Edges:
+class EdgeFinder:
     """Finds the edges of turns in one rendered conversation, by renderings of its beginnings, each made once.
 
     Args:
@@ -201,95 +204,96 @@ class Edges:
             reasons: whether these words may be reasoning, which the template may put a tag of its own before.
         """
         head = self._text[low:first]
+        fed = self._end_of_fed(turn, low, first)
         prompts = self._prompts(turn)
         if any(prompts):
-            fed = self._end_of_fed(turn, low, head, prompts[0])
             if fed is not None and prompts[0]:
-                return fed
+                return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows
+            # The model is fed other text for earlier turns, as Qwen 3 is without their reasoning. DeepSeek V3.1 writes
+            # no prompt behind the result of a call, so that only the one behind a made-up question is known.
             for prompt in prompts:
-                behind = self._behind(prompt, head)
-                if behind:
-                    return max(fed or 0, low + behind)
-            if fed is not None:
-                return fed
-        elif turn and own is not None:
-            # A prompt that the template writes unasked may end within the head; what follows it is the model's.
-            fed = self._end_of_fed(turn, low, head, "")
-            if fed is not None and fed > low and self._text[fed:own].strip():
-                return fed
+                length = self._written_by(prompt, head)
+                if length:
+                    return max(fed or 0, low + length)
+            if turn and fed is not None:
+                return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
+        elif turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
+            return fed  # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's
         if own is not None and not reasons:
             return own
-        header = self._header_length(turn, low, head)
+        header = self._header_length(turn, low, head)  # Magistral knows no prompt; its [THINK] is the model's
         if own is None or (header is not None and head[header:].strip()):
             return low + (header or 0)
         return own
 
-    def stop(self, turn: int, low: int, said: int, high: int, written: Written | None) -> int:
-        """Where a turn ends, its end-of-turn token included.
+    def stop_of_traced(self, turn: int, low: int, said: int, high: int, written: Written) -> int:
+        """Where a turn ends, its end-of-turn token included, if tracing tells which text was written for it.
+
+        The end of turn may come behind that text, where the template writes it with the next message.
 
         Args:
             turn: the message.
             low: where text that may belong to the turn starts.
             said: the end of the last words that are certainly the turn's own.
-            high: the end of all that may be the turn's own, without whitespace at its end.
-            written: what tracing tells of the text that was written for the turn; None without tracing. The end of turn
-                may come after that text, where templates write it with the next message.
+            high: the end of the text that was written for the turn, without whitespace at its end.
+            written: what tracing tells of that text.
         """
-        text, last = self._text, self._view(turn + 1) == self._text
-        openings = self._openings(turn, "" if written is None else written.head)
-        tail = self._known_tail(turn, low, said)
-        shared, whole = said, False
-        if tail is not None:
-            ours = text[said : len(text) - len(text[said:].lstrip())]
-            tail = ours + tail.lstrip() if tail.strip() else tail  # a template that trims may write other whitespace
-            tail = tail if last else tail.rstrip()
-            length = self._common(tail, text[said:])
-            whole = not last and length == len(tail)
-            # A header is no end of turn, even where a template writes one behind all messages unasked.
-            ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
-            shared = said + len(text[said : min(ends, default=said + length)].rstrip())
-            begun = [opening[:length] for opening in openings for length in range(1, len(opening))]  # as [ of [user]
-            shared -= max((len(one) for one in begun if text.endswith(one, said, shared)), default=0)
-        if written is None:  # nothing else says where the turn's own text ends
-            if tail is None and last and not any(opening in text[said:high] for opening in openings):
-                return high
-            ends = [at + len(end) for end in self._ends if (at := text.find(end, said, shared)) >= 0]
-            if ends and any(map(str.isalnum, _TAGS.sub("", text[min(ends) : shared]))):
-                return min(ends)  # words behind an end of turn are the template's own, behind all messages
-            if whole or text.endswith(self._ends, said, shared):
-                return shared
-            behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
-            found = self._end_behind(turn, behind, behind, openings, None)
-            # A tag that names the next speaker ends a turn only where nothing stands between.
-            return found if found and (behind == shared or not _SPEAKER.search(text[behind:found])) else shared
-        if whole and shared < high and any(opening in text[shared:high] for opening in openings):
-            return shared
+        openings = self._openings(turn, written.head)
+        shared, whole = self._shared_with_others(turn, low, said, openings)
+        if whole and shared < high and any(opening in self._text[shared:high] for opening in openings):
+            return shared  # R1's distilled models write another header behind calls, for a content of ""
         if shared > high:
-            return self._ending(high, shared)
-        if high > said and text.endswith(self._ends, said, high):
+            return self._ending(high, shared)  # the end of turn is written with the next message, or behind all
+        if high > said and self._text.endswith(self._ends, said, high):
             return high
         return self._end_behind(turn, high, written.stop, openings, written.answered) or high
+
+    def stop_of_untraced(self, turn: int, low: int, said: int, high: int) -> int:
+        """As ``stop_of_traced``, for text of which only strings of the data were found again.
+
+        ``high`` is where the next message's words start, or the end of the conversation.
+        """
+        text, last = self._text, self._view(turn + 1) == self._text
+        openings = self._openings(turn, "")
+        alone = last and not any(opening in text[said:high] for opening in openings)
+        if alone and self._known_tail(turn, low, said) is None:
+            return high  # nothing follows that could be another's
+        shared, whole = self._shared_with_others(turn, low, said, openings)
+        if whole or text.endswith(self._ends, said, shared):
+            return shared
+        behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
+        return self._end_behind(turn, behind, behind, openings, None) or shared
+
+    def _shared_with_others(self, turn: int, low: int, said: int, openings: Sequence[str]) -> tuple[int, bool]:
+        """How far a turn goes on as it does where other messages follow it: text that does not depend on these.
+
+        Returns:
+            The end of that text, which starts at ``said`` and holds no header; and whether it is all that the template
+            writes where nothing follows.
+        """
+        text, tail = self._text, self._known_tail(turn, low, said)
+        if tail is None:
+            return said, False
+        last = self._view(turn + 1) == text
+        if tail.strip():  # a template that trims what it collected may write other whitespace behind the words
+            tail = text[said : len(text) - len(text[said:].lstrip())] + tail.lstrip()
+        tail = tail if last else tail.rstrip()
+        length = self._common(tail, text[said:])
+        # A header is no end of turn, even where a template writes one behind all messages unasked.
+        headers = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
+        shared = said + len(text[said : min(headers, default=said + length)].rstrip())
+        return shared, not last and length == len(tail)
 
     def _known_tail(self, turn: int, low: int, said: int) -> str | None:
         """What a template writes behind a turn's last words when other messages follow it than in the conversation.
 
         That is the rendering that ends with the turn or, where this is the conversation itself, one in which a question
-        or results of its calls follow. None where the template refuses it, or the turn is not found again in it.
+        follows. None where the template refuses it, or the turn is not found again in it. Its beginning may differ, as
+        Mistral's templates write tools before the last question: the turn is then found by its last characters.
         """
         other = self._view(turn + 1)
         if other == self._text:  # the turn is last, or the messages behind it write nothing
-            other, calls = self._view(len(self._messages), ASKED), self._messages[-1].get("tool_calls")
-            if other is None and calls:
-                results = [
-                    {
-                        "role": "tool",
-                        "content": ASKED,
-                        "tool_call_id": call.get("id", ""),
-                        "name": str(called(call).get("name", "")),
-                    }
-                    for call in calls
-                ]
-                other = self._render(messages=[*self._messages, *results], add_generation_prompt=False)
+            other = self._view(len(self._messages), ASKED)
         if other is None:
             return None
         if other.startswith(self._text[:said]):
@@ -303,8 +307,8 @@ class Edges:
     def _ending(self, start: int, stop: int) -> int:
         """Where an end of turn stops that begins at ``start``, at ``stop`` or before.
 
-        No word belongs to an end of turn. Nor does a tag right before a word, which may open the next header, unless
-        that tag is the end of sequence.
+        No word belongs to an end of turn. Nor does a tag right before a word, which may open the next header, or the
+        result of a call in the turn of Gemma 4, unless that tag is the end of sequence.
         """
         ends = [start]
         for piece in self._piece.finditer(self._text, start, stop + 1):
@@ -318,30 +322,25 @@ class Edges:
     def always_prompts(self, turn: int, start: int, said: int) -> bool:
         """Whether the template seems to write a header behind all messages, even without a generation prompt.
 
-        Without tracing such a header cannot be told from an end of turn. It has words, or is the tag that stands right
-        before the turn's ``start``. It is looked for behind this turn and behind a made-up answer.
+        Without tracing such a header cannot be told from an end of turn. It is looked for in what a made-up question
+        and its answer end with alike: it has words there, or the tag that stands right before the answer.
         """
         if any(self._prompts(turn)) and self._known_tail(turn, start, said) is not None:
             return False  # the template writes headers where it is asked to, and `_known_tail` tells the end of turn
-        asked, answered = self._view(turn) or "", self._view(turn + 1) or ""
-        if asked and answered.startswith(self._text[:said]) and self._headed(turn, asked, answered, start, said):
-            return True
         asked, answered = self._plain
         at = answered.rfind(SAID)
-        return at >= 0 and self._headed(turn, asked, answered, at, at + len(SAID))
-
-    def _headed(self, turn: int, asked: str, answered: str, start: int, said: int) -> bool:
-        """Whether the text that a question and an answer end with alike, behind all words, may be a header."""
-        length = _parting(asked[::-1], answered[: said - 1 : -1])
-        behind, before = answered[len(answered) - length :], answered[max(0, start - _NEAR) : start].rstrip()
+        if at < 0:
+            return False
+        length = _parting(asked[::-1], answered[: at + len(SAID) - 1 : -1])
+        behind, before = answered[len(answered) - length :], answered[max(0, at - _NEAR) : at].rstrip()
         header = next((tag[0] for tag in _TAGS.finditer(before) if tag.end() == len(before)), None)
-        words = any(map(str.isalnum, _TAGS.sub(" ", behind)))
-        if any(self._prompts(turn)):  # it is no header then, and an end of turn among it tells its words from the turn
-            return words and not any(end in behind for end in self._ends)
-        return words or (header is not None and header in behind)
+        return any(map(str.isalnum, _TAGS.sub(" ", behind))) or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
-        """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``."""
+        """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``.
+
+        Such an opening parts an end of turn from the header behind it, as in Command A.
+        """
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
         if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
@@ -364,40 +363,23 @@ class Edges:
             return tag[0]
         return header.split(maxsplit=1)[0] if header else ""
 
-    def _end_of_fed(self, turn: int, low: int, head: str, prompt: str) -> int | None:
-        """Where the text ends that a server feeds before a turn; None where the conversation has no such text.
-
-        ``head`` is the text from ``low`` to the first character that is certainly the turn's own, ``prompt`` the turn's
-        generation prompt or "".
-        """
-        fed, text = self._view(turn, prompt=True), self._text
-        if fed is None:
-            return None
-        if text.startswith(fed) and len(fed) <= low + len(head):
-            return max(low, len(fed))
-        # A server's text may have other words for earlier turns: compare only what comes right before this one.
-        before = text[max(0, low - _NEAR) : low]
-        for length in sorted({0, *(match.end() for match in self._piece.finditer(head))}, reverse=True):
-            if prompt and prompt in head[length:]:
-                return None  # a prompt follows, so the text that ended like the server's was that of an earlier turn
-            near = before + head[:length]
-            if near.strip() and fed.endswith(near):
-                return low + length
-        return None
+    def _end_of_fed(self, turn: int, low: int, first: int) -> int | None:
+        """Where the text ends that a server feeds before a turn; None where the conversation does not begin with it."""
+        fed = self._view(turn, prompt=True)
+        begins = fed is not None and len(fed) <= first and self._text.startswith(fed)
+        return max(low, len(fed)) if fed is not None and begins else None
 
     def _prompts(self, turn: int) -> list[str]:
-        """Three generation prompts: of this turn, of the question before it, of a made-up one; "" for each unknown."""
+        """The generation prompts of this turn and of an answer to a made-up question; "" for each that is not known."""
         if not self._prompted:
             return [""]
-        before = range(turn - 1, -1, -1)
-        question = next((i + 1 for i in before if self._messages[i].get("role") != "assistant"), turn)
         found = []
-        for pair in (self._prompt_of(turn), self._prompt_of(question), self._prompt_of(0, ASKED)):
+        for pair in (self._prompt_of(turn), self._prompt_of(0, ASKED)):
             prompt = "" if pair is None else pair[0][self._common(*pair) :]
             found.append(prompt if prompt.strip() else "")
         return found
 
-    def _behind(self, prompt: str, head: str) -> int:
+    def _written_by(self, prompt: str, head: str) -> int:
         """How many characters of ``head``, the text before a turn's own, a prompt has written.
 
         The prompt counts up to its last occurrence, or the last occurrence of its end, in ``head``; 0 where none is.
@@ -408,15 +390,15 @@ class Edges:
         if at >= 0:
             return at + len(prompt)
         ours, theirs = self._piece.findall(head), self._piece.findall(prompt.lstrip())
-        # Some prompts have more text before the header: compare them from their last tag on, or their last word.
-        strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)] or [
-            i for i, piece in enumerate(theirs) if piece[0].isalnum()
-        ]
+        # A prompt may have more text before the header, such as a system message: compare it from its last tag on, or
+        # its last word.
+        strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)]
+        strong = strong or [i for i, piece in enumerate(theirs) if piece[0].isalnum()]
         end = theirs[strong[-1] :] if strong else theirs
         for at in range(len(ours) - len(end), -1, -1):
             if ours[at : at + len(end)] == end:
                 return len("".join(ours[: at + len(end)]))
-        # Some prompts end with a tag that this turn does not have, such as <think>.
+        # A prompt may end with a tag that this turn does not have, such as Nemotron's <think>.
         match = SequenceMatcher(None, ours[::-1], theirs[::-1], autojunk=False).find_longest_match()
         stop = len(ours) - match.a
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
@@ -436,8 +418,9 @@ class Edges:
     def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
         """The end of a control token at ``at``, if that is the turn's end although nothing else says so; or None.
 
-        It may be a tag that names the next speaker: a model of such a template stops when it has written that tag. A
-        tag with which headers of assistants begin, or which merely opens a question, does not end a turn.
+        It may be a tag that names the next speaker, as GLM's <|user|> and <|observation|> do: a model of such a
+        template stops when it has written that tag. A tag with which headers of assistants begin, or which merely opens
+        a question, does not end a turn.
 
         Args:
             turn: the message.

@@ -23,8 +23,8 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, Edge, Edges, Rules, Written
-from megatron_sft_idx.chat.template.trace import Segment, Traced
+from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, EdgeFinder, LearntEdges, Rules, Written
+from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.words import (
     REASONING_FIELDS,
     DataMark,
@@ -114,15 +114,12 @@ class SpanFinder:
         # The last message of a user, -1 where there is none.
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
-        segments = [] if traced is None else traced.segments
-        if traced is not None and traced.outer:  # a frame opened inside another one
-            segments = _without_glances(traced, messages)
-        for segment in segments:
+        for segment in () if traced is None else own_segments(traced, messages):
             self._written.setdefault(segment.message, []).append(segment)
 
     @cached_property
-    def _edges(self) -> Edges:
-        return Edges(self._rules, self._text, self._messages, self._render)
+    def _edges(self) -> EdgeFinder:
+        return EdgeFinder(self._rules, self._text, self._messages, self._render)
 
     @cached_property
     def _places(self) -> list[DataMark] | None:
@@ -138,25 +135,17 @@ class SpanFinder:
         pieces = utterances_of(self._messages[message])
         segments = self._own(message, pieces)
         traced = bool(segments)
+        if pieces and not traced:
+            segments = self._placed(message, pieces)
+        if not segments:
+            if any(piece.kind != "reasoning" for piece in pieces):
+                raise self._nowhere(message)
+            if pieces:
+                self._reasoning_dropped(message)
+            return [], []
         found = self._standing(pieces, segments)
-        if not traced or len(found) < len(pieces):
-            lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
-            if any(piece.text in self._text for piece in lost) or (pieces and not traced):
-                placed = self._placed(message, pieces)
-                segments, traced = (placed, False) if placed else (segments, traced)
-            if not segments:
-                if any(piece.kind != "reasoning" for piece in pieces):
-                    raise self._nowhere(message)
-                if pieces:
-                    self._reasoning_dropped(message)
-                return [], []
-            found = self._standing(pieces, segments)
         if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
             self._require_words(message, pieces, segments, found)
-        if len(segments) > 1:
-            last = max((at for at, _ in found), default=-1)
-            while len(segments) > 1 and last >= 0 and segments[-1].start > last:
-                segments = segments[:-1]  # what follows another message's text and holds no words of this one
         start, stop = self._edges_of(message, segments, found, traced)
         headers = self._headers_inside(segments[0].start, start, stop, found)
         if len(segments) == 1 and self._keeps_all and start < stop and not headers:
@@ -411,7 +400,7 @@ class SpanFinder:
             late = text[end:stop] if stop > high else ""
             if len(known) >= MAX_REMEMBERED:
                 known.clear()
-            known[key] = Edge(text[low:start], text[stop:high], late, ended)
+            known[key] = LearntEdges(text[low:start], text[stop:high], late, ended)
         else:
             start, ended = low + len(edge.head), edge.ended
             stop = end + len(edge.late) if edge.late else high - len(edge.dropped)
@@ -457,13 +446,17 @@ class SpanFinder:
         )
         start = min(first, self._edges.start(message, low, first, own if first in words else None, reasons))
         said = max(said, start)
-        written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
-        if written is None and self._edges.always_prompts(message, start, said):
+        if traced:
+            written = Written(last.stop, *self._neighbours(message, low, start, last.stop))
+            stop = self._edges.stop_of_traced(message, low, said, high, written)
+        elif self._edges.always_prompts(message, start, said):
             raise unusable(
                 f"the chat template {rules.name} writes a header behind all messages and cannot be traced, so nothing"
                 f" tells where assistant message {message + 1} ends; put {{% generation %}} markers around what it says"
             )
-        stop = max(said, self._edges.stop(message, low, said, high, written))
+        else:
+            stop = self._edges.stop_of_untraced(message, low, said, high)
+        stop = max(said, stop)
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the beginning of the next sequence, which follows the end of this one
@@ -622,51 +615,6 @@ class SpanFinder:
         """The end of an empty block of reasoning, or of its closing tag, at ``start``; else ``start``."""
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
-
-
-def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """The segments of a text, those of frames that only glance at a message given to others.
-
-    While a template writes one message it may loop over the others merely to look something up, such as the name of a
-    call. That inner loop may also write another message in full, such as a tool's results. A frame inside a frame is a
-    glance unless it is its message's writer (``_writers``). Text written during a glance at an answer belongs to the
-    message of the outer frame; text written during a glance at any other message, to nobody.
-    """
-    if not any(segment.frame in traced.outer for segment in traced.segments):
-        return traced.segments
-    writers = _writers(traced, messages)
-    result: list[Segment] = []
-    for segment in traced.segments:
-        start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.outer and writers.get(message) != owner:
-            outer = traced.outer[owner]
-            owner = outer if messages[message].get("role") == "assistant" else -1
-            message = traced.frames[outer]
-        if owner < 0:
-            continue
-        if result and result[-1].stop == start and result[-1].frame == owner:
-            start = result.pop().start
-        result.append(Segment(start, segment.stop, owner, message))
-    return result
-
-
-def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The one frame that writes each message, by the message's position.
-
-    A message may have several frames. Its writer is one that is not inside another message's frame, if there is one;
-    among those, the one that holds most of the message's utterances; among equals, the first that opened. A message of
-    which no utterance stands in any frame has no writer.
-    """
-    written: dict[int, str] = {}
-    for segment in traced.segments:
-        written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    best: dict[int, tuple[bool, int, int]] = {}
-    for frame, text in sorted(written.items()):  # in the order in which they opened
-        message = traced.frames[frame]
-        claim = (frame not in traced.outer, sum(piece.text in text for piece in utterances_of(messages[message])))
-        if text.strip() and (message not in best or claim > best[message][:2]):
-            best[message] = (*claim, frame)
-    return {message: frame for message, (_, held, frame) in best.items() if held}
 
 
 def _cut(spans: Ranges, cuts: Ranges) -> Ranges:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -28,6 +28,7 @@ from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
 from megatron_sft_idx.chat.template.environment import GENERATION, MARK, TemplateEnvironment, nests
+from megatron_sft_idx.chat.template.words import utterances_of
 from megatron_sft_idx.errors import FormatError
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; those from 0 on open the frame of that number
@@ -403,3 +404,48 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
         elif event == _LEAVE or stack or depth:
             raise Untraceable("the template cut marked text apart")
     return Traced(text, segments, generated, frames, outer)
+
+
+def own_segments(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    """The segments that messages wrote for themselves, those of frames that only glance at a message given to others.
+
+    While a template writes one message it may loop over the others merely to look something up, such as the name of a
+    call. That inner loop may also write another message in full, such as a tool's results. A frame inside a frame is a
+    glance unless it is its message's writer (``_writers``). Text written during a glance at an answer belongs to the
+    message of the outer frame; text written during a glance at any other message, to nobody.
+    """
+    if not traced.outer or not any(segment.frame in traced.outer for segment in traced.segments):
+        return traced.segments
+    writers = _writers(traced, messages)
+    result: list[Segment] = []
+    for segment in traced.segments:
+        start, owner, message = segment.start, segment.frame, segment.message
+        while owner in traced.outer and writers.get(message) != owner:
+            outer = traced.outer[owner]
+            owner = outer if messages[message].get("role") == "assistant" else -1
+            message = traced.frames[outer]
+        if owner < 0:
+            continue
+        if result and result[-1].stop == start and result[-1].frame == owner:
+            start = result.pop().start
+        result.append(Segment(start, segment.stop, owner, message))
+    return result
+
+
+def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The one frame that writes each message, by the message's position.
+
+    A message may have several frames. Its writer is one that is not inside another message's frame, if there is one;
+    among those, the one that holds most of the message's utterances; among equals, the first that opened. A message of
+    which no utterance stands in any frame has no writer.
+    """
+    written: dict[int, str] = {}
+    for segment in traced.segments:
+        written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
+    best: dict[int, tuple[bool, int, int]] = {}
+    for frame, text in sorted(written.items()):  # in the order in which they opened
+        message = traced.frames[frame]
+        claim = (frame not in traced.outer, sum(piece.text in text for piece in utterances_of(messages[message])))
+        if text.strip() and (message not in best or claim > best[message][:2]):
+            best[message] = (*claim, frame)
+    return {message: frame for message, (_, held, frame) in best.items() if held}

@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedToken, TokenizerFiles, refuse
-from megatron_sft_idx.chat.tokenizer.tokens import Offsets, Passage, TokenSpellings, control_pattern, stretches
+from megatron_sft_idx.chat.tokenizer.tokens import AddedTokens, Located, Passage, TokenSpellings
 from megatron_sft_idx.errors import FormatError
 
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
@@ -69,12 +69,13 @@ class SentencePieceModel:
         FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
     """
 
-    name, proof = "sentencepiece", ""
+    name = "sentencepiece"
     spellings = None  # a model may normalize text or not know a character, so tokens need not spell the text
 
     def __init__(self, files: TokenizerFiles) -> None:
         library = _library("sentencepiece", files.file)
-        settings, name = files.settings, str(files.settings.get("tokenizer_class") or "").removesuffix("Fast")
+        settings = files.settings
+        name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
         if "auto_map" in settings or (name and name not in SPACE_BEFORE_EVERY_STRETCH):
             why = "what it makes of the pieces is written in code, which is not run here"
             refuse(files.file, f"tokenizer_class {name or None}: {why}", code="auto_map" in settings)
@@ -103,14 +104,15 @@ class SentencePieceModel:
             for role in ("bos", "eos", "unk", "pad")
             if 0 <= (index := getattr(whole, f"{role}_id")()) < len(pieces)
         }
-        self._control = control_pattern([token.text for token in self.added])
+        self._control = AddedTokens(self.added)
         # A character that the model does not know may become the token that stands for such, in data as anywhere.
         self._literal = {token.number for token in self.added} - {whole.unk_id()}
         # Pieces that are bytes are named <0x41>.
         spelled = {token.number: token.text.replace("\u2581", " ").encode() for token in self.added}
         for i, piece in enumerate(pieces):
             spelled[i] = bytes([int(piece[3:5], 16)]) if whole.is_byte(i) else piece.replace("\u2581", " ").encode()
-        self._spelled, self.size = TokenSpellings(spelled), max(spelled) + 1
+        self._spelled = TokenSpellings(spelled)
+        self.size = max(spelled) + 1
         self._begins_with_space = self._whole.encode("x")[:1] != self._inner.encode("x")[:1]
         options = [self._always, self._begins_with_space]
         self.fingerprint = _fingerprint("sentencepiece", files.content, options, self.added)
@@ -119,31 +121,25 @@ class SentencePieceModel:
         """See ``JsonModel.ids``."""
         return [self.locate(passage)[0] for passage in passages]
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """See ``JsonModel.locate``."""
-        ids: list[int] = []
-        begins: list[int] = []
-        ends: list[int] = []
-        for start, stop, is_control in stretches(self._control, passage.text, passage.literals):
-            if is_control:
-                ids.append(self._ids[passage.text[start:stop]])
-                begins.append(start)
-                ends.append(stop)
-                continue
+
+        def encode_text(text: str, start: int) -> Located:
             spaced = self._always if start else not passage.middle
-            found = (self._whole if spaced else self._inner).encode_as_offset_mapping(passage.text[start:stop])
+            found = (self._whole if spaced else self._inner).encode_as_offset_mapping(text)
             # Pieces of the user's own definition are found by the model itself, wherever they stand.
             if passage.literals and not self._literal.isdisjoint(found["ids"]):
                 raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
-            ids += found["ids"]
-            begins += [start + begin for begin, _ in found["offsets"]]
-            ends += [start + end for _, end in found["offsets"]]
+            return found["ids"], found["offsets"]
+
+        ids, edges = self._control.encode(passage, encode_text)
         # Where several pieces spell one character, the library says of the last alone that it holds the character:
         # here all of them do. A space that the model put before a text holds no character; it joins what follows.
         for i in range(len(ids) - 2, -1, -1):
-            if begins[i] == ends[i] == begins[i + 1]:
-                ends[i] = ends[i + 1]
-        return np.array(ids, np.uint32), Offsets(begins, ends)
+            begin, end = edges[i]
+            if begin == end == edges[i + 1][0]:
+                edges[i] = edges[i + 1]
+        return np.array(ids, np.uint32), np.array(edges, np.int64).reshape(len(ids), 2)
 
     def token_id(self, text: str) -> int | None:
         """See ``JsonModel.token_id``."""
@@ -162,7 +158,7 @@ class RankModel:
         FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
     """
 
-    name, proof = "tiktoken", ""
+    name = "tiktoken"
 
     def __init__(self, files: TokenizerFiles) -> None:
         library = _library("tiktoken", files.file)
@@ -191,8 +187,9 @@ class RankModel:
         except Exception as error:
             raise FormatError(f"{files.file}: tiktoken cannot load it: {error}") from error
         self._added_ids = {token.text: token.number for token in self.added}
-        self._control = control_pattern([*self._added_ids])
-        self.size, self.spellings = max(spellings) + 1, TokenSpellings(spellings)
+        self._control = AddedTokens(self.added)
+        self.spellings = TokenSpellings(spellings)
+        self.size = max(spellings) + 1
         content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
         self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
 
@@ -200,9 +197,10 @@ class RankModel:
         """See ``JsonModel.ids``."""
         return [self._ids_of(passage) for passage in passages]
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
-        """Never called but for an error: the tokens of these models always spell the text."""
-        raise ValueError(f"the tokens do not spell the text {passage.text!r:.80}")
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """See ``JsonModel.locate``."""
+        ids = self._ids_of(passage)
+        return ids, self.spellings.edges(ids, passage.text.encode())
 
     def token_id(self, text: str) -> int | None:
         """See ``JsonModel.token_id``."""
@@ -213,30 +211,22 @@ class RankModel:
         return self.spellings.spell(ids).decode("utf-8", "replace")
 
     def _ids_of(self, passage: Passage) -> NDArray[np.uint32]:
-        parts = [np.zeros(0, np.uint32)]
-        text, edges = passage.text, [0, *(_kimi_cuts(passage.text) if self._cut else ()), len(passage.text)]
-        for begin, end in pairwise(edges):
-            literals = [
-                (max(a, begin) - begin, min(b, end) - begin) for a, b in passage.literals if a < end and b > begin
-            ]
-            piece = text[begin:end] if len(edges) > 2 else text
-            for start, stop, is_control in stretches(self._control, piece, literals):
-                stretch = piece[start:stop]
-                parts.append(np.array([self._added_ids[stretch]], np.uint32) if is_control else self._ordinary(stretch))
-        return np.concatenate(parts)
+        cuts = [0, *(_kimi_cuts(passage.text) if self._cut else ()), len(passage.text)]
+        pieces = [passage.stretch(start, stop, middle=False) for start, stop in pairwise(cuts)]
+        ids = [index for piece in pieces for index in self._control.encode(piece, self._encode_text)[0]]
+        return np.array(ids, np.uint32)
 
-    def _ordinary(self, text: str) -> NDArray[np.uint32]:
+    def _encode_text(self, text: str, start: int) -> Located:
         try:
-            ids: NDArray[np.uint32] = self._library.encode_to_numpy(text, disallowed_special=()) + np.uint32(
-                self._first
-            )
+            ranks = self._library.encode_to_numpy(text, disallowed_special=())
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is a BaseException
             raise ValueError(f"tiktoken cannot tokenize {text!r:.40}, of {len(text)} characters: {error}") from error
+        ids = ranks + np.uint32(self._first)
         if self.spellings.nbytes[ids].sum() != len(text.encode()):
             raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
-        return ids
+        return ids.tolist(), ()
 
 
 def mistral_template(file: Path) -> str | None:
@@ -292,7 +282,8 @@ def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[
 def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
     """The ranks of a file whose lines each hold a token in base64 and its rank."""
     line = rb"([A-Za-z0-9+/]+=*) (\d+)\r?"
-    pairs, lines = re.findall(rb"(?m)^" + line + rb"$", files.content), files.content.splitlines()
+    pairs = re.findall(rb"(?m)^" + line + rb"$", files.content)
+    lines = files.content.splitlines()
     try:
         if len(pairs) != len(lines):
             at = next(at for at, text in enumerate(lines) if not re.fullmatch(line, text))

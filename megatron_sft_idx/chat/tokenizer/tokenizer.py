@@ -7,7 +7,6 @@ will see it in training, and then finds the tokens that hold the characters of e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,33 +18,25 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from megatron_sft_idx.chat.tokenizer.tokens import Backend, JsonModel, Passage, TokenOffsets
-from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.chat.tokenizer.tokens import Backend, JsonModel, Passage
+from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.errors import SequenceError
 
 
-def load_tokenizer(
-    path: str | Path, *, backend: Backend = "auto", parallel: bool = False, proof: str = ""
-) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
     """Loads a tokenizer from a local folder in Hugging Face's layout, or from the file with its vocabulary alone.
 
     That is a ``tokenizer.json``, a SentencePiece model, ranks of tiktoken's or a ``tekken.json``.
 
     Args:
         path: the folder or file; nothing is ever downloaded, and no code that came with it is run.
-        backend: of a ``tokenizer.json``. ``auto`` takes gigatoken where it is installed and known to give the same
-            ids, tokenizers otherwise; ``gigatoken`` fails where it cannot be taken.
-        parallel: leave it to the tokenizers library whether to take all cores. Off, this process keeps to one thread,
-            which it asks of the library through ``TOKENIZERS_PARALLELISM`` unless the environment already sets that.
-        proof: ``Tokenizer.proof`` of the same tokenizer when it was loaded before, perhaps in another process. The
-            comparison of gigatoken with tokenizers that it stands for is then not made again.
+        backend: what reads a ``tokenizer.json``. ``auto`` takes gigatoken where it is installed and known to give the
+            same ids, tokenizers otherwise.
 
     Raises:
         FormatError: what is missing or broken, and what to do about it.
     """
-    if not parallel:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Tokenizer(read_tokenizer_files(path), backend=backend, proof=proof)
+    return Tokenizer(read_tokenizer_files(path), backend)
 
 
 class Tokenizer:
@@ -61,32 +52,31 @@ class Tokenizer:
         pad_id: id of ``pad_token``, None where the tokenizer names none.
         chat_templates: the templates that came with it, by name.
         chat_template: the default template, or the only one; None where there is none, or several without a default.
-        proof: to be given to ``load_tokenizer`` where the same tokenizer is loaded again.
         fingerprint: xxh3_128 of what decides the ids, the same for a folder and its tokenizer.json unless the
             folder's other files change the added tokens.
     """
 
-    def __init__(self, files: TokenizerFiles, *, backend: Backend, proof: str = "") -> None:
+    def __init__(self, files: TokenizerFiles, backend: Backend) -> None:
         model: JsonModel | SentencePieceModel | RankModel
         if files.kind == "json":
-            model = JsonModel(files, backend=backend, proof=proof)
-        elif backend != "auto":
-            raise FormatError(f"{files.path}: backend {backend} is for a tokenizer.json, this is {files.file.name}")
+            model = JsonModel(files, backend)
         else:
             model = SentencePieceModel(files) if files.kind == "sentencepiece" else RankModel(files)
-        self._model, self._file = model, files.file
+        self._model = model
+        self._file = files.file
         self._added_texts = tuple(token.text for token in model.added if token.text)
-        self.path, self.proof = str(files.path), model.proof
-        self._again = partial(load_tokenizer, files.path, backend=backend, proof=model.proof)
-        self.backend, self.vocab_size, self.fingerprint = model.name, model.size, model.fingerprint
+        self.path = str(files.path)
+        self._again = partial(load_tokenizer, files.path, backend=backend)
+        self.backend = model.name
+        self.vocab_size = model.size
+        self.fingerprint = model.fingerprint
         # The folder's settings override the vocabulary's own, also where they say that there is no such token.
         named = {name: text for name, text in model.named.items() if name not in files.settings}
         self.special_tokens = named | files.special_tokens
         self.control_tokens = [token.text for token in model.added if token.special]
-        self.eos_id, self.pad_id = (
-            None if text is None else model.token_id(text)
-            for text in map(self.special_tokens.get, ("eos_token", "pad_token"))
-        )
+        eos, pad = self.special_tokens.get("eos_token"), self.special_tokens.get("pad_token")
+        self.eos_id = None if eos is None else model.token_id(eos)
+        self.pad_id = None if pad is None else model.token_id(pad)
         self.chat_templates = templates = files.templates
         self.chat_template = next(iter(templates.values())) if len(templates) == 1 else templates.get("default")
 
@@ -131,27 +121,24 @@ class Tokenizer:
         utf8 = [_utf8(i, row.text) for i, row in enumerate(rendered)]
         if span_by_span:
             return self._encode_pieces(rendered)
+        passages = [Passage(row.text, row.literals) for row in rendered]
         result: dict[int, Encoded] = {}
         if (spellings := self._model.spellings) is not None:
-            plain = [i for i, row in enumerate(rendered) if not row.literals]
-            for numbers in [plain, *([i] for i, row in enumerate(rendered) if row.literals)]:
-                rows = [rendered[i] for i in numbers]
-                ids = self._ids(numbers, [Passage(row.text, row.literals) for row in rows])
-                weights, crossed, spelled = spellings.weights(
-                    ids, [utf8[i] for i in numbers], [row.spans for row in rows], whole_characters=whole_characters
-                )
-                for at, (i, row) in enumerate(zip(numbers, rows, strict=True)):
-                    if spelled[at]:
-                        crossings = _crossings(spellings.nbytes[ids[at]], utf8[i], row) if crossed[at] else []
-                        result[i] = _weighed(row, ids[at], weights[at], crossings, straddling)
+            ids = self._ids(range(len(rendered)), passages)
+            spans = [row.spans for row in rendered]
+            weights, crossed, spelled = spellings.weights(ids, utf8, spans, whole_characters=whole_characters)
+            for i in np.flatnonzero(spelled).tolist():
+                edges = spellings.edges(ids[i], utf8[i]) if crossed[i] else None
+                crossings = [] if edges is None else _weigh(edges, rendered[i], whole_characters)[1]
+                result[i] = _weighed(rendered[i], ids[i], weights[i], crossings, straddling)
         # The rest goes by the library's own offsets, which serve every tokenizer and every text.
         for i in [i for i in range(len(rendered)) if i not in result]:
             row = rendered[i]
             try:
-                row_ids, offsets = self._model.locate(Passage(row.text, row.literals))
+                row_ids, edges = self._model.locate(passages[i])
             except ValueError as error:
                 raise SequenceError("rendered", i, str(error)) from error
-            mask, crossings = _weights_by_offsets(offsets, len(row_ids), row, whole_characters=whole_characters)
+            mask, crossings = _weigh(edges, row, whole_characters)
             result[i] = _weighed(row, row_ids, mask, crossings, straddling)
         return [result[i] for i in range(len(rendered))]
 
@@ -200,13 +187,12 @@ class Tokenizer:
         passages: list[Passage] = []
         origins: list[tuple[int, float]] = []  # of each passage: its row and weight
         for index, row in enumerate(rendered):
+            whole = Passage(row.text, row.literals)
             weights = [0.0, *(weight for span in row.spans for weight in (span.weight, 0.0))]
             for (start, stop), weight in zip(pairwise(_edges(row)), weights, strict=True):
                 if start < stop:
-                    inside = [(max(a, start), min(b, stop)) for a, b in row.literals if a < stop and b > start]
                     middle = start > 0 and not row.text.endswith(self._added_texts, 0, start)
-                    literals = [(a - start, b - start) for a, b in inside]
-                    passages.append(Passage(row.text[start:stop], literals, middle))
+                    passages.append(whole.stretch(start, stop, middle=middle))
                     origins.append((index, weight))
         ids = [[np.zeros(0, np.uint32)] for _ in rendered]
         masks = [[np.zeros(0, np.float32)] for _ in rendered]
@@ -240,60 +226,34 @@ class _Crossing(NamedTuple):
     begins_in_span: bool  # whether its first character lies in an earlier span that is trained on too
 
 
-def _crossings(nbytes: NDArray[np.int64], utf8: bytes, row: Rendered) -> list[_Crossing]:
-    """The tokens of a text that begin before the span that they are trained on for.
-
-    Args:
-        nbytes: how many bytes of the text each of its tokens spells, in order.
-        utf8: the text, encoded.
-        row: the text and its spans.
-    """
-    text, ends = row.text, np.cumsum(nbytes)
-    crossings = []
-    for before, span in pairwise([Span(0, 0), *row.spans]):
-        if not (span.weight and span.start < span.stop):
-            continue
-        begin = span.start if len(utf8) == len(text) else len(text[: span.start].encode())
-        token = int(np.searchsorted(ends, begin, "right"))
-        first = int(ends[token - 1]) if token else 0
-        if first < begin:
-            begins_in_span = bool(before.weight) and first < len(text[: before.stop].encode())
-            outside, spelt = (utf8[first:stop].decode("utf-8", "replace") for stop in (begin, int(ends[token])))
-            crossings.append(_Crossing(token, outside, spelt, begins_in_span))
-    return crossings
-
-
-def _weights_by_offsets(
-    offsets: TokenOffsets, count: int, row: Rendered, *, whole_characters: bool
+def _weigh(
+    edges: NDArray[np.int64], row: Rendered, whole_characters: bool
 ) -> tuple[NDArray[np.float32], list[_Crossing]]:
-    """The weights of a text's ``count`` tokens, by the characters that the library says each stands for.
+    """The weights of a text's tokens, by the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
 
     Returns:
-        The weights, float32 [count], and the tokens that begin before the span that they are trained on for.
+        The weights, float32 [tokens], and the tokens that begin before the span that they are trained on for.
     """
     _edges(row)
-
-    def first_token(characters: range) -> int | None:
-        """The token of the first of these characters that a token holds; None where tokens hold none of them."""
-        return next((token for token in map(offsets.char_to_token, characters) if token is not None), None)
-
-    def begin_of(token: int) -> int:
-        return (offsets.token_to_chars(token) or (0, 0))[0]
-
-    weights = np.zeros(count, np.float32)
-    crossings, trained_up_to = [], 0
+    weights = np.zeros(len(edges), np.float32)
+    held = np.flatnonzero(edges[:, 0] < edges[:, 1])  # the tokens that hold a character at all
+    begins, ends = edges[held].T
+    crossings = []
+    trained_up_to = 0
     for span in row.spans:
-        first = first_token(range(span.start, span.stop))
-        last = first_token(range(span.stop - 1, span.start - 1, -1))
-        if first is None or last is None:
-            continue
-        while whole_characters and last + 1 < count and begin_of(last + 1) < span.stop:
-            last += 1
-        weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
-        begin = begin_of(first)
+        first = int(np.searchsorted(ends, span.start, "right"))
+        last = int(np.searchsorted(begins, span.stop, "left")) - 1
+        if first > last or span.start == span.stop:
+            continue  # no token holds a character of it
+        begin, end = int(begins[first]), int(ends[first])
+        if not whole_characters:
+            last_character = min(int(ends[last]), span.stop) - 1
+            last = int(np.searchsorted(ends, last_character, "right"))
+        tokens = slice(held[first], held[last] + 1)
+        weights[tokens] = np.maximum(weights[tokens], np.float32(span.weight))
         if span.weight and begin < span.start:
-            before, spelt = row.text[begin : span.start], row.text[begin : span.start + 1]
-            crossings.append(_Crossing(first, before, spelt, begin < trained_up_to))
+            before, text = row.text[begin : span.start], row.text[begin:end]
+            crossings.append(_Crossing(int(held[first]), before, text, begin < trained_up_to))
         trained_up_to = span.stop if span.weight else trained_up_to
     return weights, crossings
 

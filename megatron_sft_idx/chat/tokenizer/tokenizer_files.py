@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -63,12 +63,12 @@ class TokenizerFiles:
     path: Path
     file: Path
     kind: VocabularyKind
-    spec: dict[str, Any]
-    content: bytes
-    settings: dict[str, Any]
-    special_tokens: dict[str, str]
-    additions: list[AddedToken]
-    templates: dict[str, str]
+    spec: dict[str, Any] = field(default_factory=dict)
+    content: bytes = b""
+    settings: dict[str, Any] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    additions: list[AddedToken] = field(default_factory=list)
+    templates: dict[str, str] = field(default_factory=dict)
 
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,8 +90,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     if named.is_dir():
         return _read_folder(named)
     if named.exists():
-        kind, spec, content = _read_vocabulary(named)
-        return TokenizerFiles(named, named, kind, spec, content, {}, {}, [], {})
+        return _read_vocabulary(named, named)
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and not str(path).startswith("."):
         raise FormatError(
             f"{path}: not a local folder; if it is a model on the Hugging Face hub, download its tokenizer "
@@ -105,7 +104,8 @@ def _read_folder(folder: Path) -> TokenizerFiles:
     files = (file for pattern in _VOCABULARIES for file in sorted(folder.glob(pattern)) if file.is_file())
     if (file := next(files, None)) is None:
         raise FormatError(f"{folder}: holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks")
-    kind, spec, content = _read_vocabulary(file)
+    vocabulary = _read_vocabulary(folder, file)
+    spec = vocabulary.spec
     config = _read_object(folder / "tokenizer_config.json")
     settings, listed = _merged_settings(folder, config, spec)
     special = _special_tokens(folder, settings)
@@ -118,13 +118,13 @@ def _read_folder(folder: Path) -> TokenizerFiles:
         token._replace(flags={**token.flags, "special": True}) if token.text in named else token for token in listed
     ]
     present = {token.text for token in listed}
-    present |= {token["content"] for token in spec["added_tokens"]} if kind == "json" else set()
+    present |= {token["content"] for token in spec["added_tokens"]} if vocabulary.kind == "json" else set()
     texts = [*special.values(), *(_token_text(folder, "extra_special_tokens", token) for token in extra)]
     for text in dict.fromkeys(texts):
         if text not in present:
             additions.append(AddedToken(-1, text, {"special": True, "normalized": False}))
     templates = _read_templates(folder, config)
-    return TokenizerFiles(folder, file, kind, spec, content, settings, special, additions, templates)
+    return replace(vocabulary, settings=settings, special_tokens=special, additions=additions, templates=templates)
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -153,23 +153,23 @@ def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_vocabulary(file: Path) -> tuple[VocabularyKind, dict[str, Any], bytes]:
-    """The kind of a vocabulary, which its content decides and not its name, and that content, parsed if it is JSON."""
+def _read_vocabulary(path: Path, file: Path) -> TokenizerFiles:
+    """A vocabulary alone, whose content decides its kind and not its name; ``path`` is what the user named."""
     if file.name in _UNREADABLE:
         refuse(file, "a tokenizer without tokenizer.json")
     content = _read_bytes(file)
     if file.suffix != ".json" and content[:1] not in (b"{", b"["):
         if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
-            return "ranks", {}, content
+            return TokenizerFiles(path, file, "ranks", content=content)
         # A SentencePiece model begins with its first piece, in protocol buffers' spelling.
         if content[:1] == b"\n":
-            return "sentencepiece", {}, content
+            return TokenizerFiles(path, file, "sentencepiece", content=content)
         raise FormatError(
             f"{file}: neither JSON, nor ranks of tiktoken's, nor a SentencePiece model; download it again"
         )
     spec = _parse_object(file, content)
     if isinstance(spec.get("vocab"), list) and isinstance(spec.get("config"), dict):
-        return "tekken", spec, b""
+        return TokenizerFiles(path, file, "tekken", spec)
     model = spec.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise FormatError(
@@ -186,7 +186,7 @@ def _read_vocabulary(file: Path) -> tuple[VocabularyKind, dict[str, Any], bytes]
         for token in added
     ):
         raise FormatError(f"{file}: added_tokens must be a list of objects with id and content")
-    return "json", spec, b""
+    return TokenizerFiles(path, file, "json", spec)
 
 
 def _token_text(file: Path, key: str, value: Any) -> str:

@@ -1,7 +1,7 @@
 """What tokens stand for, with the masks that follow from it; and the tokenizer of a ``tokenizer.json``.
 
-Masks are made in two ways: by the bytes that tokens spell (``TokenSpellings``), and by a library's own offsets
-(``TokenOffsets``), which ``tokenizer`` does where the bytes are not those of the text. Both agree with transformers'
+Masks are made in two ways: by the bytes that tokens spell (``TokenSpellings``), and by the characters that a library
+says each token holds, which ``tokenizer`` does where the bytes are not those of the text. Both agree with transformers'
 ``return_assistant_tokens_mask``: a span begins with the token that holds its first character and ends with the first
 token that holds its last one. They differ from it only where its own look-up fails. There it trains to the end of the
 text (a span that ends in the text's first token, or on a character that no token covers), or drops the rest of the
@@ -9,7 +9,7 @@ row's spans (a span that begins on such a character). Here a span never trains a
 a token is never lost to another span.
 
 The ids of a ``tokenizer.json`` are those of the tokenizers library. ``FastEngine`` has gigatoken make them where its
-ids are known to be the same; ``Shield`` keeps control tokens that stand in the data as plain text.
+ids are known to be the same. Control tokens that stand in the data stay plain text: ``AddedTokens``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import re
 import unicodedata
 import zlib
 from base64 import b85decode
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from importlib.metadata import version
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any, Literal, NamedTuple
@@ -38,7 +36,10 @@ from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, AddedTo
 from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
 
-Backend = Literal["auto", "tokenizers", "gigatoken"]
+Backend = Literal["auto", "tokenizers"]
+# Where the spaces are that a tokenizer puts before a text: of a whole text as the tokenizer has it; of a later stretch
+# of it, behind a control token; of text that runs on from other text, none.
+Spaces = Literal["whole", "later", "middle"]
 
 
 class Passage(NamedTuple):
@@ -55,55 +56,73 @@ class Passage(NamedTuple):
     literals: Sequence[tuple[int, int]] = ()
     middle: bool = False
 
+    def stretch(self, start: int, stop: int, *, middle: bool) -> Passage:
+        """The characters ``[start, stop)`` of it, with what lies of its literals there."""
+        inside = [(max(a, start) - start, min(b, stop) - start) for a, b in self.literals if a < stop and b > start]
+        return Passage(self.text[start:stop], inside, middle)
 
-class Offsets:
-    """Which characters of a text each token stands for; has the two methods of ``tokenizers.Encoding`` for that.
+
+# Ids of a text, and of each the characters ``(begin, end)`` that it holds.
+Located = tuple[Sequence[int], Sequence[tuple[int, int]]]
+
+
+class AddedTokens:
+    """Finds the added tokens in texts: of several that begin alike the longest, single words in no other word.
 
     Args:
-        begins: the first character of each token.
-        ends: the character behind each token, ascending.
+        added: those tokens; their flags ``lstrip``, ``rstrip`` and ``single_word`` count.
     """
 
-    def __init__(self, begins: Sequence[int], ends: Sequence[int]) -> None:
-        self._begins, self._ends = begins, ends
+    def __init__(self, added: Sequence[AddedToken]) -> None:
+        self._tokens = {token.text: token for token in added if token.text}
+        longest_first = sorted(self._tokens.values(), key=lambda token: len(token.text), reverse=True)
+        parts = (
+            rf"(?<!\w){re.escape(token.text)}(?!\w)" if token.flags.get("single_word") else re.escape(token.text)
+            for token in longest_first
+        )
+        self._pattern = re.compile("|".join(parts) or r"(?!)")
 
-    def char_to_token(self, character: int) -> int | None:
-        """The first token that holds the character."""
-        token = bisect_right(self._ends, character)
-        return token if token < len(self._ends) and self._begins[token] <= character else None
+    def encode(self, passage: Passage, encode_text: Callable[[str, int], Located]) -> tuple[list[int], list[Any]]:
+        """Tokenises the text between control tokens stretch by stretch; those in literals count as text.
 
-    def token_to_chars(self, token: int) -> tuple[int, int] | None:
-        """Where a token's characters begin and end."""
-        return self._begins[token], self._ends[token]
+        Args:
+            passage: what to tokenise.
+            encode_text: tokenises a stretch, none of them empty, of which it is also told where it begins.
 
+        Returns:
+            The ids of the passage and, unless ``encode_text`` gives none, of each the ``(begin, end)`` it holds.
+        """
+        ids: list[int] = []
+        edges: list[tuple[int, int]] = []
+        for start, stop, control in self._stretches(passage):
+            if control is not None:
+                ids.append(control)
+                edges.append((start, stop))
+            else:
+                found, ranges = encode_text(passage.text[start:stop], start)
+                ids += found
+                edges += [(start + begin, start + end) for begin, end in ranges]
+        return ids, edges
 
-TokenOffsets = Offsets | tokenizers.Encoding
-
-
-def control_pattern(texts: Sequence[str], alone: Sequence[str] = ()) -> re.Pattern[str]:
-    """A pattern that finds control tokens: of several that begin alike the longest, those of ``alone`` in no word."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    parts = (rf"(?<!\w){re.escape(text)}(?!\w)" if text in alone else re.escape(text) for text in longest_first)
-    return re.compile("|".join(parts) or r"(?!)")
-
-
-def stretches(
-    control: re.Pattern[str], text: str, literals: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int, bool]]:
-    """The control tokens of a text, as ``(start, stop, True)``, and the text between them, as ``(start, stop, False)``.
-
-    They are in order, and none is empty. Control tokens in ``literals`` count as text.
-    """
-    given = begin = 0
-    for literal_start, literal_stop in [*literals, (len(text), len(text))]:
-        for match in control.finditer(text, begin, literal_start):
-            if given < match.start():
-                yield given, match.start(), False
-            given = match.end()
-            yield match.start(), given, True
-        begin = literal_stop
-    if given < len(text):
-        yield given, len(text), False
+    def _stretches(self, passage: Passage) -> Iterator[tuple[int, int, int | None]]:
+        """Control tokens and what stands between them, in order: ``(start, stop)``, and the id of a control token."""
+        text = passage.text
+        given = begin = 0
+        for literal_start, literal_stop in [*passage.literals, (len(text), len(text))]:
+            for match in self._pattern.finditer(text, begin, literal_start):
+                token = self._tokens[match[0]]
+                start, stop = match.span()
+                if token.flags.get("lstrip"):
+                    start = given + len(text[given:start].rstrip())
+                if token.flags.get("rstrip"):
+                    stop = len(text) - len(text[stop:].lstrip())
+                if given < start:
+                    yield given, start, None
+                yield start, stop, token.number
+                given = stop
+            begin = literal_stop
+        if given < len(text):
+            yield given, len(text), None
 
 
 # ---- what tokens spell, and the weights that follow ----
@@ -143,6 +162,12 @@ class TokenSpellings:
             (i in valid and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
             for i in np.asarray(ids, np.int64).tolist()
         )
+
+    def edges(self, ids: NDArray[np.uint32], utf8: bytes) -> NDArray[np.int64]:
+        """The characters ``[begin, end)`` that each token of a text holds, which they must spell; [tokens, 2]."""
+        number = np.cumsum((np.frombuffer(utf8, np.uint8) & 0xC0) != 0x80)  # of each byte's character, from 1
+        ends = np.cumsum(self.nbytes[ids])
+        return np.stack([number[ends - self.nbytes[ids]] - 1, number[ends - 1]], axis=1)
 
     def weights(
         self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
@@ -339,32 +364,24 @@ def settled() -> NDArray[np.bool_]:
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts)
 
 
-def load_fast_engine(
-    spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, proven: bool = False
-) -> tuple[FastEngine | None, str]:
-    """Gigatoken for this tokenizer, or None and the reason why it cannot be taken.
-
-    With ``proven`` the ids of the two libraries are not compared on a sample: the caller must know that they agree.
-    """
-    if find_spec("gigatoken") is None:
-        return None, "gigatoken is not installed: pip install gigatoken"
-    if known_class(spec) is None:
-        return None, "gigatoken is not known to be identical for this kind of tokenizer"
+def load_fast_engine(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> FastEngine | None:
+    """Gigatoken for this tokenizer; None where it is not installed, or not known to give the same ids."""
+    if find_spec("gigatoken") is None or known_class(spec) is None:
+        return None
     import gigatoken
 
     try:
         nfc = spec.get("normalizer") is not None
         engine = FastEngine(lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()), tokenizer, nfc=nfc)
-        if not proven:
-            # The tokenizers library caches up to ten thousand words for each tokenizer and thread, until the thread
-            # ends. In a thread of its own the sample's odd words do not fill the cache of this one.
-            with ThreadPoolExecutor(max_workers=1) as thread:
-                proven = thread.submit(_agrees, engine, tokenizer).result()
+        # The tokenizers library caches up to ten thousand words for each tokenizer and thread, until the thread ends.
+        # In a thread of its own the sample's odd words do not fill the cache of this one.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            agrees = thread.submit(_agrees, engine, tokenizer).result()
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
-        return None, f"gigatoken cannot load it: {error}"
-    return (engine, "") if proven else (None, "gigatoken's ids differ from those of tokenizers on a sample")
+    except BaseException:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
+        return None
+    return engine if agrees else None
 
 
 def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
@@ -382,10 +399,6 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
 # ---- a tokenizer.json ----
 
 
-# Code points that Unicode sets aside for private use inside programs, never for text.
-NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
-
-
 class JsonModel:
     """A loaded ``tokenizer.json``: ids by the library that defines them, and its vocabulary.
 
@@ -394,7 +407,6 @@ class JsonModel:
     Args:
         files: the parsed ``tokenizer.json`` and what the folder adds to it.
         backend: as for ``load_tokenizer``.
-        proof: ``proof`` of the same tokenizer loaded before, here or in another process.
 
     Attributes:
         name: the library that tokenises.
@@ -403,14 +415,12 @@ class JsonModel:
         named: what the vocabulary itself says of ``bos_token`` and the like.
         spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
         fingerprint: xxh3_128 of all that decides the ids.
-        proof: the tokenizer and the releases of both libraries for which gigatoken's ids agreed with those of
-            tokenizers on a sample; empty where gigatoken is not taken.
 
     Raises:
-        FormatError: the tokenizers library cannot load it, or gigatoken cannot where that was asked for.
+        FormatError: the tokenizers library cannot load it.
     """
 
-    def __init__(self, files: TokenizerFiles, *, backend: Backend, proof: str) -> None:
+    def __init__(self, files: TokenizerFiles, backend: Backend) -> None:
         spec = files.spec
         try:
             self._tokenizer = build_tokenizer(spec)
@@ -418,7 +428,7 @@ class JsonModel:
             raise FormatError(f"{files.path}: the tokenizers library cannot load it: {error}") from error
         before = _added_tokens(self._tokenizer)
         self._tokenizer.add_tokens([tokenizers.AddedToken(one.text, **one.flags) for one in files.additions])
-        after = _added_tokens(self._tokenizer)
+        self.added = _added_tokens(self._tokenizer)
         # The steps as the library itself writes them. The vocabulary is as the file has it: writing it takes long.
         steps = {
             key: None if step is None else orjson.loads(step.__getstate__())
@@ -426,34 +436,25 @@ class JsonModel:
             for step in [getattr(self._tokenizer, key)]
         }
         kind = type(self._tokenizer.model).__name__
-        added = [{"id": index, "content": text, **flags} for index, text, flags in after]
+        added = [{"id": token.number, "content": token.text, **token.flags} for token in self.added]
         self._spec = {**spec, **steps, "model": {**spec["model"], "type": kind}, "added_tokens": added}
-        # The same tokenizer without the space that it may put before a text, for text that follows other text.
-        self._middle_spec = {**self._spec, **{key: _without_prefix(step) for key, step in steps.items()}}
-        self._runs_on = self._middle_spec != self._spec
-        self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
-        self._shields: dict[bool, Shield] = {}
+        self._variants = {(orjson.dumps(steps), False): self._tokenizer}
+        self._runs_on = any(_without_prefix(step) != step for step in steps.values())
+        unknown = spec["model"].get("unk_token")
+        self._added_ids = {token.number for token in self.added if token.text not in ("", unknown)}
 
         self.named: dict[str, str] = {}
-        self.added = [AddedToken(*token) for token in after]
         vocabulary = spec["model"]["vocab"]  # an object, but in Unigram models a list
         own = vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
-        self.size = 1 + max([*own.values(), *(index for index, *_ in after)])
+        self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
         self.spellings = _byte_level_spellings(own, self.added, steps["pre_tokenizer"])
         # Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file.
         decisive = ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
-        decided = [{key: spec.get(key) for key in decisive}, [] if after == before else after]
+        changed = [] if self.added == before else [*map(list, self.added)]
         options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-        self.fingerprint = xxhash.xxh3_128_hexdigest(orjson.dumps(decided, option=options))
-        self.proof, self._fast = "", None
-        if backend != "tokenizers":
-            gigatoken = version("gigatoken") if find_spec("gigatoken") else None
-            new_proof = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
-            self._fast, reason = load_fast_engine(self._spec, self._tokenizer, proven=proof == new_proof)
-            if self._fast is not None:
-                self.proof = new_proof
-            elif backend == "gigatoken":
-                raise FormatError(f"{files.path}: {reason}")
+        decided = orjson.dumps([{key: spec.get(key) for key in decisive}, changed], option=options)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(decided)
+        self._fast = load_fast_engine(self._spec, self._tokenizer) if backend == "auto" else None
         self.name = "gigatoken" if self._fast is not None else "tokenizers"
 
     def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
@@ -470,25 +471,45 @@ class JsonModel:
         plain_ids = dict(zip(plain, ids, strict=True))
         return [plain_ids[i] if i in plain_ids else self.locate(p)[0] for i, p in enumerate(passages)]
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], TokenOffsets]:
-        """Ids, and which characters of the passage they stand for.
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Ids, and the characters ``[begin, end)`` of the passage that each stands for: int64 [tokens, 2].
 
         Raises:
             ValueError: a passage that cannot be tokenised.
         """
         middle = passage.middle and self._runs_on
-        if passage.literals:
-            return self.shield(middle).encode(passage.text, passage.literals)
-        if middle not in self._variants:
-            self._variants[middle] = build_tokenizer(self._middle_spec)
-        encoding = self._variants[middle].encode(passage.text, add_special_tokens=False)
-        return np.array(encoding.ids, np.uint32), encoding
+        if not passage.literals:
+            tokenizer = self._variant("middle" if middle else "whole", plain=False)
+            encoding = tokenizer.encode(passage.text, add_special_tokens=False)
+            return _as_arrays(encoding.ids, encoding.offsets)
 
-    def shield(self, middle: bool) -> Shield:
-        """The ``Shield`` of this tokenizer; made when it is first needed, since few corpora need one."""
-        if middle not in self._shields:
-            self._shields[middle] = Shield(self._middle_spec if middle else self._spec)
-        return self._shields[middle]
+        def encode_text(text: str, start: int) -> Located:
+            tokenizer = self._variant("middle" if middle else "later" if start else "whole", plain=True)
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            if not self._added_ids.isdisjoint(encoding.ids):
+                raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+            return encoding.ids, encoding.offsets
+
+        without = passage._replace(literals=())
+        if not np.array_equal(self._control.encode(without, encode_text)[0], self.locate(without)[0]):
+            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer does not split at them")
+        return _as_arrays(*self._control.encode(passage, encode_text))
+
+    @cached_property
+    def _control(self) -> AddedTokens:
+        """Made when it is first needed: few corpora spell control tokens, and thousands take half a second."""
+        return AddedTokens(self.added)
+
+    def _variant(self, spaces: Spaces, *, plain: bool) -> tokenizers.Tokenizer:
+        """The same tokenizer for a stretch of text; ``plain`` without added tokens. Made when it is first needed."""
+        steps = {step: self._spec[step] for step in ("normalizer", "pre_tokenizer")}
+        if spaces != "whole":
+            steps = {name: _without_prefix(step, later=spaces == "later") for name, step in steps.items()}
+        spec = {**self._spec, **steps, **({"added_tokens": []} if plain else {})}
+        key = (orjson.dumps(steps), plain)  # most tokenizers put no spaces anywhere: these are one
+        if key not in self._variants:
+            self._variants[key] = build_tokenizer(spec)
+        return self._variants[key]
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
@@ -529,94 +550,27 @@ def _byte_level_spellings(
     return TokenSpellings(spellings | {token.number: token.text.encode() for token in added})
 
 
-def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts no space before a text."""
-    if step is None or step.get("type") == "Prepend":
-        return None
-    if step.get("type") == "Sequence":
-        parts = "normalizers" if "normalizers" in step else "pretokenizers"
-        return {**step, parts: [kept for part in step[parts] if (kept := _without_prefix(part)) is not None]}
-    if step.get("type") == "Metaspace":
-        return {**step, "prepend_scheme": "never", "add_prefix_space": False}
-    return {**step, "add_prefix_space": False} if "add_prefix_space" in step else step
+def _without_prefix(step: dict[str, Any] | None, *, later: bool = False) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts no space before a text.
 
-
-def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[tuple[int, str, dict[str, bool]]]:
-    found = sorted(tokenizer.get_added_tokens_decoder().items())
-    return [(i, token.content, {flag: getattr(token, flag) for flag in TOKEN_FLAGS}) for i, token in found]
-
-
-class Shield:
-    """Tokenises texts whose literals spell control tokens, which must stay plain text there.
-
-    The control tokens that the template wrote are replaced by stand-ins, texts that nobody's data holds, and the
-    tokenizer is told to know the stand-ins and not the control tokens.
-
-    Args:
-        spec: the tokenizer as ``tokenizers`` itself writes it.
-
-    Raises:
-        ValueError: the tokenizer treats stand-ins differently from the tokens they stand for.
+    With ``later`` only those spaces are left out that the library puts before the first stretch of a text alone.
     """
+    kind = None if step is None else step["type"]
+    if step is None or (kind == "Prepend" and not later):
+        return None
+    if kind == "Sequence":
+        parts = "normalizers" if "normalizers" in step else "pretokenizers"
+        kept = (_without_prefix(part, later=later) for part in step[parts])
+        return {**step, parts: [part for part in kept if part is not None]}
+    if kind == "Metaspace" and (not later or step["prepend_scheme"] == "first"):
+        return {**step, "prepend_scheme": "never"}
+    return {**step, "add_prefix_space": False} if "add_prefix_space" in step and not later else step
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        added = [token for token in spec["added_tokens"] if token["content"]]
-        self._ids = {token["content"]: token["id"] for token in added}
-        self._control = control_pattern([*self._ids], [one["content"] for one in added if one.get("single_word")])
-        unknown = self._ids.get(str(spec["model"].get("unk_token")))
-        self._added = np.array([i for i in self._ids.values() if i != unknown], np.uint32)
-        self._spec = {**spec, "added_tokens": [{**token, "special": True} for token in added]}
-        self._flags = {token["content"]: {flag: token[flag] for flag in ("lstrip", "rstrip")} for token in added}
-        self._variants: dict[str, tuple[tokenizers.Tokenizer, NDArray[np.uint32]]] = {}
-        tokenizer = build_tokenizer(spec)
-        for content in self._ids:  # without literals, stand-ins must change nothing
-            text = f"word {content} word\n{content}{content}word {content} \n"
-            if tokenizer.encode(text, add_special_tokens=False).ids != self.encode(text, [])[0].tolist():
-                raise ValueError(f"control tokens in the data cannot be kept as text: {content!r} behaves oddly")
 
-    def encode(self, text: str, literals: Sequence[tuple[int, int]]) -> tuple[NDArray[np.uint32], Offsets]:
-        """As ``JsonModel.locate``.
+def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[AddedToken]:
+    found = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [AddedToken(i, one.content, {flag: getattr(one, flag) for flag in TOKEN_FLAGS}) for i, one in found]
 
-        Raises:
-            ValueError: the tokenizer has no way to spell a literal without its control token.
-        """
-        mark = next((c for c in NONCHARACTERS if c not in text), None)
-        if mark is None:
-            raise ValueError("the text holds all of U+FDD0 to U+FDEF, which are not characters")
-        parts: list[str] = []
-        edges_of_parts = []  # of each part: where it starts with stand-ins; where it starts and stops in the text
-        length = 0
-        for start, stop, is_control in stretches(self._control, text, literals):
-            parts.append(f"{mark}{self._ids[text[start:stop]]}{mark}" if is_control else text[start:stop])
-            edges_of_parts.append((length, start, stop))
-            length += len(parts[-1])
-        edges_of_parts.append((length, len(text), len(text)))
-        tokenizer, translation = self._variant(mark)
-        encoding = tokenizer.encode("".join(parts), add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        if np.isin(ids, self._added).any():
-            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
-        edges = np.array(encoding.offsets, np.int64).reshape(len(ids), 2)
-        begins, starts, stops = np.array(edges_of_parts, np.int64).T
-        part = np.searchsorted(begins, edges, "right") - 1
-        firsts, ends = np.minimum(starts[part] + edges - begins[part], stops[part]).T
-        return translation[ids], Offsets(firsts.tolist(), np.maximum.accumulate(ends).tolist())
 
-    def _variant(self, mark: str) -> tuple[tokenizers.Tokenizer, NDArray[np.uint32]]:
-        """The tokenizer that knows stand-ins spelled with ``mark``, and the true id for each of its ids."""
-        if mark not in self._variants:
-            tokenizer = build_tokenizer(self._spec)
-            tokenizer.encode_special_tokens = True
-            names = {f"{mark}{index}{mark}": content for content, index in self._ids.items()}
-            tokenizer.add_tokens(
-                [
-                    tokenizers.AddedToken(name, special=False, normalized=False, **self._flags[content])
-                    for name, content in names.items()
-                ]
-            )
-            vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-            translation = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
-            for name, content in names.items():
-                translation[vocabulary[name]] = self._ids[content]
-            self._variants[mark] = (tokenizer, translation)
-        return self._variants[mark]
+def _as_arrays(ids: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    return np.array(ids, np.uint32), np.array(edges, np.int64).reshape(len(ids), 2)
