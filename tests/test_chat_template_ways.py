@@ -556,3 +556,46 @@ def test_a_header_is_nobody_s_words_where_calls_and_content_are_two_turns() -> N
     assert called == '[CALL]look {"key": "value"}</s>'
     assert rest == [quoted + "</s>", "a</s>"]
     assert learnt(source, row, train_on_tool_calls=False)[-2:] == rest
+
+
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}])
+def test_a_header_behind_a_call_is_nobody_s_where_nothing_is_said_beside_it(content: dict[str, Any]) -> None:
+    source = """
+{%- for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}<|head|>{{ m.content }}
+{%- elif m.tool_calls %}<|assistant|>{% for c in m.tool_calls %}[CALL]{{ c.function.name }}{% endfor %}<|im_end|>{% endif %}
+{%- if m.role == 'assistant' and m.content is not none %}<|assistant|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+    row = read(user("u"), asked("look", **content) | {"tool_calls": [call("look", {})]}, result("r"), said("a"))
+    assert learnt(source, row) == ["[CALL]look<|im_end|>", "a<|im_end|>"]
+
+
+# Words that are written twice, nowhere, or with other white space
+
+
+def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words() -> None:
+    summary = "{% for m in messages %}{% if m.role == 'assistant' %}({{ m.content[:1] }}) {% endif %}{% endfor %}"
+    row = talk(user("u"), said("answer"), user("v"), said("another"))
+    for source in (summary + CHATML, CHATML + summary):
+        assert learnt(source, row) == ["answer<|im_end|>", "another<|im_end|>"]
+
+
+def test_a_turn_of_reasoning_alone_that_the_template_leaves_out_is_counted() -> None:
+    source = CHATML.replace("for m in messages", "for m in messages if m.content")
+    row = talk(user("u"), {"role": "assistant", "content": "", "reasoning_content": "thought"}, user("v"), said("b"))
+    rendered = make(source, turns="whole").render(row)
+    assert trained(rendered) == ["b<|im_end|>"]
+    assert rendered.notes["reasoning_dropped"] == 1
+    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
+        learnt(source, row)
+
+
+def test_words_are_there_with_other_white_space_too() -> None:
+    source = CHATML.replace("m.content +", "(m.content.split() | join(' ')) +")
+    assert learnt(source, talk(user("u"), said("two\n  lines"))) == ["two lines<|im_end|>"]
+
+
+def test_where_tracing_cannot_follow_the_beginning_of_the_next_sequence_is_nobody_s() -> None:
+    source = """
+{%- set out %}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s><s>
+{%- endif %}{% endfor %}{% endset %}{{ '<s>' + out }}{{ '' if out | length > 1 else 'none' }}"""
+    assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a</s>", "b</s>"]
