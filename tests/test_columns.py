@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import xxhash
 from columned import SOURCE, SPECS, assert_columns, values_of, write_columned
+from hypothesis import given
+from hypothesis import strategies as st
 from kills import killed_at
 from packs import assert_holds, demo_samples, write_samples
 from shard_folders import files_of as open_files_of
@@ -31,7 +33,7 @@ from megatron_sft_idx.errors import (
     UnsupportedVersionError,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES, check_column_name
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import columns as columns_module
@@ -535,6 +537,15 @@ def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:
             assert not verify_shard(tmp_path / "x", full=True).ok, (path.name, number)
             path.write_bytes(good)
     assert verify_shard(tmp_path / "x", full=True).ok
+
+
+@given(st.binary(max_size=400) | st.binary(max_size=300).map(lambda tail: b"\x89SFTCOL\n\1\0\0\0\xc0\0\0\0" + tail))
+def test_any_bytes_are_a_column_or_refused(raw: bytes) -> None:
+    try:
+        header = ColumnHeader.decode(raw, "x.a.col")
+    except SFTIndexError:
+        return
+    assert header.encode() == raw[: header.spec.header_nbytes]
 
 
 def test_a_column_that_names_no_files_is_no_source(tmp_path: Path) -> None:

@@ -269,3 +269,21 @@ def test_recognise_never_raises(made: Made, tmp_path: Path) -> None:
     assert not recognise(str(tmp_path))
     assert not recognise(str(tmp_path / "missing"))
     assert recognise(made(pbin_of([])))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_changed_file_is_refused_or_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    raw = bytearray(pbin_of(DOCUMENTS, generation=data.draw(st.sampled_from(GENERATIONS))))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    path = tmp_path_factory.getbasetemp() / "changed.pbin"
+    path.write_bytes(raw)
+    found: list[list[int]] = []
+    refusal = str(path)
+    try:
+        found = documents_of(str(path), repair_merge=data.draw(st.booleans()))
+    except (FormatError, SequenceError) as error:
+        refusal = str(error)
+    assert refusal.startswith(str(path))
+    assert sum(map(len, found)) <= len(raw)

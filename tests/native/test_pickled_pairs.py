@@ -34,6 +34,31 @@ def test_batches_and_frames(protocol: int, count: int) -> None:
     assert parse(pickle.dumps(pairs, protocol)) == pairs
 
 
+@given(PAIRS, st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
+def test_what_is_accepted_is_what_is_meant(pairs: list[tuple[int, int]], protocol: int, data: st.DataObject) -> None:
+    """One byte put in, taken out or changed: refused, or read as the twin reads it."""
+    raw = bytearray(pickle.dumps(pairs, protocol))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at : at + data.draw(st.integers(0, 1))] = data.draw(st.binary(max_size=2))
+    refusal = "byte "
+    try:
+        found = parse(bytes(raw))
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        assert found == twin(bytes(raw))
+    assert refusal.startswith("byte ")
+
+
+@given(st.lists(st.sampled_from(list(b"(]laet\x86K\x01M\x00J.\x94q\x8a\x80I1\nL")), max_size=40))
+def test_opcodes_at_random(opcodes: list[int]) -> None:
+    try:
+        found = parse(bytes(opcodes))
+    except ValueError:
+        return
+    assert found == twin(bytes(opcodes))
+
+
 class Attack:
     def __reduce__(self) -> tuple[Any, ...]:
         return eval, ("1/0",)
