@@ -26,6 +26,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import FileDigest
 
 _BUFFER_NBYTES = 1 << 16
+# Hashed and read or written at once. Larger writes take several times as long now and then: ext4 asks for large folios.
 _CHUNK_NBYTES = 1 << 18
 
 # ---- what is local ----
@@ -415,8 +416,10 @@ class HashedFile(StreamHash):
     def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         """Append all of ``data``."""
         raw = as_bytes(data)
-        self.file.write(raw)
-        self.update(raw)
+        for start in range(0, len(raw), _CHUNK_NBYTES):
+            chunk = raw[start : start + _CHUNK_NBYTES]
+            self.file.write(chunk)
+            self.update(chunk)
 
 
 def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
