@@ -34,7 +34,7 @@ from megatron_sft_idx.check.rules import (
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import FIELDS, IDX_HEADER_NBYTES, SUFFIXES
+from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.storage.progress import Advance
@@ -42,7 +42,6 @@ from megatron_sft_idx.storage.progress import Advance
 _DEFAULT_MOST = 10
 # What the fields of the header call each file.
 _FIELD_STARTS = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
-_FIELD_OFFSETS = {field.name: field.offset for field in FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,4 +349,4 @@ def _check_counts(
     ):
         claimed, counted = claims.values[name], getattr(walk, name)
         if comparable and claimed != counted:
-            findings.add("H9", path, _FIELD_OFFSETS[name], f"{name} {claimed}", f"{counted} by the data")
+            findings.add("H9", path, SEQ_IDX.offsets[name], f"{name} {claimed}", f"{counted} by the data")

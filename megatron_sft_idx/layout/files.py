@@ -482,6 +482,13 @@ def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in listed.items() if _may_name_column(name)}
 
 
+def vocab_size_in(metadata: Mapping[str, Any]) -> int | None:
+    """The largest id of the tokenizer + 1, by a JSON block; None if the block does not say it."""
+    tokenizer = metadata.get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return size if type(size) is int else None
+
+
 # ---- the header of .seq.idx ----
 
 # The only alignment on disk: loss_mask[j] says whether predicting token j + 1 of the same sequence is trained on.
@@ -583,9 +590,7 @@ class Header:
     @property
     def vocab_size(self) -> int | None:
         """The largest id of the tokenizer + 1."""
-        block: Any = self.metadata.get("tokenizer")
-        size = block.get("vocab_size") if isinstance(block, dict) else None
-        return size if type(size) is int else None
+        return vocab_size_in(self.metadata)
 
     @property
     def template(self) -> str | None:

@@ -310,10 +310,8 @@ class Catalog:
         with contextlib.suppress(FormatError, ShardNotFoundError):
             paths = paths.with_columns(listed_columns(read_header(paths).metadata))
         for path in paths.all:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 total += os.stat(path).st_size
-            except FileNotFoundError:
-                continue
         return total
 
     def producer(self) -> ProducerState | None:

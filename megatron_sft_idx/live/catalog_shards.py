@@ -45,7 +45,7 @@ class CatalogShards(Catalog, LiveShards):
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """What the producer promises, and the padding id of the newest shard."""
         if self._limits is None:
-            header = self.newest(self._header, waiter)
+            header = self.newest(self.header, waiter)
             producer = self.producer()
             if producer is None:
                 raise SFTIndexError(
@@ -82,7 +82,8 @@ class CatalogShards(Catalog, LiveShards):
         largest = 0 if nbytes is None else max(map(self.shard_nbytes, uncompleted), default=0)
         return nbytes is not None and (len(uncompleted) + 1) * largest > nbytes
 
-    def _header(self, number: int) -> Header:
+    def header(self, number: int) -> Header:
+        """The header of a shard. ShardNotFoundError: it is not there."""
         return read_header(self.shard_prefix(number))
 
     def newest(self, read: Callable[[int], _Read], waiter: Waiter | None = None) -> _Read | None:
@@ -104,10 +105,6 @@ class CatalogShards(Catalog, LiveShards):
             if waiter.pause(0.05):
                 raise Stopped
 
-    def newest_header(self) -> Header | None:
-        """The header of the newest shard that is there now; None where there is none."""
-        return self.newest(self._header)
-
     def specs_of(self, names: Sequence[str], waiter: Waiter) -> ShardSpecs | None:
         """The columns as the newest shard has them; see ``LiveShards``."""
 
@@ -121,7 +118,7 @@ class CatalogShards(Catalog, LiveShards):
         """How many packs a shard has, by its header; None where it is not there."""
         if number not in self._counts:
             try:
-                self._counts[number] = self._header(number).num_packs
+                self._counts[number] = self.header(number).num_packs
             except ShardNotFoundError:
                 return None
         return self._counts[number]

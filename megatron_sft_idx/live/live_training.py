@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
+from megatron_sft_idx.layout.files import vocab_size_in
 from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
@@ -222,11 +223,8 @@ class LiveData(Iterator[Tensors]):
         assert isinstance(shards, CatalogShards)  # open_live makes no others
         dataset.require_room(dataset.waiter(), lagging=self._loader.num_workers > 0)
         # No shard is there where a job that has completed all of them is started again; the producer's file still is.
-        header, producer = shards.newest_header(), shards.producer()
-        said = header.metadata if header is not None else producer.options if producer is not None else {}
-        tokenizer = said.get("tokenizer")
-        size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-        return size if isinstance(size, int) else None
+        header, producer = shards.newest(shards.header), shards.producer()
+        return vocab_size_in(header.metadata if header else producer.options if producer else {})
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""

@@ -125,7 +125,7 @@ class Array(Protocol):
 
 
 class CopiedArray:
-    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes``."""
+    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes`` or ``read_items``."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
@@ -134,8 +134,14 @@ class CopiedArray:
         return self._count
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, _ = index.indices(self._count)
-        out = np.empty(max(stop - start, 0), self.dtype)
+        start, stop, step = index.indices(self._count)
+        if step != 1:
+            raise ValueError(f"items of a file or an object are read one after the other, not in steps of {step}")
+        return self.read_items(start, max(start, stop))
+
+    def read_items(self, start: int, stop: int) -> NDArray[Any]:
+        """Items ``[start, stop)``, which the array must have."""
+        out = np.empty(stop - start, self.dtype)
         self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
         out.flags.writeable = False
         return out
@@ -520,7 +526,7 @@ def read_extents(
     if len(reopened) < len(arrays):
         end = 0
         for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
-            if isinstance(array, CopiedArray):
+            if isinstance(array, PreadArray | ReopenedArray):
                 array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
             else:
                 out[end : end + count] = array[start : start + count]

@@ -343,31 +343,19 @@ def _lock_leftover(path: str, kind: Kind) -> int | None:
     """Make an empty temporary file, or empty the one that a killed writer left, so that these never pile up.
 
     Returns:
-        Its descriptor, locked. None if a living writer has the lock, or the file is not of the package.
+        Its descriptor, locked. None if a living writer has the lock, the file system has no locks, or the file is not
+        of the package.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(path, flags | os.O_CREAT, 0o666)
-    except OSError:
+        fd = lock_file(path, (b"",), create=True, busy=f"{path}: another process writes here")
+    except (FormatError, OSError):
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        status = os.fstat(fd)
-        # Between the two calls the writer that had the lock may have published the file.
-        is_here = (status.st_dev, status.st_ino) == identity(path)
-        if is_here and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-            if not status.st_size:
-                return fd
-            if kind.recognize(path):
-                os.ftruncate(fd, 0)  # never of an empty file: ext4 writes one that was truncated to disk when it closes
-                return fd
-    except BlockingIOError:
-        pass
-    except OSError:  # the file system has no locks, so no writer uses this name
-        if stat.S_ISREG(os.fstat(fd).st_mode) and not os.fstat(fd).st_size:
-            os.unlink(path)
-    os.close(fd)
-    return None
+    if os.fstat(fd).st_size:
+        if not kind.recognize(path):
+            os.close(fd)
+            return None
+        os.ftruncate(fd, 0)  # never of an empty file: ext4 writes one that was truncated to disk when it closes
+    return fd
 
 
 def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:

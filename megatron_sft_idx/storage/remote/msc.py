@@ -99,10 +99,8 @@ class MultiStorage:
 
     def delete(self, key: str) -> None:
         """Remove an object, if there is one."""
-        try:
+        with contextlib.suppress(NoSuchObject):
             _translated(lambda: self._client.delete(key))
-        except NoSuchObject:
-            return
 
     def abort_uploads(self, key: str) -> int:
         """Does nothing: profiles do not list unfinished uploads. A rule of the store may remove their parts."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.layout import FileDigest
-from megatron_sft_idx.storage.local import SCHEME_STARTS, HashedFile, has_digest, stamp_of
+from megatron_sft_idx.storage.local import SCHEME_STARTS, CopiedArray, HashedFile, has_digest, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote.transport import (
     AccessDenied,
@@ -335,7 +335,7 @@ def matching_objects(pattern: str, *endings: str) -> list[str]:
 # ---- objects as arrays and files ----
 
 
-class RemoteArray:
+class RemoteArray(CopiedArray):
     """An array of ``count`` items in an object, from byte ``offset`` on. Each slice is one request, and a fresh copy.
 
     A slice is of the object with this etag, or an error as of ``RemoteStore.read``.
@@ -344,17 +344,12 @@ class RemoteArray:
     def __init__(
         self, store: RemoteStore, key: str, dtype: np.dtype[Any], count: int, etag: str, *, offset: int = 0
     ) -> None:
+        super().__init__(dtype, count)
         self._store, self._key, self._etag, self._offset = store, key, etag, offset
-        self.dtype, self._count = dtype, count
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, step = index.indices(self._count)
-        if step != 1:
-            raise ValueError(f"items of a remote array are read one after the other, not in steps of {step}")
-        items = self.fetch(start, max(start, stop))
+    def read_items(self, start: int, stop: int) -> NDArray[Any]:
+        """As ``CopiedArray``. Errors as of ``RemoteStore.read``."""
+        items = self.fetch(start, stop)
         self.confirm_unchanged()
         return items
 
