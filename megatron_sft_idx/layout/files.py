@@ -18,13 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
+
+_Stated = TypeVar("_Stated")
 
 # ---- names ----
 
@@ -254,7 +256,6 @@ def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
 
 # ValueError: values of another kind or shape, or too large. What has another dtype is converted to the last of these.
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
-_POSITIONS = (np.dtype(np.int64),)
 _FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
 _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
 
@@ -266,7 +267,7 @@ def token_array(values: ArrayLike) -> NDArray[Any]:
 
 def integer_array(values: ArrayLike) -> NDArray[np.int64]:
     """Positions as int64."""
-    return _native_form(values, _POSITIONS, "iu", "integers")
+    return _native_form(values, _TOKENS[-1:], "iu", "integers")
 
 
 def mask_array(values: ArrayLike) -> NDArray[Any]:
@@ -377,8 +378,8 @@ class HeaderForm:
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
         zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
-        raw = self._struct.pack(*(zeros | dict(values) | own).values()) + block
-        raw = raw.ljust(size - CHECKSUM_NBYTES, b"\0")
+        fixed = self._struct.pack(*(zeros | dict(values) | own).values())
+        raw = (fixed + block).ljust(size - CHECKSUM_NBYTES, b"\0")
         return raw + xxhash.xxh3_128_digest(raw)
 
     def values(self, raw: bytes) -> dict[str, Any]:
@@ -482,11 +483,14 @@ def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in listed.items() if _may_name_column(name)}
 
 
-def vocab_size_in(metadata: Mapping[str, Any]) -> int | None:
-    """The largest id of the tokenizer + 1, by a JSON block; None if the block does not say it."""
-    tokenizer = metadata.get("tokenizer")
-    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-    return size if type(size) is int else None
+def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_Stated]) -> _Stated | None:
+    """The value of a name in an entry of a JSON block, such as a fingerprint; None if the block has none of this kind.
+
+    Anybody may have written the block, so it may hold anything.
+    """
+    found = metadata.get(entry)
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if type(value) is kind else None
 
 
 # ---- the header of .seq.idx ----
@@ -572,8 +576,8 @@ class Header:
 
     def sizes(self, paths: ShardPaths) -> dict[str, int]:
         """Size of each of the five files in bytes, by path."""
-        data = {path: digest.nbytes for path, digest in zip(paths.data, self.digests, strict=True)}
-        return data | {paths.seq_idx: self.seq_idx_nbytes}
+        nbytes = [*(digest.nbytes for digest in self.digests), self.seq_idx_nbytes]
+        return dict(zip((*paths.data, paths.seq_idx), nbytes, strict=True))
 
     @property
     def index_nbytes(self) -> int:
@@ -585,29 +589,24 @@ class Header:
     @property
     def tokenizer(self) -> str | None:
         """Fingerprint of the tokenizer that made the ids."""
-        return self._fingerprint("tokenizer", "fingerprint")
+        return stated_in(self.metadata, "tokenizer", "fingerprint", str)
 
     @property
     def vocab_size(self) -> int | None:
         """The largest id of the tokenizer + 1."""
-        return vocab_size_in(self.metadata)
+        return stated_in(self.metadata, "tokenizer", "vocab_size", int)
 
     @property
     def template(self) -> str | None:
         """Fingerprint of the chat template, and of the other template for rows with tools, if there was one."""
-        text, tools = (self._fingerprint("chat_template", name) for name in ("fingerprint", "tools_fingerprint"))
+        text = stated_in(self.metadata, "chat_template", "fingerprint", str)
+        tools = stated_in(self.metadata, "chat_template", "tools_fingerprint", str)
         return f"{text}, with tools {tools}" if tools else text
 
     @property
     def source(self) -> str | None:
         """Fingerprint of the rows that the shard was made from."""
-        return self._fingerprint("sources", "fingerprint")
-
-    def _fingerprint(self, block: str, name: str) -> str | None:
-        # Anybody may have written the JSON block, so it may hold anything.
-        entry: Any = self.metadata.get(block)
-        value = entry.get(name) if isinstance(entry, dict) else None
-        return value if isinstance(value, str) else None
+        return stated_in(self.metadata, "sources", "fingerprint", str)
 
     def encode(self) -> bytes:
         """The bytes of the header, with its checksum."""

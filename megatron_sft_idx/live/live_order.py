@@ -15,21 +15,18 @@ the packs of every rank.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live.acks import Ack, Base, Leftover
 from megatron_sft_idx.live.catalog import Positive, Record, Waiter, require_version
 from megatron_sft_idx.live.live_shards import LiveShards
-from megatron_sft_idx.training import Wanted
+from megatron_sft_idx.training import Wanted, shuffled
 
 AtEnd = Literal["pad", "drop"]
 
@@ -96,8 +93,7 @@ def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> 
     """The permutation of a group's packs, which are numbered through its shards one after the other: int64 [packs]."""
     if not shuffle:
         return np.arange(packs, dtype=np.int64)
-    key = json.dumps([base.seed, base.epoch, *shards]).encode()
-    return _native.packing_permutation(packs, xxhash.xxh3_64_intdigest(key))
+    return shuffled(packs, base.seed, base.epoch, *shards)
 
 
 # ---- where a rank stands ----

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
-from megatron_sft_idx.layout.files import vocab_size_in
+from megatron_sft_idx.layout.files import stated_in
 from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
@@ -224,7 +224,8 @@ class LiveData(Iterator[Tensors]):
         dataset.require_room(dataset.waiter(), lagging=self._loader.num_workers > 0)
         # No shard is there where a job that has completed all of them is started again; the producer's file still is.
         header, producer = shards.newest(shards.header), shards.producer()
-        return vocab_size_in(header.metadata if header else producer.options if producer else {})
+        said = header.metadata if header else producer.options if producer else {}
+        return stated_in(said, "tokenizer", "vocab_size", int)
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""

@@ -42,6 +42,11 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 # ---- the order of an epoch ----
 
 
+def shuffled(packs: int, *key: int | str) -> NDArray[np.int64]:
+    """The permutation of so many packs that a key gives: the same on every machine, and for live shards too."""
+    return _native.packing_permutation(packs, xxhash.xxh3_64_intdigest(json.dumps(key).encode()))
+
+
 class EpochOrder:
     """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
 
@@ -58,8 +63,7 @@ class EpochOrder:
         """The packs of one epoch in their order."""
         if (permutation := self._permutations.get(number)) is not None:
             return permutation
-        key = json.dumps([self.seed, self.split, self.fingerprint, number]).encode()
-        order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
+        order = shuffled(self.packs, self.seed, self.split, self.fingerprint, number)
         permutation = order.astype(np.int32) if self.packs <= 2**31 else order
         permutation.flags.writeable = False
         # Two are kept, since a batch may end one epoch and begin the next.
