@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import socket
 from collections.abc import Callable
@@ -272,6 +274,19 @@ def test_a_stranger_under_the_temporary_name_is_left_alone(tmp_path: Path) -> No
     os.link(tmp_path / "link to a file" / "n", tmp_path / ".x.tmp")
     write_file(tmp_path / "x", OURS + b"new", PAGE, overwrite=False)
     assert (tmp_path / ".x.tmp").read_bytes() == OURS
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for number in b"12":
+        write_file(tmp_path / "x", OURS + bytes([number]), PAGE, overwrite=True)
+        assert everything(tmp_path) == {"x": OURS + bytes([number])}
 
 
 def test_a_check_changes_nothing(tmp_path: Path) -> None:
