@@ -78,7 +78,6 @@ bool PackStage::add(const PackInput& input) {
   PackSizes sizes = totals_.sizes;
   if (const auto breach = broken_shape(input, rules_, sizes)) fail(*breach);
   Totals added;
-  const std::size_t starts = starts_.size(), records = records_.size();
   try {
     tokens_.resize((staged + input.tokens_count) * token_size);
     mask_.resize((staged + input.tokens_count) * mask_size);
@@ -94,13 +93,41 @@ bool PackStage::add(const PackInput& input) {
     } else {
       copy_mask(input, static_cast<float*>(mask_out), added);
     }
-    starts_.resize(starts + input.starts_count);
-    records_.resize(records + 2 * input.packs);
+    enter(input, added, sizes);
   } catch (...) {
     tokens_.resize(staged * token_size);
     mask_.resize(staged * mask_size);
+    throw;
+  }
+  return true;
+}
+
+void PackStage::count(const PackInput& input) {
+  rules_.first_pack = totals_.packs;
+  PackSizes sizes = totals_.sizes;
+  if (const auto breach = broken_shape(input, rules_, sizes)) fail(*breach);
+  if (const auto breach = broken_id(input, rules_)) fail(*breach);
+  if (const auto breach = broken_mask(input, rules_)) fail(*breach);
+  if (const auto breach = broken_end(input, rules_)) fail(*breach);
+  Totals added;
+  with_mask(input, [&](const auto* mask) {
+    for (std::size_t p = 0; p < input.packs; mask += input.lengths[p++]) {
+      const std::int64_t trained = count_nonzero(mask, input.lengths[p]);
+      added.trained_tokens += trained;
+      added.masked_packs += trained == 0;
+    }
+  });
+  enter(input, added, sizes);
+}
+
+// Stages starts and records, and adds to the totals.
+void PackStage::enter(const PackInput& input, const Totals& added, const PackSizes& sizes) {
+  const std::size_t starts = starts_.size(), records = records_.size();
+  starts_.resize(starts + input.starts_count);
+  try {
+    records_.resize(records + 2 * input.packs);
+  } catch (...) {
     starts_.resize(starts);
-    records_.resize(records);
     throw;
   }
   for (std::size_t i = 0; i < input.starts_count; ++i) starts_[starts + i] = static_cast<std::uint32_t>(input.starts[i]);
@@ -115,7 +142,6 @@ bool PackStage::add(const PackInput& input) {
   totals_.masked_packs += added.masked_packs;
   totals_.dropped_first += added.dropped_first;
   totals_.sizes = sizes;
-  return true;
 }
 
 void PackStage::clear() {

@@ -41,6 +41,10 @@ class PackStage {
   // std::invalid_argument, beginning with "pack <its number in the shard>: ", where a rule is broken; nothing is kept.
   bool add(const PackInput& input);
 
+  // As add, for packs that the caller writes from its own arrays: only their starts and records are staged. They have
+  // the types of the stage and are label-aligned.
+  void count(const PackInput& input);
+
   void clear();
 
   const Totals& totals() const { return totals_; }
@@ -53,6 +57,7 @@ class PackStage {
 
  private:
   [[noreturn]] void fail(const Breach& breach) const;
+  void enter(const PackInput& input, const Totals& added, const PackSizes& sizes);
   template <typename Out>
   void copy_tokens(const PackInput& input, Out* out) const;
   template <typename Out>

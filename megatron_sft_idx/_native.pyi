@@ -38,6 +38,14 @@ class PackStage:
     def add_one(
         self, tokens: NDArray[Any], mask: NDArray[Any], starts: NDArray[np.int64], token_aligned: bool
     ) -> bool: ...
+    def count(
+        self,
+        tokens: NDArray[Any],
+        mask: NDArray[Any],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+    ) -> None: ...
     def clear(self) -> None: ...
     tokens: memoryview
     mask: memoryview

@@ -32,6 +32,7 @@ from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.packs.transfer import CopySource
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
 from megatron_sft_idx.shard import publication as publication_module
+from megatron_sft_idx.shard import writer as writer_module
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.storage.remote.store import RemoteStore
 
@@ -82,7 +83,8 @@ def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
     tmp_path: Path, parts: SplitSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (copying, split_module):
-        monkeypatch.setattr(module, "STAGE_TOKENS", 20)
+        monkeypatch.setattr(module, "COPIED_TOKENS", 20)
+    monkeypatch.setattr(writer_module, "_LONG_RUN", 15)
     # Whole pairs in every pack, so that wherever a shard is split there are (C10).
     whole = [pack for pack in PACKS if len(pack.starts) % 2 == 0]
     write_columned(tmp_path / "x", whole, {**SPECS, "pair": PAIR})

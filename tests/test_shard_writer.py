@@ -119,6 +119,7 @@ def test_adding_a_shard_is_adding_its_packs(
     write_samples(folder / "b", second)
     with pytest.MonkeyPatch.context() as patch, ShardWriter(folder / "x", durable=False) as writer:
         patch.setattr(writer_module, "STAGE_TOKENS", stage)
+        patch.setattr(writer_module, "_LONG_RUN", stage)  # longer ones are not staged
         for name in "ab":
             writer.add_shard(Shard(folder / name, backend=backend))
     write_samples(folder / "y", [*first, *second])

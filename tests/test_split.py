@@ -159,8 +159,8 @@ def test_trained_positions_are_counted_in_any_chunks(
     folder = tmp_path_factory.mktemp("counted")
     write_samples(folder / "x", packs, mask_dtype=np.float32 if weights else np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "STAGE_TOKENS", window)
-        patch.setattr(split_module, "STAGE_TOKENS", window)
+        patch.setattr(copying, "COPIED_TOKENS", window)
+        patch.setattr(split_module, "COPIED_TOKENS", window)
         patch.setattr(run_module, "WINDOW_PACKS", chunk)
         parts = cut(folder / "x", folder / "p", shards=3)
     masks = [[pack["loss_mask"] for pack in Shard(part)] for part in parts]

@@ -138,6 +138,16 @@ bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask,
   return stage.add(input);
 }
 
+void stage_count(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
+                 const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences) {
+  const auto input = input_of(tokens, mask, starts, lengths, sequences, false);
+  if (input.token_type != stage.token_type() || input.mask_type != stage.mask_type()) {
+    throw py::type_error("tokens and masks are counted in the dtypes of the stage");
+  }
+  py::gil_scoped_release unlocked;
+  stage.count(input);
+}
+
 py::object first_breach(const py::array& tokens, const py::array& mask, const py::array& starts,
                         const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned,
                         std::int64_t capacity, const py::dtype& token_dtype, const py::dtype& mask_dtype) {
@@ -174,6 +184,8 @@ void bind_stage(py::module_& m) {
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
       .def("add_one", &stage_add_one, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), "token_aligned"_a, "add() for one pack, which is all of the arrays.")
+      .def("count", &stage_count, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
+           py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert())
       .def("clear", &PackStage::clear)
       .def_property_readonly("tokens", [](const PackStage& s) { return staged(s.tokens()); })
       .def_property_readonly("mask", [](const PackStage& s) { return staged(s.mask()); })

@@ -15,10 +15,13 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.journal import BuildOptions
 from megatron_sft_idx.shard.opening import require_same
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.writer import CHUNK_PACKS, STAGE_TOKENS
+from megatron_sft_idx.shard.writer import CHUNK_PACKS
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
+
+# So many tokens are read at a time. Half as many take a twelfth more time; with more, the memory grows.
+COPIED_TOKENS = 1 << 19
 
 
 def open_source(prefix: str, shard_id: bytes) -> Shard:
@@ -65,7 +68,7 @@ def checked_runs(shard: Shard, columns: Collection[str], advance: Advance) -> It
     expected = {paths.tokens: ("F3", tokens.checksum), paths.loss: ("F3", loss.checksum)}
     expected |= {paths.column(name): ("C7", shard.columns.open(name).header.checksum) for name in columns}
     hashes = {path: StreamHash() for path in expected}
-    for window in windows(shard, STAGE_TOKENS, columns):
+    for window in windows(shard, COPIED_TOKENS, columns):
         run = window.run()
         rows = run.tokens, run.loss_mask, *(column.values.reshape(-1) for column in run.columns.values())
         for stream, values in zip(hashes.values(), rows, strict=True):

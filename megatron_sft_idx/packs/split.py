@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
-from megatron_sft_idx.packs.copying import begin_copy, checked_runs, nbytes_of, open_source
+from megatron_sft_idx.packs.copying import COPIED_TOKENS, begin_copy, checked_runs, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard, check_free, read_header
@@ -27,7 +27,6 @@ from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
-from megatron_sft_idx.shard.writer import STAGE_TOKENS
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
@@ -158,7 +157,7 @@ def _copy(output: _Output, shard: Shard, specs: Mapping[str, ColumnSpec], origin
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
     with begin_copy(output.paths.prefix, like, specs, **writing) as writer:
-        for window in windows(shard, STAGE_TOKENS, specs, output.first, output.stop):
+        for window in windows(shard, COPIED_TOKENS, specs, output.first, output.stop):
             writer.add_run(window.run())
         writer.set_aside()
 

@@ -52,6 +52,8 @@ FORMAT_WRITER = 1
 # So many tokens are staged before they are written. They stay in the processor's caches between check, write and
 # checksum. With a quarter of them, the calls that each flush makes let writing take a fifth longer.
 STAGE_TOKENS = 1 << 18
+# A run of so many tokens is written from its own arrays, since staging it would take longer than the calls it saves.
+_LONG_RUN = STAGE_TOKENS // 4
 # The indexes are written for so many packs at once, which takes a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
 
@@ -250,15 +252,9 @@ class ShardWriter:
         try:
             if mask.size != ids.size:
                 raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
-            columns = columns or {}
-            specs = self._options.columns
-            if columns.keys() != specs.keys():
-                names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
-                raise ValueError(f"columns {names}; this writer was opened for {expected}")
-            rows = {"token": ids.size, "sequence": starts.size, "pack": lengths.size}
-            arrays = {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+        except ValueError as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
+        arrays = self._column_arrays(columns or {}, ids.size, starts.size, lengths.size)
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
@@ -266,6 +262,19 @@ class ShardWriter:
             raise SequenceError(self.prefix, None, str(error)) from None
         for name, values in arrays.items():
             self._staged_columns[name].append(values.copy())  # the caller may change its array before the flush
+
+    def _column_arrays(
+        self, columns: Mapping[str, ArrayLike], tokens: int, sequences: int, packs: int
+    ) -> dict[str, NDArray[Any]]:
+        """Values of all columns, in their dtypes. SequenceError: a column is missing, unknown or has other rows."""
+        rows, specs = {"token": tokens, "sequence": sequences, "pack": packs}, self._options.columns
+        try:
+            if columns.keys() != specs.keys():
+                names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
+                raise ValueError(f"columns {names}; this writer was opened for {expected}")
+            return {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
@@ -285,7 +294,21 @@ class ShardWriter:
     def add_run(self, run: PackRun) -> None:
         """Add the packs of a run, with its columns. Errors as of ``add_packs``."""
         arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
-        self.add_packs(*arrays, columns={name: column.values for name, column in run.columns.items()})
+        columns = {name: column.values for name, column in run.columns.items()}
+        dtypes = self._options.token_dtype, self._options.mask_dtype
+        if len(run.tokens) < _LONG_RUN or (run.tokens.dtype, run.loss_mask.dtype) != dtypes:
+            self.add_packs(*arrays, columns=columns)
+            return
+        self._require_ready("label")
+        values = self._column_arrays(columns, len(run.tokens), len(run.seq_starts), len(run))
+        self.flush()
+        try:
+            self._stage.count(*arrays)
+        except ValueError as error:
+            raise SequenceError(self.prefix, None, str(error)) from None
+        for name in values:
+            self._staged_columns[name].append(values[name])
+        self._write_staged(run.tokens, run.loss_mask)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
         """Check, count and hash the first packs that an interrupted build wrote, as if they had just been added.
@@ -312,7 +335,7 @@ class ShardWriter:
         mask = np.frombuffer(raw[1], self._options.mask_dtype)
         starts = np.frombuffer(raw[2], "<u4").astype(np.int64)
         try:
-            self._stage.add(tokens, mask, starts, lengths, sequences, False)
+            self._stage.count(tokens, mask, starts, lengths, sequences)
         except ValueError:
             each = zip(np.split(lengths, len(lengths)), np.split(sequences, len(lengths)), strict=True)
             return len(lengths) > 1 and all(self._replay_run(*one) for one in each)
@@ -323,13 +346,16 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write the staged packs to the files, then record them in the journal."""
+        if len(self._stage.records):
+            self._write_staged(self._stage.tokens, self._stage.mask)
+
+    def _write_staged(self, tokens: memoryview | NDArray[Any], mask: memoryview | NDArray[Any]) -> None:
+        """``flush``, of packs that have these tokens and masks."""
         stage = self._stage
-        if not len(stage.records):
-            return
         self._publication.require_owner()
         with self._all_or_nothing():
             paths = self.paths
-            for path, data in ((paths.tokens, stage.tokens), (paths.loss, stage.mask), (paths.starts, stage.starts)):
+            for path, data in ((paths.tokens, tokens), (paths.loss, mask), (paths.starts, stage.starts)):
                 self._files[path][1].write(data)
             for name, arrays in self._staged_columns.items():
                 for values in arrays:

@@ -122,6 +122,38 @@ def test_many_at_once_are_one_by_one_or_none(packs: Any, aligned: bool) -> None:
         assert content(together) == content(alone)
 
 
+@given(st.lists(inputs(), min_size=1, max_size=5), st.sampled_from((U16, I32)), st.sampled_from((U8, F32)))
+@settings(deadline=None)
+def test_what_is_counted_is_what_would_be_staged(packs: Any, token: Any, mask: Any) -> None:
+    arrays = (
+        np.array([t for pack in packs for t in pack[0]], np.int64).astype(token),
+        np.array([m for pack in packs for m in pack[1]], mask),
+        np.array([s for pack in packs for s in pack[2]], np.int64),
+        longs(*(len(pack[0]) for pack in packs)),
+        longs(*(len(pack[2]) for pack in packs)),
+    )
+    staged, counted = (stage_of(token, mask, capacity=20) for _ in range(2))
+    refusals = []
+    for call in (lambda: staged.add(*arrays, False), lambda: counted.count(*arrays)):
+        try:
+            call()
+            refusals.append("")
+        except ValueError as error:
+            refusals.append(str(error))
+    assert refusals[0] == refusals[1]
+    assert content(counted) == (b"", b"", *content(staged)[2:])
+
+
+def test_only_the_dtypes_of_the_stage_are_counted() -> None:
+    good = np.array([1, 2], np.int32), np.array([1, 0], np.uint8), longs(0), longs(2), longs(1)
+    stage = stage_of(I32, U8)
+    for wrong in ((good[0].astype(np.int64), good[1]), (good[0], good[1].astype(np.float32))):
+        with pytest.raises(TypeError, match="in the dtypes of the stage"):
+            stage.count(*wrong, *good[2:])
+    stage.count(*good)
+    assert (stage.num_packs, stage.num_trained_tokens) == (1, 1)
+
+
 @pytest.mark.parametrize("mask_in", [F32, F64])
 def test_weights_go_through_exactly(mask_in: Any) -> None:
     weights = np.array([0.1, 3.4028234663852886e38, 1e-45, 0.0], mask_in)
