@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kills import killed_at
 from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_samples
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
@@ -114,6 +115,22 @@ def test_the_journal_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: 
     with pytest.raises(FormatError, match="expected a temporary file that a journal names"):
         ShardWriter(tmp_path / "x", overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".idx", ".seq.idx", ".seq.bin"])
+def test_a_temporary_file_that_is_gone_is_made_anew_where_packs_do_not_need_it(tmp_path: Path, suffix: str) -> None:
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        writer.flush()
+        writer.suspend()
+    (tmp_path / f"x{suffix}.tmp").unlink()
+    if suffix.endswith(".idx"):
+        assert recover(tmp_path / "x").num_packs == 1
+        assert verify_shard(tmp_path / "x", full=True).ok
+        assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob("*.journal"))
+    else:
+        with pytest.raises(FormatError, match="no complete pack had been written yet"):
+            recover(tmp_path / "x")
 
 
 @pytest.mark.parametrize("block", [b"", b"[1]", b"{", b"\xff\xfe{\x00", b"[" * 100_000])

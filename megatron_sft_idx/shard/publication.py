@@ -490,8 +490,7 @@ class Publication:
         self.closed = False
         try:
             if copied:
-                self._head = self._head._replace(files=_inodes(paths.unpublished.all))
-                self._append_inodes(FILE, self._head.files)
+                self._name_files()
         except BaseException:
             self.close()
             raise
@@ -509,7 +508,11 @@ class Publication:
         """The temporary file of the file that will be at ``path``. Its content is removed unless ``keep``."""
         name = self.paths.temporary(path)
         if name not in self._files:
-            self._files[name] = OutputFile(name, durable=self.durable, append=True)
+            try:
+                self._files[name] = OutputFile(name, durable=self.durable, append=True)
+            except FileNotFoundError:  # it was removed since, or not copied here with the others
+                self._files[name] = OutputFile(name, durable=self.durable)
+                self._name_files()
         if not keep:
             self._files[name].truncate(0)
         return self._files[name]
@@ -519,6 +522,11 @@ class Publication:
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
+
+    def _name_files(self) -> None:
+        """Let the journal name the temporary files that are present."""
+        self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
+        self._append_inodes(FILE, self._head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
         """Append a block of inodes, by path, to the journal."""
