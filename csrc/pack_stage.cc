@@ -53,8 +53,7 @@ void PackStage::copy_mask(const PackInput& input, Out* out, Totals& added) const
   if (const auto breach = broken_end(input, rules_)) fail(*breach);
   with_mask(input, [&, starts = input.starts](const auto* mask) mutable {
     for (std::size_t p = 0; p < input.packs; ++p) {
-      const std::int64_t length = input.lengths[p], count = input.sequences[p];
-      const std::int64_t shift = input.token_aligned ? 1 : 0;
+      const std::int64_t length = input.lengths[p], count = input.sequences[p], shift = input.token_aligned ? 1 : 0;
       for (std::int64_t j = 0; j < length - shift; ++j) out[j] = static_cast<Out>(mask[j + shift]);
       for (std::int64_t i = 0; input.token_aligned && i < count; ++i) {
         added.dropped_first += mask[starts[i]] != 0;
@@ -107,16 +106,18 @@ void PackStage::count(const PackInput& input) {
   PackSizes sizes = totals_.sizes;
   if (const auto breach = broken_shape(input, rules_, sizes)) fail(*breach);
   if (const auto breach = broken_id(input, rules_)) fail(*breach);
-  if (const auto breach = broken_mask(input, rules_)) fail(*breach);
-  if (const auto breach = broken_end(input, rules_)) fail(*breach);
   Totals added;
-  with_mask(input, [&](const auto* mask) {
+  const auto count_mask = [&](const auto* mask) {
+    const MaskSummary summary = summarise(mask, static_cast<std::int64_t>(input.tokens_count));
+    if (!summary.ok) fail(broken_mask(input, rules_).value());
+    added.trained_tokens = summary.nonzero;
     for (std::size_t p = 0; p < input.packs; mask += input.lengths[p++]) {
-      const std::int64_t trained = count_nonzero(mask, input.lengths[p]);
-      added.trained_tokens += trained;
-      added.masked_packs += trained == 0;
+      added.masked_packs += !any_nonzero(mask, input.lengths[p]);
     }
-  });
+  };
+  rules_.mask == MaskType::u8 ? count_mask(static_cast<const std::uint8_t*>(input.mask))
+                              : count_mask(static_cast<const float*>(input.mask));
+  if (const auto breach = broken_end(input, rules_)) fail(*breach);
   enter(input, added, sizes);
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import publish
+from megatron_sft_idx.storage import OutputFile, publish
 from megatron_sft_idx.storage.publish import (
     Kind,
     Place,
@@ -292,3 +292,31 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(
 def test_a_check_changes_nothing(tmp_path: Path) -> None:
     assert check_place(str(tmp_path / "deep" / "x"), PAGE, overwrite=False) is None
     assert os.listdir(tmp_path) == []
+
+
+# ---- room on disk ----
+
+
+@pytest.mark.parametrize("end", ["sync", "close"])
+def test_a_file_gives_back_the_room_that_it_reserved_and_did_not_use(tmp_path: Path, end: str) -> None:
+    path, data = tmp_path / "x", os.urandom(1 << 20)
+    file = OutputFile(str(path), durable=False)
+    file.write(data)
+    assert path.stat().st_size == len(data)
+    getattr(file, end)()
+    assert path.read_bytes() == data
+    assert path.stat().st_blocks * 512 < 2 * len(data)
+    file.close()
+
+
+def test_a_disk_that_reserves_no_room_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("megatron_sft_idx.storage.local._fallocate", lambda *args: asked.append(1) or -1)
+    data = os.urandom(3 << 20)
+    with contextlib.closing(OutputFile(str(tmp_path / "x"), durable=False)) as file:
+        for start in range(0, len(data), 1 << 18):
+            file.write(data[start : start + (1 << 18)])
+    assert (tmp_path / "x").read_bytes() == data
+    assert len(asked) == 1

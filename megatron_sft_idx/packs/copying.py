@@ -75,6 +75,7 @@ def checked_runs(shard: Shard, columns: Collection[str], advance: Advance) -> It
             stream.update(values)
         advance(nbytes_of_run(run))
         yield run
+        del run, rows, values  # before the next are read, into the same memory
     for path, (rule, checksum) in expected.items():
         _require_checksum(path, rule, hashes[path].checksum(), checksum)
 
@@ -125,6 +126,7 @@ def append_shard(
     for run in runs:
         try:
             writer.add_run(renumber(run))
+            del run
         except SequenceError:
             for _ in runs:
                 pass  # if the file is damaged, that is the error

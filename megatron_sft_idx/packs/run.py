@@ -242,8 +242,10 @@ def windows(
     shard.check_ends()
     stop = len(shard) if stop is None else stop
     columns = tuple(columns)
+    # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
+    step = 1 + 2 * (tokens or WINDOW_TOKENS) * len(shard) // max(1, shard.files.num_tokens)
     while first < stop:
-        window = read_window(shard, first, min(first + WINDOW_PACKS, stop), tokens, columns)
+        window = read_window(shard, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns)
         yield window
         first += len(window)
 

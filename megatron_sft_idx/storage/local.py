@@ -6,12 +6,15 @@ cut short is then an error when it is opened, and does not kill the process with
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import io
 import mmap
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +31,10 @@ from megatron_sft_idx.layout.files import FileDigest
 _BUFFER_NBYTES = 1 << 16
 # Hashed and read or written at once. Larger writes take several times as long now and then: ext4 asks for large folios.
 _CHUNK_NBYTES = 1 << 18
+# A file longer than a chunk reserves its room on disk in steps. ext4 then takes it faster, by a tenth of the whole.
+_RESERVED_NBYTES = 1 << 24
+_FALLOC_FL_KEEP_SIZE = 1
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 
 # ---- what is local ----
 
@@ -319,6 +326,7 @@ class OutputFile:
             self.close()
             raise FormatError(f"{path}: no regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
+        self._reserved = 0
 
     def truncate(self, nbytes: int) -> None:
         """Remove all but the first ``nbytes``, and go on writing there."""
@@ -327,6 +335,7 @@ class OutputFile:
             return  # not for nothing: when a file closes that was ever truncated to 0, ext4 writes it to disk at once
         with name_in_errors(self.path):
             os.ftruncate(self._fd, nbytes)
+        self._reserved = 0
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
@@ -341,6 +350,12 @@ class OutputFile:
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = memoryview(data)
+        while _fallocate and _CHUNK_NBYTES < self.nbytes + len(view) > self._reserved:
+            start = max(self.nbytes, self._reserved)
+            step = ctypes.c_int64(start), ctypes.c_int64(_RESERVED_NBYTES)
+            # Where the disk has no such call, or less room, writes go on without.
+            failed = _fallocate(self._fd, _FALLOC_FL_KEEP_SIZE, *step)
+            self._reserved = sys.maxsize if failed else start + _RESERVED_NBYTES
         with name_in_errors(self.path):
             while view:
                 written = os.write(self._fd, view)
@@ -357,9 +372,17 @@ class OutputFile:
 
     def sync(self) -> None:
         """Wait until all bytes are on disk, unless the file is not ``durable``."""
+        self._give_back()
         if self._durable:
             with name_in_errors(self.path):
                 os.fsync(self._fd)
+
+    def _give_back(self) -> None:
+        """Free what was reserved in vain."""
+        if self._reserved > self.nbytes:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.nbytes)
+            self._reserved = 0
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -368,6 +391,7 @@ class OutputFile:
     def close(self) -> None:
         """Close; may be called twice."""
         if self._fd >= 0:
+            self._give_back()
             fd, self._fd = self._fd, -1
             os.close(fd)
 
