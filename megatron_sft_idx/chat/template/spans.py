@@ -8,7 +8,8 @@ They are found in two ways, which must agree. Tracing tells which message wrote 
 conversation's beginnings tell where a turn starts and stops (``scaffold``), and one with marks in the data whose words
 lie there (``words.locate``). Renderings are slow, so they are made only for a new kind of turn: for messages of other
 shapes side by side, or other template text at an edge. The edges are then remembered for all turns of that kind. Where
-tracing cannot follow a template, renderings alone decide, in every row.
+the generation prompt may differ within one kind, it is rendered for every turn, and is of the kind too.
+Where tracing cannot follow a template, renderings alone decide, in every row.
 """
 
 from __future__ import annotations
@@ -387,7 +388,8 @@ class SpanFinder:
         # Arguments of calls, and text in several segments, cannot be told from the template's own text.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
         tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
-        key = (self._variables, self._kinds, around, place, text[low:first], tail)
+        fed = self._edges.fed(message, low, first) if self._rules.prompt_varies else 0
+        key = (self._variables, self._kinds, around, place, text[low:first], tail, fed)
         edge = known.get(key)
         if (
             edge is None
