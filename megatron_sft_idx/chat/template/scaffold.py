@@ -33,7 +33,7 @@ MAX_REMEMBERED = 1 << 14
 _FAR = 256  # characters before the first difference of two renderings from which on they are compared token by token
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
-_TAGS = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
+TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
 _NEAR = 32  # characters before a position by which that position is found again in another rendering
 
@@ -341,8 +341,8 @@ class EdgeFinder:
             return False
         length = _parting(asked[::-1], answered[: at + len(SAID) - 1 : -1])
         behind, before = answered[len(answered) - length :], answered[max(0, at - _NEAR) : at].rstrip()
-        header = next((tag[0] for tag in _TAGS.finditer(before) if tag.end() == len(before)), None)
-        return any(map(str.isalnum, _TAGS.sub(" ", behind))) or (header is not None and header in behind)
+        header = next((tag[0] for tag in TAG.finditer(before) if tag.end() == len(before)), None)
+        return any(map(str.isalnum, TAG.sub(" ", behind))) or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
         """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``.
@@ -352,7 +352,7 @@ class EdgeFinder:
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
         if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
-            tags = [tag[0] for tag in _TAGS.finditer(head) if _ANSWERER.search(tag[0])]
+            tags = [tag[0] for tag in TAG.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
         closed = (self._view(turn + 1) or "").rstrip()

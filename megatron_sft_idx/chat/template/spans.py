@@ -24,7 +24,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, EdgeFinder, LearntEdges, Rules, Written
+from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, TAG, EdgeFinder, LearntEdges, Rules, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.words import (
     REASONING_FIELDS,
@@ -41,7 +41,6 @@ from megatron_sft_idx.errors import SequenceError
 Ranges = list[tuple[int, int]]
 
 _CLOSING = re.compile(r"\s*(<[^<>\s]*>|\[/?[A-Z_]+(?: [A-Z_]+)*\])\s*")
-_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 # In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
 _EMPTY_THINKING = re.compile(
@@ -221,7 +220,7 @@ class SpanFinder:
                 message = segments[at].message
                 # An end of turn has no words, but for its tags; a tag begins with its bracket.
                 if not self._text[start : start + 1].isalnum() and not any(
-                    map(str.isalnum, _TAG.sub("", self._text[start:stop]))
+                    map(str.isalnum, TAG.sub("", self._text[start:stop]))
                 ):
                     before = range(message, -1, -1)
                     message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
