@@ -31,8 +31,9 @@ from megatron_sft_idx.layout.files import FileDigest
 _BUFFER_NBYTES = 1 << 16
 # Hashed and read or written at once. Larger writes take several times as long now and then: ext4 asks for large folios.
 _CHUNK_NBYTES = 1 << 18
-# A file longer than a chunk reserves its room on disk in steps. ext4 then takes it faster, by a tenth of the whole.
-_RESERVED_NBYTES = 1 << 24
+# A file longer than a chunk reserves its room on disk in steps: ext4 then takes a tenth less time to write it. Larger
+# steps are no faster, and on a disk that is almost full take the room of the other files.
+_RESERVED_NBYTES = 1 << 20
 _FALLOC_FL_KEEP_SIZE = 1
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 
@@ -353,9 +354,11 @@ class OutputFile:
         while _fallocate and _CHUNK_NBYTES < self.nbytes + len(view) > self._reserved:
             start = max(self.nbytes, self._reserved)
             step = ctypes.c_int64(start), ctypes.c_int64(_RESERVED_NBYTES)
-            # Where the disk has no such call, or less room, writes go on without.
-            failed = _fallocate(self._fd, _FALLOC_FL_KEEP_SIZE, *step)
-            self._reserved = sys.maxsize if failed else start + _RESERVED_NBYTES
+            self._reserved = start + _RESERVED_NBYTES
+            # Where the disk has no such call, or less room, of which it may have reserved a part, writes go on without.
+            if _fallocate(self._fd, _FALLOC_FL_KEEP_SIZE, *step):
+                self._give_back()
+                self._reserved = sys.maxsize
         with name_in_errors(self.path):
             while view:
                 written = os.write(self._fd, view)
