@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,11 @@ def test_a_blend_is_filled_up_with_masked_rows(tmp_path: Path, ranks: int, micro
 def test_only_packed_data_sets_have_rows(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list: expected a PackedSFTDataset"):
         rows_of([1])
+    paths = [write_packs(tmp_path / name, 3, salt) for salt, name in enumerate("ab")]
+    blend = build(config_of((paths, None)))[0]
+    again = SimpleNamespace(datasets=[blend, blend], dataset_index=blend.dataset_index)
+    with pytest.raises(TypeError, match="a blend of blends"):
+        rows_of(again)
 
 
 # ---- attention ----

@@ -251,7 +251,7 @@ def rows_of(dataset: Any) -> Rows:
         dataset: a ``PackedSFTDataset``, its rows, or a ``BlendedDataset`` of these.
 
     Raises:
-        TypeError: something else.
+        TypeError: something else, such as a blend of blends.
     """
     if isinstance(dataset, Rows):
         return dataset
@@ -261,8 +261,10 @@ def rows_of(dataset: Any) -> Rows:
         raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
     if dataset.dataset_index is None and len(dataset):
         dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
-    members = [rows_of(member) for member in dataset.datasets]
-    return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)  # type: ignore[arg-type]
+    members = [member for member in map(rows_of, dataset.datasets) if isinstance(member, PackedRows)]
+    if len(members) < len(dataset.datasets):
+        raise TypeError("a blend of blends: blend their members, each weighted by the product of its weights")
+    return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)
 
 
 def _reopened(kind: type[PackedRows], source_state: tuple[Any, ...], *others: Any) -> PackedRows:
