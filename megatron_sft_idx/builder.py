@@ -108,11 +108,12 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all packs of another shard.
+        """Append all packs of another shard, and hold it to its checksums on the way.
 
         Raises:
             ShardNotFoundError: there is no packed SFT shard at the prefix.
-            FormatError: its token dtype differs.
+            FormatError: its token dtype differs, or it has columns other than this builder's.
+            CorruptShardError: it does not have its checksums; nothing is published.
             SequenceError: its packs do not fit this builder's capacity or mask dtype.
         """
         shard = Shard(path_prefix)

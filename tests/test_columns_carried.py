@@ -24,8 +24,9 @@ from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.packs import copying, transfer
+from megatron_sft_idx.packs import run as run_module
 from megatron_sft_idx.packs import split as split_module
+from megatron_sft_idx.packs import transfer
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
@@ -82,7 +83,7 @@ def pairs_of(prefix: Path | str) -> list[tuple[int, int]]:
 def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
     tmp_path: Path, parts: SplitSize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (copying, split_module):
+    for module in (run_module, split_module):
         monkeypatch.setattr(module, "COPIED_TOKENS", 20)
     monkeypatch.setattr(writer_module, "_LONG_RUN", 15)
     # Whole pairs in every pack, so that wherever a shard is split there are (C10).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from packs import assert_holds, demo_samples, five_files, folder_of, samples, write_samples
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs import run as run_module
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard import writer as writer_module
 
@@ -118,7 +121,7 @@ def test_adding_a_shard_is_adding_its_packs(
     write_samples(folder / "a", first)
     write_samples(folder / "b", second)
     with pytest.MonkeyPatch.context() as patch, ShardWriter(folder / "x", durable=False) as writer:
-        patch.setattr(writer_module, "STAGE_TOKENS", stage)
+        patch.setattr(run_module, "COPIED_TOKENS", stage)
         patch.setattr(writer_module, "_LONG_RUN", stage)  # longer ones are not staged
         for name in "ab":
             writer.add_shard(Shard(folder / name, backend=backend))
@@ -139,6 +142,39 @@ def test_a_shard_whose_offsets_leave_tokens_out_is_not_added(tmp_path: Path, whi
         with pytest.raises(CorruptShardError, match=rule), ShardWriter(tmp_path / "x", durable=False) as writer:
             writer.add_shard(Shard(tmp_path / "b"))
     assert not (tmp_path / "x.seq.idx").exists()
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize(("suffix", "mask_dtype"), [(".bin", "u1"), (".loss.bin", "f4"), (".seq.bin", "u1")])
+def test_a_shard_without_its_checksums_is_not_added(tmp_path: Path, suffix: str, mask_dtype: str, backend: Any) -> None:
+    write_samples(tmp_path / "a", demo_samples(), mask_dtype=mask_dtype)
+    path = tmp_path / f"a{suffix}"
+    raw = bytearray(path.read_bytes())
+    raw[1 if suffix == ".loss.bin" else 0] ^= 1  # a weight that is as good as the other
+    path.write_bytes(raw)
+    writer = ShardWriter(tmp_path / "x", mask_dtype=mask_dtype, durable=False)
+    with pytest.raises(CorruptShardError, match=re.escape(f"{path}: ")) as caught:
+        writer.add_shard(Shard(tmp_path / "a", backend=backend))
+    assert caught.value.rule == "F3"
+    with pytest.raises(FormatError, match="finished or was abandoned"):
+        writer.finalize()
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(f"a{one}" for one in SUFFIXES)
+
+
+def test_a_shard_with_a_pack_that_does_not_fit_leaves_the_packs_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "COPIED_TOKENS", 1)
+    with ShardWriter(tmp_path / "a", durable=False) as writer:
+        for length in (3, 4, 9, 2):
+            writer.add_pack([1] * length, [0] * length, [0])
+    with ShardWriter(tmp_path / "x", capacity=5, durable=False) as writer:
+        writer.add_pack([1, 2], [0, 0], [0])
+        with pytest.raises(SequenceError, match="rule P1"):
+            writer.add_shard(Shard(tmp_path / "a"))
+        writer.add_pack([3], [0], [0])
+    assert [len(pack["input_ids"]) for pack in Shard(tmp_path / "x")] == [2, 3, 4, 1]
+    assert verify_shard(tmp_path / "x", full=True).ok
 
 
 # ---- what may be handed in ----

@@ -21,7 +21,6 @@ from packs import Sample, assert_holds, demo_samples, five_files, folder_of, ope
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.packs import copying
 from megatron_sft_idx.packs import run as run_module
 from megatron_sft_idx.packs import split as split_module
 from megatron_sft_idx.packs.merge import merge
@@ -159,7 +158,7 @@ def test_trained_positions_are_counted_in_any_chunks(
     folder = tmp_path_factory.mktemp("counted")
     write_samples(folder / "x", packs, mask_dtype=np.float32 if weights else np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "COPIED_TOKENS", window)
+        patch.setattr(run_module, "COPIED_TOKENS", window)
         patch.setattr(split_module, "COPIED_TOKENS", window)
         patch.setattr(run_module, "WINDOW_PACKS", chunk)
         parts = cut(folder / "x", folder / "p", shards=3)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.copying import append_shard, begin_copy, nbytes_of, open_source
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
-from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
+from megatron_sft_idx.shard.journal import BuildOptions
+from megatron_sft_idx.shard.opening import require_same
+from megatron_sft_idx.shard.publication import Publication, places_of
 from megatron_sft_idx.shard.shard_set import require_alike
+from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
 
@@ -182,9 +185,51 @@ def merge(
     with new as writer, watch("merging", total) as advance:
         for number, (source, header) in enumerate(zip(prefixes, headers, strict=True)):
             shard = open_source(source, header.shard_id)
-            append_shard(writer, shard, columns.specs, advance, columns.renumber(number, shard))
+            writer.add_shard(shard, columns=columns.specs, changed=columns.renumber(number, shard), advance=advance)
         merged = writer.finalize()
     notes += columns.notes
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
     return MergeReport(paths.prefix, merged, len(prefixes), notes)
+
+
+# ---- what splitting needs too ----
+
+
+def open_source(prefix: str, shard_id: bytes) -> Shard:
+    """Open a local shard that packs are copied from.
+
+    Its files stay open, so it is the same shard still when another one is published over it.
+
+    Raises:
+        FormatError: its id is not ``shard_id``, or it lies in an object store.
+        ShardNotFoundError, CorruptShardError: as of ``Shard``.
+    """
+    require_local(prefix, "merging or splitting")
+    # Maps would be as fast, but the pages that are read would count as this process's memory.
+    shard = Shard(prefix, backend="pread")
+    require_same(prefix, shard.shard_id, shard_id)
+    return shard
+
+
+def nbytes_of(header: Header) -> int:
+    """Bytes of a shard's five files, without the header of ``.seq.idx``."""
+    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
+
+
+def begin_copy(prefix: str, like: Header, columns: Mapping[str, ColumnSpec], **writing: Any) -> ShardWriter:
+    """A writer of a shard that is made of packs of other shards.
+
+    Args:
+        prefix: the path that the five files will share.
+        like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
+        columns: the columns of the new shard, by name.
+        writing: other arguments of ``Publication``.
+    """
+    numbers = like.capacity or None, like.sequence_multiple, like.pad_id  # an empty shard may have no capacity
+    options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns))
+    writer = ShardWriter.of(
+        Publication(ShardPaths.of(prefix).with_columns(columns), options.encode(), **writing), options
+    )
+    writer.rebuilt = like.rebuilt
+    return writer

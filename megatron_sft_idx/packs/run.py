@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.layout import FileDigest, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.local import StreamHash, digest_file
+from megatron_sft_idx.storage.progress import Advance
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.columns import ShardColumn
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 # Tokens in a run, about. In larger runs, what is done once a run costs no less; smaller ones stay in the cache.
 RUN_TOKENS = 1 << 20
+# So many tokens are read at a time for checksums too. Half as many take a twelfth more time; with more, memory grows.
+COPIED_TOKENS = 1 << 19
 # The most that a window holds, unless its first pack alone holds more: some 50 MiB with what is computed from it.
 WINDOW_PACKS, WINDOW_SEQUENCES, WINDOW_TOKENS = 1 << 15, 1 << 18, 1 << 22
 
@@ -275,3 +282,50 @@ def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, 
         pack=slice(first, first + count),
     )
     return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)
+
+
+def nbytes_of_run(run: PackRun) -> int:
+    """Bytes that the tokens, masks, starts and columns of a run take in the files of a shard."""
+    columns = sum(column.values.nbytes for column in run.columns.values())
+    return run.tokens.nbytes + run.loss_mask.nbytes + 4 * len(run.seq_starts) + columns
+
+
+def checked_runs(shard: Shard, columns: Collection[str], advance: Advance) -> Iterator[PackRun]:
+    """All packs of a shard, with columns; each file is held to its checksum.
+
+    The checksums of local indexes and starts are compared before the first run, all others behind the last. ``advance``
+    is called with the bytes that were read since the last call. CorruptShardError: a file does not have its checksum
+    (F3, of a column C7), or the offsets break O1 or O2.
+    """
+    shard.check_ends()
+    paths, header = ShardPaths.of(shard.prefix), shard.header
+    tokens, loss, idx, starts = header.digests
+    arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
+    small = (paths.idx, 0, idx), (paths.seq_idx, header.nbytes, arrays), (paths.starts, 0, starts)
+    for path, begin, digest in () if is_remote(shard.prefix) else small:
+        _require_checksum(path, "F3", digest_file(path, begin).checksum, digest.checksum)
+    advance(idx.nbytes + arrays.nbytes)
+    expected = {paths.tokens: ("F3", tokens.checksum), paths.loss: ("F3", loss.checksum)}
+    expected |= {paths.column(name): ("C7", shard.columns.open(name).header.checksum) for name in columns}
+    hashes = {path: StreamHash() for path in expected}
+    for window in windows(shard, COPIED_TOKENS, columns):
+        run = window.run()
+        rows = run.tokens, run.loss_mask, *(column.values.reshape(-1) for column in run.columns.values())
+        for stream, values in zip(hashes.values(), rows, strict=True):
+            stream.update(values)
+        advance(nbytes_of_run(run))
+        yield run
+        del run, rows, values  # before the next are read, into the same memory
+    for path, (rule, checksum) in expected.items():
+        _require_checksum(path, rule, hashes[path].checksum(), checksum)
+
+
+def _require_checksum(path: str, rule: str, found: bytes, expected: bytes) -> None:
+    if found != expected:
+        raise CorruptShardError(
+            path,
+            0,
+            rule,
+            f"checksum of all bytes is {found.hex()}, the header says {expected.hex()}; the file was changed or is of"
+            " another shard: restore it. Nothing was published",
+        )

@@ -19,9 +19,9 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
-from megatron_sft_idx.packs.copying import COPIED_TOKENS, begin_copy, checked_runs, nbytes_of, open_source
+from megatron_sft_idx.packs.merge import begin_copy, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
-from megatron_sft_idx.packs.run import windows
+from megatron_sft_idx.packs.run import COPIED_TOKENS, checked_runs, windows
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import locked_outputs

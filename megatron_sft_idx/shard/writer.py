@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from megatron_sft_idx.layout.files import (
     pack_idx_header,
     token_array,
 )
-from megatron_sft_idx.packs.run import PackRun, run_bounds, windows
+from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.shard.journal import (
     MAX_RECORDS,
     PACK,
@@ -82,8 +82,6 @@ class ShardWriter:
     Attributes:
         metadata: JSON object for the header, which may be changed until the shard is complete.
         rebuilt: whether the header will say that the shard was rebuilt.
-        journals_packs: whether ``flush`` records the packs in the journal. If it is False, the caller must record them
-            by ``enter_in_journal``; a recovery leaves out those that are not recorded.
 
     Raises:
         FormatError: an argument that the format does not allow; or something is at the prefix that may not be replaced.
@@ -119,7 +117,7 @@ class ShardWriter:
     def _begin(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._options = publication, options
         self._header: Header | None = None
-        self.rebuilt, self.journals_packs = publication.is_resumed, True
+        self.rebuilt, self._journals_packs = publication.is_resumed, True
         self.metadata: dict[str, Any] = dict(options.metadata)
         self._stage = _native.PackStage(
             options.token_dtype,
@@ -276,20 +274,57 @@ class ShardWriter:
         except (TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
 
-    def add_shard(self, shard: Shard) -> None:
-        """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
+    def add_shard(
+        self,
+        shard: Shard,
+        *,
+        columns: Collection[str] | None = None,
+        changed: Callable[[PackRun], PackRun] = lambda run: run,
+        advance: Advance = lambda nbytes: None,
+    ) -> None:
+        """Add all packs of another shard, in bounded memory, and hold it to its checksums on the way.
+
+        Its packs are entered in the journal behind the last of them, so that nothing of a corrupt shard is recovered
+        from a killed build.
+
+        Args:
+            shard: opened with any backend.
+            columns: names of the columns that go along; None for all, which must be those of this writer.
+            changed: makes of each run of its packs the one that is added.
+            advance: called with the bytes that were read since the last call.
 
         Raises:
-            FormatError: the other shard lacks such a column, or was written with another one; or as of ``windows``.
-            SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
+            FormatError: the other shard lacks a column of this writer, or has another one; nothing was added.
+            CorruptShardError: it does not have its checksums (F3, of a column C7), or as of ``windows``. The build is
+                abandoned.
+            SequenceError: a pack does not fit this writer's capacity or dtypes; the runs before it were added.
         """
-        columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
-        for name in columns:
-            spec, column = self._options.columns.get(name), shard.columns.get(name)
-            if spec is None or column is None or column.spec.kind != spec.kind:
-                raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
-        for window in windows(shard, STAGE_TOKENS, columns):
-            self.add_run(window.run())
+        if columns is None:
+            columns = {*self._options.columns, *listed_columns(shard.header.metadata)}
+            for name in columns:
+                spec, column = self._options.columns.get(name), shard.columns.get(name)
+                if spec is None or column is None or column.spec.kind != spec.kind:
+                    raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
+        self._require_ready("label")
+        self.flush()
+        begin, refused = self.num_packs, None
+        with self._all_or_nothing():
+            self._journals_packs = False
+            for run in checked_runs(shard, columns, advance):
+                try:
+                    if refused is None:  # of a shard that is damaged, that is the error
+                        self.add_run(changed(run))
+                except SequenceError as error:
+                    refused = error
+                del run
+            self.flush()
+            self._journals_packs = True
+            for first in range(0, self.num_packs - begin, CHUNK_PACKS):
+                last = min(first + CHUNK_PACKS, self.num_packs - begin)
+                offsets = shard.files.token_offsets[first : last + 1], shard.files.sequence_offsets[first : last + 1]
+                self._enter_in_journal(np.diff(offsets).T)
+        if refused:
+            raise refused
 
     def add_run(self, run: PackRun) -> None:
         """Add the packs of a run, with its columns. Errors as of ``add_packs``."""
@@ -361,11 +396,11 @@ class ShardWriter:
                 for values in arrays:
                     self._files[paths.column(name)][1].write(values.reshape(-1))
                 arrays.clear()
-            if self.journals_packs:
-                self.enter_in_journal(np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
+            if self._journals_packs:
+                self._enter_in_journal(np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
             stage.clear()
 
-    def enter_in_journal(self, records: NDArray[Any]) -> None:
+    def _enter_in_journal(self, records: NDArray[Any]) -> None:
         """Record packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
         for start in range(0, len(records), MAX_RECORDS):
             self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))

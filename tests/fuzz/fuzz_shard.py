@@ -11,6 +11,7 @@ from fuzz import pieces
 from fuzz.contract import refused, scratch
 from fuzz.repair import repair_shard
 
+from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 ORDER = (".seq.idx", ".seq.bin", ".bin", ".loss.bin", ".idx")
@@ -45,7 +46,8 @@ def _write_again(prefix: str) -> None:
         source = Shard(prefix)
         dtypes = {"token_dtype": source.header.token_dtype, "mask_dtype": source.header.mask_dtype}
         with ShardWriter(prefix + "-again", **dtypes, durable=False, overwrite=True) as writer:
-            writer.add_shard(source)
+            for window in windows(source):
+                writer.add_run(window.run())
         again = Shard(prefix + "-again")
         assert len(again) == len(source)
         for ours, theirs in zip(again, source, strict=True):
