@@ -20,7 +20,7 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, write_column
-from megatron_sft_idx.tokenize import PackOptions, pack_shard
+from megatron_sft_idx.tokenize import PackOptions, gather, pack_shard
 
 CARRIED = {name: spec for name, spec in SPECS.items() if spec.per != "pack"}
 # Which token and which sequence of the source a row is of.
@@ -136,3 +136,25 @@ def test_nothing_is_said_to_be_lost_where_nothing_is(tmp_path: Path, capsys: pyt
     assert "lost" not in capsys.readouterr().out
     write_columned(tmp_path / "z", demo_samples(), {"source": SOURCE})
     assert_columns(Shard(tmp_path / "z"), {"source": SOURCE})
+
+
+def test_a_column_that_was_attached_meanwhile_is_in_all_shards_of_a_resumed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_columned(tmp_path / "x", demo_samples(), {})
+    options, write_shard, written = PackOptions(capacity=40), gather.write_shard, []
+
+    def interrupted(*arguments: Any) -> Any:
+        if written:
+            raise KeyboardInterrupt
+        written.append(arguments)
+        return write_shard(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gather, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, shards=2)
+    write_column(tmp_path / "x", "late", np.arange(Shard(tmp_path / "x").header.num_sequences), per="sequence")
+    pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, shards=2, resume=True)
+    shards = [Shard(tmp_path / f"y-0000{number}-of-00002") for number in range(2)]
+    assert [list(shard.columns) for shard in shards] == [["late"], ["late"]]

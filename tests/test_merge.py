@@ -224,5 +224,6 @@ def test_an_origin_that_somebody_else_wrote_is_not_believed(tmp_path: Path, bad:
     write_samples(tmp_path / "a", demo_samples(3), metadata={"origin": bad})
     header = read_header(tmp_path / "a")
     assert origin.origin_runs(header) == [origin.own_run(header)]
-    wrong = dataclasses.asdict(origin.own_run(header)) | {"num_tokens": 1}
-    assert origin.origin_runs(dataclasses.replace(header, metadata={"origin": [wrong]})) == [origin.own_run(header)]
+    for other in ({"num_tokens": 1}, {"shard_id": ["x"]}, {"source": 3}, {"first_pack": -1}, {"first_pack": 0.0}):
+        wrong = dataclasses.asdict(origin.own_run(header)) | other
+        assert origin.origin_runs(dataclasses.replace(header, metadata={"origin": [wrong]})) == [origin.own_run(header)]

@@ -17,6 +17,7 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
 from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
 from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.storage.remote import RemoteStore
 
 
 @pytest.fixture
@@ -123,6 +124,16 @@ def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tm
     (tmp_path / "store/x.upload").unlink()
     copy_shard(shard, f"{store}/x")
     assert five_files(tmp_path / "store/x") == five_files(shard)
+
+
+def test_an_upload_whose_last_object_is_gone_again_is_an_error(
+    shard: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = RemoteStore.create
+    monkeypatch.setattr(RemoteStore, "create", lambda *args: not args[1].endswith(".seq.idx") and create(*args))
+    with pytest.raises(FormatError, match=r"x\.seq\.idx: is not what was uploaded a moment ago"):
+        copy_shard(shard, f"{store}/x")
+    assert not (tmp_path / "store/x.seq.idx").exists()
 
 
 def test_the_size_of_a_remote_shard_is_that_of_its_own_files(shard: str, store: str, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class Reader(PackedReader):
             source = pa.OSFile(self.path)
             # A group is read buffer by buffer instead of at once, for passes over files whose row groups are large.
             self._file = pq.ParquetFile(source, buffer_size=_READ_NBYTES, pre_buffer=False)
-            # Other content has another footer, which has size, counts and range of values of each field in each group.
+            # Of copies it is the same. A footer has size, counts and range of values of each field in each group.
             size = source.size()
             source.seek(size - 8)
             nbytes = int.from_bytes(source.read(4), "little")

@@ -255,17 +255,16 @@ class _Upload(_Target):
 
     def _publish(self) -> None:
         self.claim()
-        if changed := [suffix for suffix in self.suffixes[:-1] if not self._is_sent(suffix)]:
-            raise FormatError(
-                f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
-                " run the command again when it is done"
-            )
+        changed = [suffix for suffix in self.suffixes[:-1] if not self._is_sent(suffix)]
         nbytes, checksum = self._expected[".seq.idx"]
-        created = self.store.create(self.key + ".seq.idx", self._source.seq_idx, checksum)
-        if created:
+        if not changed and self.store.create(self.key + ".seq.idx", self._source.seq_idx, checksum):
             self.nbytes_sent += nbytes
-        else:  # created already: by a request whose answer was lost, or by another upload of the same shard
-            self.is_published(overwrite=False)
+        # Else it may be there by a request whose answer was lost, or by another upload of the same shard.
+        elif changed or not self.is_published(overwrite=False):
+            raise FormatError(
+                f"{self.prefix}{[*changed, '.seq.idx'][0]}: is not what was uploaded a moment ago; another upload"
+                " writes here: run the command again when it is done"
+            )
         self._on_progress(nbytes)
 
     def _is_sent(self, suffix: str) -> bool:

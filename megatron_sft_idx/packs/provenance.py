@@ -57,10 +57,11 @@ def origin_runs(header: Header) -> list[OriginRun]:
     """The runs that make up a shard: its ``origin`` where that fits the header's counts, else the shard itself."""
     try:
         runs = [OriginRun(**entry) for entry in header.metadata[ORIGIN]]
-        counts = [[getattr(run, name) for name in _COUNTS] for run in runs]
-        are_counts = all(type(value) is int and value >= 0 for row in counts for value in row)
-        fits = are_counts and list(map(sum, zip(*counts, strict=True))) == [getattr(header, name) for name in _COUNTS]
-        fits = fits and all(type(run.first_pack) is int for run in runs)
+        counts = [[run.first_pack, *(getattr(run, name) for name in _COUNTS)] for run in runs]
+        fits = all(type(value) is int and value >= 0 for row in counts for value in row)
+        fits = fits and all(type(run.shard_id) is str and isinstance(run.source, str | None) for run in runs)
+        sums = list(map(sum, zip(*counts, strict=True)))[1:]
+        fits = fits and sums == [getattr(header, name) for name in _COUNTS]
     except (KeyError, TypeError):
         fits = False
     return runs if fits else [own_run(header)]

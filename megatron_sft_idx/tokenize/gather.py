@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.run import fewer_tokens
 from megatron_sft_idx.packs.split import output_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
@@ -322,7 +323,8 @@ class PlannedShard(NamedTuple):
         else:
             header = read_header(self.prefix)
         written: dict[str, Any] = {"format_writer": None, "columns": None}
-        return header if header.metadata | written == self.settings["metadata"] | written else None
+        same = header.metadata | written == self.settings["metadata"] | written
+        return header if same and listed_columns(header.metadata).keys() == self.settings["columns"].keys() else None
 
 
 def planned_shards(

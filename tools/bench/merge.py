@@ -86,7 +86,7 @@ Way = Callable[[list[str], str], None]
 WAYS: list[tuple[str, Way]] = [
     ("`merge`", partial(with_merge, durable=False)),
     ("`merge`, waiting for the disk", partial(with_merge, durable=True)),
-    ("`ShardWriter.add_shard`, without checksums of the sources", with_add_shard),
+    ("`ShardWriter.add_shard`", with_add_shard),
     (STOCK, with_add_index),
     (CAT, with_cat),
 ]
