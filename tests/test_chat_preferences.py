@@ -67,6 +67,16 @@ def test_a_pair_in_any_shape(name: str) -> None:
     assert repr(row) == before
 
 
+@pytest.mark.parametrize("key", ["role", "from", "content", "value", "weight", "tool_calls"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_null_in_one_column_changes_no_pair(name: str, key: str) -> None:
+    expected = read_judged(SHAPES[name], PAIRS)
+    for column, value in SHAPES[name].items():
+        one = [{key: None} | turn for turn in value] if isinstance(value, list) else value
+        row = SHAPES[name] | {column: {key: None} | value if isinstance(value, dict) else one}
+        assert read_judged(row, PAIRS) == expected
+
+
 def test_only_what_follows_the_common_messages_is_trained_on() -> None:
     before = said("Be kind", roles="s") + said("Q1", "A1", "Q2")
     row = {

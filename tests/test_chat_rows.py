@@ -178,6 +178,45 @@ def test_good_row(case):
     assert (got.tools, got.kwargs) == (None, {})
 
 
+# Every key that some kind of row, message, part, call or tool has; a table that holds them all has nulls for the rest.
+COLUMNS = (
+    "messages conversations conversation input_ids loss_mask labels prompt completion instruction input output history"
+    " system tools functions chat_template_kwargs chosen rejected rejected_response label kto_tag images"
+    " role content from value type text weight train reasoning_content thinking tool_calls function_call"
+    " function id name arguments parameters enable_thinking add_generation_prompt"
+)
+KEYS = COLUMNS.split()
+TWO_STYLES = {
+    "messages": [
+        turn("human", "Q"),
+        turn("function_call", '{"name": "f", "parameters": {}}'),
+        turn("tool", "1", name="f"),
+        turn("gpt", "A"),
+    ],
+    "tools": [TOOL],
+    "chat_template_kwargs": {"x": 1},
+}
+
+
+def with_nulls(value, keys):
+    """The value with a null for each of these keys that an object in it lacks; schemas and arguments stay."""
+    if isinstance(value, list):
+        return [with_nulls(each, keys) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = ("arguments", "parameters", "extra")
+    lacking = dict.fromkeys(key for key in keys if key not in value)
+    return lacking | {key: each if key in kept else with_nulls(each, keys) for key, each in value.items()}
+
+
+@pytest.mark.parametrize("keys", [*([key] for key in KEYS), KEYS], ids=[*KEYS, "all"])
+def test_a_null_is_as_a_key_that_is_absent(keys):
+    verdict = {"messages": CHAT, "label": 1}  # the class of a row, as nothing is completed
+    for row in [TWO_STYLES, verdict, *(row for row, _ in GOOD.values())]:
+        without, given = to_sequence_source(row), to_sequence_source(with_nulls(row, keys))
+        assert json.dumps(given) == json.dumps(without)  # in the same order, too
+
+
 @pytest.mark.parametrize(
     ("row", "weights"),
     [

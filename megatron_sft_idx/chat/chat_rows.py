@@ -123,9 +123,9 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
             " rows with --row-kind preference, or name the column with the one answer as messages with --messages-key"
         )
     for key in VERDICTS:
-        verdict = data.get(key)
+        verdict, judges = data.get(key), data.get("completion") is not None
         # A number may be the class of a row; beside a completion it is a verdict on that.
-        if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
+        if isinstance(verdict, bool) or (verdict in (0, 1) and judges and isinstance(verdict, int)):
             raise RowError(
                 f"{key} is {str(verdict).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
                 " trains on every one: keep the column with --row-kind kto, or the good rows without it"
@@ -159,7 +159,7 @@ def _read_list(turns: Any, key: str) -> _Turns:
     if not turns:
         raise RowError(f"{key} is empty")
     first = turns[0]
-    is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
+    is_sharegpt = isinstance(first, dict) and _first(first, ("role", "from")) == "from"
     messages, weights = [], []
     for i, turn in enumerate(turns):
         message, weight = _read_plain(turn, is_sharegpt), 1.0
@@ -268,7 +268,7 @@ def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
     read = []
     for i, each in enumerate(_typed([] if tools is None else tools, list, key, "a list of tool schemas")):
         what = f"{key}[{i}]"
-        tool = _typed(_parsed(each, what), dict, what)
+        tool = without_nulls(_typed(_parsed(each, what), dict, what))
         read.append({"type": "function", "function": tool} if key == "functions" else tool)
     return read or None
 
@@ -279,11 +279,11 @@ def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
     kwargs = _parsed(kwargs, name) if _is_filled(kwargs) else None
     if not _is_filled(kwargs):
         return {}
-    kwargs = _typed(kwargs, dict, name)
+    kwargs = without_nulls(_typed(kwargs, dict, name))
     for key in _RESERVED_KWARGS:
         if key in kwargs:
             raise RowError(f"{name} sets {key}, which is not a row's to set")
-    return dict(kwargs)
+    return kwargs
 
 
 # ---- turns of ShareGPT's, and OpenAI's messages, the one form that chat templates are handed ----
@@ -443,7 +443,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
         outer = {key: call[key] for key in ("id",) if call.get(key) is not None}
         function = {key: value for key, value in call.items() if key not in ("id", "type", "function")}
     else:
-        outer = {key: value for key, value in call.items() if value is not None}
+        outer = without_nulls(call)
         function = _typed(call["function"], dict, f"{what}.function")
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -454,7 +454,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = _parsed(arguments, where) if arguments.strip() else None
     parsed = {} if arguments is None else _typed(arguments, dict, where, "an object, or a JSON string of one")
-    rest = {name: value for name, value in function.items() if name != key}
+    rest = {name: value for name, value in function.items() if name != key and value is not None}
     return outer | {"type": "function", "function": rest | {"arguments": parsed}}
 
 
@@ -608,6 +608,11 @@ def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
         if data.get(name) is not None:
             return name
     return None
+
+
+def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys whose value is not null: a table has a null for every key that only other rows have."""
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind:

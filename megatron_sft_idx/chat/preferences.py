@@ -39,6 +39,7 @@ from megatron_sft_idx.chat.chat_rows import (
     require_object,
     to_sequence_source,
     turns_of_pairs,
+    without_nulls,
 )
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
@@ -82,7 +83,7 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
-    messages = messages_of_json(data[turns]) if turns else None
+    messages = _turns(data[turns]) if turns else None
     if messages is not None and not isinstance(messages, list):
         raise RowError(f"{turns} is no list of messages")
     rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in)
@@ -109,18 +110,25 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
 
 def _answer(value: Any, key: str) -> tuple[Turns, bool]:
     """The turns of an answer, and whether they are a whole conversation rather than what follows the prompt."""
-    value = messages_of_json(value)
+    value = _turns(value)
     if isinstance(value, str):
         return (_transcript(value), True) if value.startswith(_HUMAN) else ([_message("assistant", value)], False)
     if isinstance(value, dict):
-        return [value], False
+        return [without_nulls(value)], False
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
     return value, value[0].get("role", value[0].get("from")) in _BEGINNERS
 
 
+def _turns(value: Any) -> Any:
+    """Messages without their nulls, so that those of two columns compare alike; any other value as it is."""
+    turns = messages_of_json(value)
+    is_list = isinstance(turns, list)
+    return [without_nulls(turn) if isinstance(turn, dict) else turn for turn in turns] if is_list else turns
+
+
 def _prompt_of(data: dict[str, Any]) -> Turns:
-    prompt = messages_of_json(data.get("prompt"))
+    prompt = _turns(data.get("prompt"))
     if isinstance(prompt, list):
         return prompt
     if isinstance(prompt, str) and prompt.startswith(_HUMAN):
