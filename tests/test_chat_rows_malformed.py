@@ -47,6 +47,7 @@ BAD = [
     # messages
     ({"messages": []}, "messages is empty"),
     ({"messages": {"role": "user"}}, "messages is an object, expected a list"),
+    ({"messages": (USER, BOT)}, "messages is tuple, expected a list"),
     ({"messages": "hello"}, "messages is a string that is not valid JSON"),
     ({"messages": '{"role": "user"}'}, "messages is an object, expected a list"),
     ({"messages": ["hello"]}, r"messages\[0\] is a string, expected an object with role and content"),
@@ -159,7 +160,9 @@ BAD = [
     (ids(loss_mask=1), "loss_mask is not a flat list of numbers"),
     (ids(labels=[-100, 6]), "labels has 2 entries"),
     (ids(labels=[-100, 6.5, 7]), "labels is not a flat list of integers"),
-    (ids(labels=[-100, 9, 7]), "labels: 9 stands for the token 6 at 1; expected that id or -100$"),
+    (ids(labels=[-100, 9, 7]), r"labels\[1\] is 9 and stands for the token 6; expected that id or -100$"),
+    ({"input_ids": [5], "labels": [9]}, r"labels\[0\] is 9 .* expected that id or -100$"),
+    (ids(labels=[-100, -100, 9]), r"labels\[2\] is 9 .* expected that id or -100$"),
     (ids(labels=[6, 7, -100]), "they look shifted by one: hand them in as label-aligned"),
     (ids(labels=[5, 6, 7], attention_mask=[1, 1, 0]), "attention_mask has zeros: the row is padded"),
 ]
@@ -184,7 +187,8 @@ def test_bad_row(row, reason):
             ids(labels=[-100, 6, 7]),
             r"labels is 7 at the last position, expected -100: no token follows .*; token-aligned\?",
         ),
-        (ids(labels=[6, 9, -100]), "labels: 9 stands for the token 7 at 2"),
+        (ids(labels=[6, 9, -100]), r"labels\[1\] is 9 and stands for the token 7; expected that id or -100$"),
+        (ids(loss_mask=[-1, 1, 0]), r"loss_mask\[0\] is -1"),
     ],
 )
 def test_bad_row_with_label_aligned_masks(row, reason):

@@ -526,14 +526,13 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
     if len(values) != len(ids):
         raise RowError(f"{key} has {len(values)} entries for {len(ids)} input_ids")
     nothing = _NOT_TRAINED if key == "labels" else 0
-    if alignment == "label":
-        if values[-1] != nothing:
-            raise RowError(
-                f"{key} is {values[-1]} at the last position, expected {nothing}: no token follows that it could be"
-                " of; token-aligned?"
-            )
-        values = np.concatenate([np.full(1, nothing, values.dtype), values[:-1]])
-    return TokenizedRow(ids, _mask_of_labels(values, ids) if key == "labels" else _mask_of_numbers(values, key))
+    if alignment == "label" and values[-1] != nothing:
+        raise RowError(
+            f"{key} is {values[-1]} at the last position, expected {nothing}: no token follows that it could be"
+            " of; token-aligned?"
+        )
+    mask = _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
+    return TokenizedRow(ids, np.roll(mask, 1) if alignment == "label" else mask)
 
 
 def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
@@ -546,13 +545,14 @@ def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
     return mask
 
 
-def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64], alignment: MaskAlignment) -> NDArray[np.float32]:
     trained: NDArray[np.bool_] = labels != _NOT_TRAINED
-    wrong = trained & (labels != ids)
+    targets = np.roll(ids, -1) if alignment == "label" else ids
+    wrong = trained & (labels != targets)
     if wrong.any():
         at = int(np.argmax(wrong))
-        reason = f"labels: {labels[at]} stands for the token {ids[at]} at {at}; expected that id or -100"
-        if (labels[:-1] == ids[1:])[trained[:-1]].all():
+        reason = f"labels[{at}] is {labels[at]} and stands for the token {targets[at]}; expected that id or -100"
+        if trained[:-1].any() and (labels[:-1] == ids[1:])[trained[:-1]].all():
             reason += "; they look shifted by one: hand them in as label-aligned"
         raise RowError(reason)
     return trained.astype(np.float32)
@@ -582,8 +582,7 @@ def _integers(values: Any, key: str) -> NDArray[np.int64]:
 
 _JSON_NAMES: dict[type, str] = {
     **dict.fromkeys((int, float), "a number"),
-    **dict.fromkeys((list, tuple), "a list"),
-    **{bool: "a boolean", str: "a string", dict: "an object", type(None): "null"},
+    **{bool: "a boolean", str: "a string", list: "a list", dict: "an object", type(None): "null"},
 }
 
 
