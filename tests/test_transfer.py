@@ -170,6 +170,19 @@ def test_resume_sends_what_an_earlier_run_had_built(store: str, tmp_path: Path) 
     assert not (tmp_path / "staging").exists()
 
 
+def test_a_corpus_in_the_way_is_told_before_the_work(shard: str, store: str, tmp_path: Path) -> None:
+    copy_shard(shard, f"{store}/x.unpacked")
+    to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
+    refused = preprocess(tmp_path, *to, "--keep-corpus")
+    assert (refused.code, refused.out) == (1, "")
+    assert f"{store}/x.unpacked: a shard is here; choose another prefix, or pass overwrite (--over" in refused.err
+    assert names(tmp_path / "staging") == set()
+    assert preprocess(tmp_path, *to).code == 0  # writes no corpus
+    assert five_files(tmp_path / "store/x.unpacked") == five_files(shard)
+    assert preprocess(tmp_path, *to, "--keep-corpus", "--overwrite").code == 0
+    assert five_files(tmp_path / "store/x.unpacked") != five_files(shard)
+
+
 def test_pack_and_merge_write_to_a_store(shard: str, store: str, tmp_path: Path) -> None:
     staging = ("--staging", tmp_path / "staging")
     for arguments in (("pack", shard, "--seq-length", 64), ("merge", shard, shard)):

@@ -244,11 +244,12 @@ def run_job(
     path = None if summary is None else os.fspath(summary)
     if path is not None:
         check_summary(path, overwrite=replaces)
-    beside = [corpus_prefix("")]
+    corpus = corpus_prefix("")
     output = Destination(
         options.prefix,
         shards=options.output_shards,
         valid=options.has_valid,
+        beside=[corpus] if options.keep_corpus else [],
         staging=staging,
         overwrite=options.overwrite,
         summary=path,
@@ -257,12 +258,12 @@ def run_job(
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
         nbytes = sum(sizes) // _MAX_INPUT_PER_OUTPUT
-        output.prepare(reads, beside=beside, columns=options.encoding.columns, resume=resume, nbytes=nbytes)
+        output.prepare(reads, beside=[corpus], columns=options.encoding.columns, resume=resume, nbytes=nbytes)
         report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
-    output.publish(*(beside if options.keep_corpus else []))
+    output.publish()
     report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
     if path is not None:
         report.write(path, overwrite=replaces)
@@ -291,6 +292,7 @@ class Destination:
         prefix: as the user gave it.
         shards: how many shards are written.
         valid: whether there is one to validate with too.
+        beside: other shards that are uploaded to a remote prefix too, by what is added to it.
         staging: the local folder for a remote prefix.
         overwrite: replace shards that are there.
         summary: path of a JSON file that is written too.
@@ -305,14 +307,18 @@ class Destination:
         *,
         shards: int = 1,
         valid: bool = False,
+        beside: Sequence[str] = (),
         staging: str = STAGING,
         overwrite: bool = False,
         summary: str | None = None,
     ) -> None:
-        self.prefix, self._summary = prefix, summary
+        self.prefix, self._summary, self._beside = prefix, summary, beside
         self._suffixes = output_prefixes("", shards, valid=valid)
         self._staged = StagedOutput(prefix, staging, overwrite=overwrite) if is_remote(prefix) else None
         self.local = self._staged.local if self._staged else prefix
+        # A corpus that is there, where shards are built, is used again: only its remote prefix must be free.
+        remote = [self._staged.prefix + end for end in beside] if self._staged else []
+        self._staged_beside = [StagedOutput(each, staging, overwrite=overwrite) for each in remote]
 
     def prepare(
         self,
@@ -343,11 +349,13 @@ class Destination:
             require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(shards))
         if self._staged:
             self._staged.prepare(self._suffixes, resume=resume)
+            for each in self._staged_beside:
+                each.prepare(resume=resume)
             print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
 
-    def publish(self, *beside: str) -> None:
-        """Upload shards built for a remote prefix, and those ``beside`` it; say where they are if that fails."""
-        pending = [*self._suffixes, *beside] if self._staged else []
+    def publish(self) -> None:
+        """Upload shards built for a remote prefix, and those beside it; say where they are if that fails."""
+        pending = [*self._suffixes, *self._beside] if self._staged else []
         try:
             while self._staged and pending:
                 with show_progress(1024)("uploading", shard_nbytes(self.local + pending[0])) as advance:
