@@ -51,7 +51,9 @@ def all_in(folder: Path) -> dict[str, bytes]:
         ("paths", "rows.jsonl"),
         ("list", "rows.jsonl"),
         ("rows", "rows.jsonl"),
+        ("array", "rows.jsonl"),
         ("pipe", "stdin"),
+        ("pipe's path", "stdin"),
     ],
     indirect=["by_command"],
 )
@@ -62,6 +64,7 @@ def test_files_and_rows_make_the_bytes_of_the_command(
     piped = io.TextIOWrapper(io.BytesIO(path.read_bytes()))
     monkeypatch.setattr(sys, "stdin", piped)
     rows: Any = {"path": path, "paths": [str(path)], "list": ROWS, "rows": iter(ROWS), "pipe": "-"}
+    rows |= {"array": np.array(ROWS), "pipe's path": [Path("-")]}
     made = preprocess(rows[given], out=tmp_path / "new/x", **USUAL)
     assert all_in(tmp_path / "new") == by_command
     assert str(made).startswith(f"wrote {tmp_path}/new/x\nrows            318")
@@ -117,6 +120,7 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
         ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: cannot be written as JSON: a str, expected a dict"),
         ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], SequenceError, "rows:1: .*float"),
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),
+        (np.zeros((2, 3)), SequenceError, "rows:1: .* a ndarray, expected a dict"),
         ([], FormatError, "no input"),
     ],
 )

@@ -474,7 +474,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as temporary:
         if hasattr(rows, "save_to_disk"):
             rows.save_to_disk(path := os.path.join(temporary, "dataset"))
-        elif rows == "-" or head == ["-"]:
+        elif isinstance(head[0], (str, os.PathLike)):  # the pipe, as other paths are through
             with open(path := os.path.join(temporary, "stdin"), "xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         else:
