@@ -50,6 +50,16 @@ Packing: TypeAlias = Literal[
 
 # Options that are whole numbers and may be 0; all others must be 1 or more.
 FROM_ZERO = ("workers", "seed", "log_interval")
+# By the hint of an option: the types that its value may have, and what they are called.
+_EXPECTED: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    str: (str | os.PathLike, "a path"),
+    str | None: (str | None, "a string"),
+    StrPath: (str | os.PathLike, "a path; an object that was loaded is saved by its save_pretrained(FOLDER)"),
+    StrPath | None: (str | os.PathLike | None, "a path"),
+    Sequence[str]: (list | tuple, "a list of strings"),
+    Mapping[str, Any] | None: (Mapping | None, "a dict"),
+}
 _INPUT = "the input"
 # Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
 _MAX_INPUT_PER_OUTPUT = 256
@@ -132,7 +142,8 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         FormatError: a value that is none of the choices, or options that do not go together.
     """
     for name, hint in get_type_hints(preprocess).items():
-        _require_choice(name, given.get(name), hint)
+        if name in given:
+            _require_choice(name, given[name], hint)
     prefix, engine = os.fspath(given["out"]), given["engine"]
     if given["resume"] and given["overwrite"]:
         raise FormatError("--resume goes on with what is there, --overwrite starts anew: choose one")
@@ -171,13 +182,12 @@ def _options(kind: Callable[..., Options], given: Mapping[str, Any], /, **values
 
 def _require_choice(name: str, value: Any, hint: Any) -> None:
     """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
-    if hint is bool and not isinstance(value, bool):
-        raise FormatError(f"{name}: {value!r}, expected True or False")
-    if hint is StrPath and not isinstance(value, (str, os.PathLike)):
-        raise FormatError(
-            f"{name}: a {type(value).__name__}, expected a path; an object that was loaded is saved by its"
-            " save_pretrained(FOLDER)"
-        )
+    kinds, expected = _EXPECTED.get(hint, (object, ""))
+    if not isinstance(value, kinds):
+        shown = f"a {type(value).__name__}" if hint is StrPath else repr(value)
+        raise FormatError(f"{name}: {shown}, expected {expected}")
+    if hint == Sequence[str] and (wrong := [each for each in value if not isinstance(each, str)]):
+        raise FormatError(f"{name}: {wrong[0]!r}, expected a string")
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
     if hint in (int, int | None) and value is not None:
