@@ -302,6 +302,25 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == before
 
 
+def test_what_a_job_reads_is_what_its_inputs_stand_for(tmp_path, monkeypatch):
+    names = ["a1.jsonl", "a[1].jsonl", "data/raw/deep/er/c.jsonl", "data/raw/saved/state.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for pattern, found in {
+        "a[1].jsonl": ["a[1].jsonl"],
+        "a[12].jsonl": ["a1.jsonl"],
+        "~/a1.jsonl": [str(tmp_path / "a1.jsonl")],
+        "data/raw/**/c.jsonl": names[2:3],
+        "data/raw/*": names[3:],
+    }.items():
+        reads = tokenize.reads_of([pattern], tokenize.EncodingOptions(str(TOKENIZER)))
+        assert [place.path for place in reads if place.role == "the input"] == found
+        assert tokenize.downloaded({"tokenizer": TOKENIZER}, [pattern]) == [pattern]  # none is a name of the hub
+
+
 def test_counts_are_json_however_far_their_job_came():
     report = CorpusReport()
     report.notes["literals"] = 3

@@ -104,8 +104,6 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     found_by: dict[str, str] = {}
     for given in patterns:
         pattern = os.fspath(given)
-        if not pattern.strip():
-            raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
         for path in _objects_of(pattern) if is_remote(pattern) else _paths_of(pattern):
             real = path if is_remote(path) else os.path.realpath(path)
             if other := found_by.get(real):
@@ -115,26 +113,27 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     return files
 
 
-def _paths_of(pattern: str) -> list[str]:
+def named_by(pattern: str) -> list[str]:
+    """The local files and ``save_to_disk`` folders that a path or glob stands for; errors as of ``expand_inputs``."""
+    if not pattern.strip():
+        raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
     path = os.path.expanduser(pattern)
-    if os.path.isdir(path):
-        return _files_of_folder(path)
     if os.path.lexists(path):
         return [path]
     if not re.search(r"[*?\[]", path):
         raise FormatError(f"{pattern}: no such file or folder")
     matches = sorted(glob.glob(path, recursive=True))
     folders = {match for match in matches if any(os.path.isfile(os.path.join(match, name)) for name in _SAVED_NAMES)}
-    paths: list[str] = []
-    for match in matches:
-        if match in folders:
-            paths += _files_of_folder(match)
-        # Plain folders, which ** matches too, are passed over; so are files in a folder that was taken as a dataset.
-        elif not os.path.isdir(match) and os.path.dirname(match) not in folders:
-            paths.append(match)
-    if not paths:
+    # Plain folders, which ** matches too, are passed over; so are files in a folder that was taken as a dataset.
+    apart = [each for each in matches if not os.path.isdir(each) and os.path.dirname(each) not in folders]
+    if not (apart or folders):
         raise FormatError(f"{pattern}: no file matches")
-    return paths
+    return sorted([*apart, *folders])
+
+
+def _paths_of(pattern: str) -> list[str]:
+    names = named_by(pattern)
+    return [path for name in names for path in (_files_of_folder(name) if os.path.isdir(name) else [name])]
 
 
 def _objects_of(pattern: str) -> list[str]:

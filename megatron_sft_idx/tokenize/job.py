@@ -21,6 +21,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
+from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
@@ -424,7 +425,7 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
 
 def _hub_name(text: str) -> re.Match[str] | None:
     """Repository, revision and files that a name of the hub consists of; None for paths and URLs."""
-    is_path = is_remote(text) or os.path.lexists(text) or glob.glob(text) or text.startswith((".", "/"))
+    is_path = is_remote(text) or os.path.lexists(text) or glob.glob(text, recursive=True) or text.startswith((".", "/"))
     return None if is_path else _HUB_NAME.fullmatch(text)
 
 
@@ -443,11 +444,11 @@ def _download(hub_name: re.Match[str], kind: str, files: Sequence[str]) -> str:
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
-    """The local files that a job reads."""
-    paths = [path for pattern in inputs for path in (glob.glob(pattern) or [pattern])]
+    """The local files that a job reads; FormatError where one of its inputs is not there."""
+    local = [pattern for pattern in inputs if pattern != "-" and not is_remote(pattern)]
     template = [Place(encoding.template_name, "the chat template")] if encoding.chat_template is not None else []
     return [
-        *(place for path in paths if not is_remote(path) for place in places_at(path, _INPUT)),
+        *(place for pattern in local for path in named_by(pattern) for place in places_at(path, _INPUT)),
         *places_at(encoding.tokenizer, "the tokenizer"),
         *template,
     ]
