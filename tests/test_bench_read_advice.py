@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_sft_idx.inspect import medium
 from megatron_sft_idx.inspect.bench_read import (
     BenchOptions,
     ReadingReport,
@@ -228,6 +229,19 @@ def test_the_place_of_a_file_here(tmp_path: Path) -> None:
     place = medium_of(str(tmp_path / "x"))
     assert place.filesystem
     assert 0 < available_nbytes() <= os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_limit_of_a_group_above_counts_where_the_own_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = {"": None, "job": 4096, "job/task": "max", "job/task/own": None}
+    for name, limit in groups.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "cgroup.procs").touch()
+        if limit is not None:
+            (tmp_path / name / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(medium, "_limit_of_group", lambda: tmp_path / "job/task/own/memory.max")
+    assert available_nbytes() == 4096
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def available_nbytes() -> int:
     with open("/proc/meminfo") as file:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     group = _limit_of_group()
-    while group is not None and group.is_file():
-        text = group.read_text().strip()
+    while group is not None and (group.parent / "cgroup.procs").is_file():
+        text = group.read_text().strip() if group.is_file() else "max"  # its memory may be left to those above
         if text != "max":
             found.append(int(text))
         group = group.parent.parent / group.name
