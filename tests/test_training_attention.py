@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_twin import batch_of, random_sequences
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.model import (
     block_mask,
     current_device,
@@ -90,6 +91,13 @@ def test_the_shim_is_there_inside_and_gone_outside() -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     assert current_device().type == "cpu"
+
+
+def test_a_way_to_attend_that_is_none_is_refused() -> None:
+    batch = batch_of([random_sequences(np.random.default_rng(1), [5], 50)], LENGTH, 8)
+    for use in (layer_spec, lambda attention: model_inputs(batch, attention)):
+        with pytest.raises(FormatError, match="attention: 'flash', choose one of thd, mask, unpacked, te"):
+            use("flash")
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")

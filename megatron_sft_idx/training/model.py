@@ -34,6 +34,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
+from megatron_sft_idx.errors import FormatError
+
 # ---- ways to attend ----
 
 
@@ -89,8 +91,14 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
         return torch.cat(outputs).flatten(1)
 
 
+def _require_known(attention: str) -> None:
+    if attention not in ATTENTION:
+        raise FormatError(f"attention: {attention!r}, choose one of {', '.join(ATTENTION)}")
+
+
 def layer_spec(attention: str) -> ModuleSpec:
     """A transformer layer of megatron.core that attends in this way. ImportError: ``te`` without Transformer Engine."""
+    _require_known(attention)
     if attention == "te":
         if find_spec("transformer_engine") is None:
             raise ImportError(
@@ -125,6 +133,7 @@ def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
 
 def laid_out(batch: Batch, attention: str, keys: Sequence[str] = _TOKENWISE) -> Batch:
     """What has a value a position, [rows, length] each, in the shape in which the model takes it and gives losses."""
+    _require_known(attention)
     if attention in ("thd", "te"):
         return {key: batch[key].reshape(1, -1) for key in keys}
     return {key: batch[key] for key in keys} if attention == "mask" else _unpacked(batch, keys)
