@@ -231,6 +231,8 @@ def test_spans_that_are_no_documents(made: Made, index: list[tuple[int, int]]) -
         (pickle.dumps([(0, 8.0)]), "no pickled list of pairs"),
         (pickle.dumps([(0, 2**70)]), "64 bits"),
         (pickle.dumps([(0, 8)]) + b".", "bytes follow"),
+        (pickle.dumps([(0, 4), (4, 12)]), "document 1 has 12 bytes and all documents have 16 bytes together, .* has 8"),
+        (pickle.dumps([(0, 8), (8, 8), (16, 8)]), "data: all documents have 24 bytes together, the data has 8"),
         (b"\x80\x04]r\xff\xff\xff\xff\x8b\xff\xff\xff\x7f.", "64 bits"),
         (b"", "no .pbin of any generation"),
         (b"{}.", "no .pbin of any generation"),

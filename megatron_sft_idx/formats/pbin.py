@@ -226,9 +226,10 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
     total = float(lengths.sum(dtype=np.float64))
     if too_long.any() or total > 2 * data_nbytes:
         document = int(np.argmax(too_long))
+        longest = f"document {document} has {lengths[document]} bytes and " if too_long.any() else ""
         raise FormatError(
-            f"{path}: document {document} has {lengths[document]} bytes and all together {total:.0f}, the data has"
-            f" {data_nbytes}; the index is not of this file, make it again"
+            f"{path}: {longest}all documents have {total:.0f} bytes together, the data has {data_nbytes}; the index is"
+            " not of this file, make it again"
         )
     tiled_starts = np.cumsum(lengths) - lengths
     early_by = None
