@@ -227,6 +227,19 @@ def test_a_heart_goes_on_beating_when_a_beat_was_not_written(tmp_path, monkeypat
     assert catalog.producer().published == 1
 
 
+def test_a_state_that_was_not_written_is_not_taken_for_written(tmp_path, monkeypatch):
+    catalog = Catalog(tmp_path)
+    kept = keeper.StateKeeper(catalog, ProducerState(Limits(64, 8)))
+    kept.update(published=1)
+    with monkeypatch.context() as full:
+        full.setattr(Catalog, "write_producer", lambda self, state: os.stat(tmp_path / "nothing"))
+        with pytest.raises(FileNotFoundError):
+            kept.update(published=2)
+    assert kept.state == catalog.producer()
+    kept.update()
+    assert (kept.state, kept.state.published) == (catalog.producer(), 1)
+
+
 @pytest.mark.parametrize("folder", ["s3://bucket/live", "msc://profile/live"])
 def test_a_catalog_in_an_object_store_is_refused(folder: str) -> None:
     with pytest.raises(FormatError, match="share a file system; shards that are done may be copied to a bucket"):

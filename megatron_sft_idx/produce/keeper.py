@@ -51,8 +51,9 @@ class StateKeeper:
             OSError: the disk says no.
         """
         with self._lock:
-            self.state = dataclasses.replace(self.state, beat=self.state.beat + 1, **changes)
-            self._catalog.write_producer(self.state)
+            state = dataclasses.replace(self.state, beat=self.state.beat + 1, **changes)
+            self._catalog.write_producer(state)
+            self.state = state
 
     def __enter__(self) -> StateKeeper:
         self.update(state="running", reason=None)
