@@ -248,6 +248,14 @@ def test_a_state_of_another_catalog_is_refused(change: dict[str, Any]) -> None:
         list(walk(MemoryShards([4, 4, 4, 4]), state))
 
 
+def test_a_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
+    (state,) = (batch.state for batch in list(walk(MemoryShards([8, 8]), start(1, 0)))[3:4])
+    state = resume([state], 1, 0, window=1, batch_rows=1, step_rows=1)
+    assert state.base.leftovers[0].offset > 3
+    with pytest.raises(FormatError, match="which have 3; resume with the catalog and the state that go together"):
+        list(walk(MemoryShards([3, 3]), state))
+
+
 def test_a_damaged_state_is_not_followed_far() -> None:
     first, second = (RankState.from_json(state) for state in saved())
     with pytest.raises(FormatError, match="shards ahead of another"):

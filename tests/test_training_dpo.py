@@ -145,6 +145,20 @@ def test_pairs_in_packs_are_pairs_one_by_one(
     assert difference(-torch.log(rewarded), losses[pairs]) < TOLERANCE
 
 
+def test_rows_that_only_fill_up_a_batch_hold_no_pairs(
+    script: ModuleType, sequences: list[Pair], tmp_path: Path
+) -> None:
+    packed(tmp_path, sequences, np.arange(len(sequences)) // 2)
+    attach_reference(script, tmp_path, 1)
+    source = StoredPacks(ShardSet.open(tmp_path / "x", columns=("pair", "ref_logp")))
+    assembler = BatchAssembler(source, LENGTH, columns=("pair", "ref_logp"))
+    found = []
+    for packs, masked in (([0, 1], None), ([0, 1, 0], np.array([False, False, True]))):
+        batch = assembler.assemble(packs, masked=masked)
+        found.append(dpo_losses(torch.zeros(batch["loss_mask"].shape), batch))
+    assert all(torch.equal(*values) for values in zip(*found, strict=True))
+
+
 def test_torn_pairs_are_told(script: ModuleType, sequences: list[Pair], tmp_path: Path) -> None:
     plan = packed(tmp_path, sequences, np.arange(len(sequences)))
     assert (plan.sequences[1::2] != plan.sequences[::2] + 1).any()

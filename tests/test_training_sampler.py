@@ -199,6 +199,14 @@ def test_a_blend_read_natively_is_what_megatron_reads_sample_by_sample(
     assert torch.equal(rows[17]["tokens"], blend[17]["tokens"])
 
 
+def test_a_loader_may_be_gone_through_again(tmp_path: Path) -> None:
+    rows = rows_of(blend_of(tmp_path, False)[0])
+    loader = BatchLoader(rows.assembler, rows.micro_batches(sampler(rows, 0, 1, 8)), copy=True)
+    first, second = ([batch["tokens"] for batch in loader] for _ in range(2))
+    assert len(first) == len(second) == len(loader) == 15
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (3, 2), (4, 8)])
 def test_a_blend_is_filled_up_with_masked_rows(tmp_path: Path, ranks: int, micro: int) -> None:
     write_packs(tmp_path / "a", 10, 0)

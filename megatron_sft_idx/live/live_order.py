@@ -412,6 +412,11 @@ class Walk:
                 gone = self._shards.name(group.shards[counts.index(None)])
                 raise FormatError(f"{self._shards.folder}: {gone} went away while it was opened")
             bounds = np.cumsum(np.array([0, *counts], np.int64))
+            if group.offset and group.offset >= bounds[-1]:
+                raise FormatError(
+                    f"{self._shards.folder}: the state was {group.offset} packs into shards {list(group.shards)}, which"
+                    f" have {bounds[-1]}; resume with the catalog and the state that go together"
+                )
             if bounds[-1]:
                 break
             self.state = dataclasses.replace(state, items=state.items + group.num_items)

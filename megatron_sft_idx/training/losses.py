@@ -70,7 +70,7 @@ def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class PairLosses(NamedTuple):
-    """One value a pair, in the order of the batch, float32 or wider [pairs].
+    """One value a pair that is trained on, in the order of the batch, float32 or wider [pairs].
 
     Packs differ in how many pairs they hold: divide the sum over a global batch by all its pairs, rather than take the
     mean of means.
@@ -104,7 +104,7 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
 
 
 def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses:
-    """The loss of every pair in a packed batch.
+    """The loss of every pair in a packed batch, but for those of rows that are masked.
 
     Args:
         logp: of each label under the model that learns, as for ``sequence_logp``.
@@ -129,6 +129,7 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
             f"row {row}: sequence {at} (pair {int(number[row, at])}) is not beside its partner; pack by pairs:"
             " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
         )
+    whole &= trained[:, :-1] | trained[:, 1:]  # rows that only fill up the batch hold pairs too, which do not count
     rewards = beta * (own - reference)
     chosen, others = rewards[:, :-1][whole], rewards[:, 1:][whole]
     return PairLosses(-torch.nn.functional.logsigmoid(chosen - others), chosen.detach(), others.detach())

@@ -25,6 +25,7 @@ import json
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -121,16 +122,12 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packs = self.packs(np.where(masked, numbers + self.num_samples, numbers).ravel())
         return packs.reshape(numbers.shape), masked
 
-    def micro_batches(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
-        """What a ``BatchLoader`` takes: the packs of each micro-batch of sample numbers.
+    def micro_batches(self, batches: Iterable[Sequence[int]]) -> MicroBatches:
+        """What a ``BatchLoader`` takes: the packs of each micro-batch of sample numbers, again at each iteration.
 
         Those of a ``PackedBatchSampler`` are looked up for many micro-batches at once.
         """
-        if blocks := getattr(batches, "blocks", None):
-            for packs, masked in map(self.wanted, blocks()):
-                yield from map(Wanted, packs, masked)
-        else:
-            yield from (Wanted(*self.wanted(batch)) for batch in batches)
+        return MicroBatches(self, batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The work of attention for each sample: the sum of its squared sequence lengths, int64 [samples]."""
@@ -340,6 +337,24 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
 
 # The number of a sample that only fills up a batch: its loss mask is all zeros.
 PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """The packs of each micro-batch, looked up at each iteration; as many as there are batches of sample numbers."""
+
+    rows: Rows
+    batches: Iterable[Sequence[int]]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Wanted]:
+        if blocks := getattr(self.batches, "blocks", None):
+            for packs, masked in map(self.rows.wanted, blocks()):
+                yield from map(Wanted, packs, masked)
+        else:
+            yield from (Wanted(*self.rows.wanted(batch)) for batch in self.batches)
 
 
 class PackedBatchSampler:
