@@ -178,6 +178,45 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
     assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
 
 
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("reasoning", ["It is", "four.", "It is four."])
+def test_an_answer_that_repeats_dropped_reasoning_is_learnt_whole(reasoning: str, marked: bool) -> None:
+    conversation = talk(user("u"), said("It is four.", reasoning_content=reasoning))
+    source = CHATML
+    if marked:
+        block = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + block
+        source += "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    rendered = make(source, train_on_thinking=False).render(conversation)
+    assert trained(rendered) == ["It is four.<|im_end|>"]
+    assert rendered.notes == {"reasoning_dropped": 1}
+    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
+        make(source).render(conversation)
+
+
+@pytest.mark.parametrize("reasoning", ["It is", "four.", "It is four.", "It is four. So be it."])
+def test_reasoning_that_the_answer_repeats_is_told_from_it(reasoning: str) -> None:
+    conversation = talk(user("u"), said("It is four.", reasoning_content=reasoning))
+    thinking = CHATML.replace(
+        "m.content", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') + m.content"
+    )
+    assert thinking != CHATML
+    assert learnt(thinking, conversation) == [f"<think>{reasoning}</think>It is four.<|im_end|>"]
+    assert learnt(thinking, conversation, train_on_thinking=False) == ["It is four.<|im_end|>"]
+
+
+@pytest.mark.parametrize("words", ["a", "name", "look", "assistant"])
+def test_words_that_only_the_header_or_the_call_spells_are_left_out(words: str) -> None:
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}"
+        """{{ '{"name": "' + m.tool_calls[0].function.name + '"}' }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"""
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert learnt(source, talk(user("u"), said("", tool_calls=[call("look", {})]))) == ['{"name": "look"}<|im_end|>']
+    with pytest.raises(SequenceError, match=f"leaves out the words '{words}' of assistant message 2"):
+        make(source).render(talk(user("u"), said(words, tool_calls=[call("look", {})])))
+
+
 def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
     conversation = talk(
         user("u"),

@@ -292,13 +292,20 @@ class SpanFinder:
     # Whether its words are there
 
     def _standing(self, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
-        """The utterances that stand in these segments letter for letter, each with its first position."""
+        """The utterances that stand in these segments letter for letter, each with its first position.
+
+        Reasoning that is found only inside the answer, which repeats it, does not stand there.
+        """
         found = []
         for piece in pieces:
-            for start, stop, _, _ in segments:
-                if (at := self._text.find(piece[1], start, stop)) >= 0:
-                    found.append((at, piece))
-                    break
+            if (at := self._find(piece.text, segments)) >= 0:
+                found.append((at, piece))
+        if len(found) > 1 and found[0][1].kind == "reasoning" and found[1][1].kind == "content":
+            (at, reasoning), (first, answer) = found[:2]
+            end = first + len(answer.text)
+            behind = [one._replace(start=max(one.start, end)) for one in segments]
+            if first <= at <= end - len(reasoning.text) and self._find(reasoning.text, behind) < 0:
+                del found[0]
         return found
 
     def _require_words(
@@ -306,12 +313,16 @@ class SpanFinder:
     ) -> None:
         """Refuse the row where an utterance is missing, in any spelling: escaped, or with other whitespace."""
         if len(found) < len(pieces):
-            text = "".join(self._text[one.start : one.stop] for one in segments)
+            whole = "".join(self._text[one.start : one.stop] for one in segments)
+            standing = {piece for _, piece in found}
             for piece in pieces:
-                escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
-                if self._find(piece.text, segments) >= 0 or escaped in text or escape(piece.text) in text:
+                if piece in standing:
                     continue
-                if squeezed(piece.text) in squeezed(text):
+                text = whole
+                for other in standing if piece.kind == "reasoning" else ():
+                    text = text.replace(other.text, "\n", 1)  # an answer that repeats the reasoning is not it
+                escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
+                if escaped in text or escape(piece.text) in text or squeezed(piece.text) in squeezed(text):
                     continue
                 if piece.kind == "reasoning":
                     self._reasoning_dropped(message)
@@ -435,6 +446,11 @@ class SpanFinder:
             for place in places
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
+        if places:  # what stands there by chance is not written
+            written = {place.utterance for place in places if place.message == message}
+            for number, piece in enumerate(utterances_of(self._messages[message])):
+                if piece.kind == "content" and number not in written and re.search(r"\w", piece.text):
+                    raise self._refused(message, f"the words {_short(piece.text)}")
         words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # The name of a function may also stand in a header, so a call counts from the start of its arguments.
