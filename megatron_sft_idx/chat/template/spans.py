@@ -447,9 +447,9 @@ class SpanFinder:
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
         if places:  # what stands there by chance is not written
-            written = {place.utterance for place in places if place.message == message}
+            marked = {place.utterance for place in places if place.message == message}
             for number, piece in enumerate(utterances_of(self._messages[message])):
-                if piece.kind == "content" and number not in written and re.search(r"\w", piece.text):
+                if piece.kind == "content" and number not in marked and re.search(r"\w", piece.text):
                     raise self._refused(message, f"the words {_short(piece.text)}")
         words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
