@@ -141,6 +141,8 @@ def _load(path: str) -> PlacedPlan:
         if fields["revision"] != _REVISION:
             raise ValueError(f"of revision {fields['revision']}, expected {_REVISION}")
         packs, sequences, most_sequences = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
+        if min(packs, sequences, most_sequences) < 0:
+            raise ValueError("a count below 0")
         nbytes = os.path.getsize(path)
         raw = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[_HEADER_NBYTES:]
         return PlacedPlan.of(packs, sequences, most_sequences, bool(fields.get("numbered")), raw)

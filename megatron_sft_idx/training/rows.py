@@ -308,7 +308,7 @@ def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
 def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
     """Swap entries in place while that lowers the largest column sum: within rows if possible, else between rows."""
     mean = sums.mean()
-    for _ in range(1000):  # each swap lowers the largest sum; the bound is for hostile costs
+    for _ in range(1000):  # each swap lowers the largest sum by a bit; the bound is for hostile costs
         high = int(sums.argmax())
         if sums[high] <= mean * 1.002:
             return
@@ -320,7 +320,7 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
             higher = np.maximum(sums[high] - moved, sums + moved)
             higher[:, :, high] = sums[high]
             best = int(higher.argmin())
-            if higher.flat[best] < sums[high]:
+            if higher.flat[best] < sums[high] - mean * 1e-4:
                 break
         else:
             return
