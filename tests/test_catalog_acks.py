@@ -55,6 +55,14 @@ def test_a_job_with_another_seed_has_a_generation_of_its_own():
     assert next_generation([before], replace(now, base=Base(seed=1))) == 0
 
 
+def test_a_run_from_an_earlier_epoch_does_not_join_what_was_dealt_out_in_a_later_one():
+    dealt = ack(1, 5, base=Base(epoch=1, leftovers=(Leftover((0,), 3),), frontier=1), epoch=1, epochs=2)
+    earlier = ack(0, 0, epochs=2)
+    assert next_generation([dealt], earlier) == dealt.generation + 1
+    assert not dealt.agrees_with(earlier)
+    assert earlier.agrees_with(ack(1, 5, epoch=1, epochs=2))
+
+
 def test_a_base_of_an_earlier_epoch_says_nothing_about_a_later_one():
     base = Base(epoch=0, frontier=5)
     assert done(ack(0, 1, base=base, epoch=1, epochs=2), ack(1, 0, base=base, epoch=1, epochs=2)) == [0]

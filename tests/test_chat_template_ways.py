@@ -599,3 +599,46 @@ def test_where_tracing_cannot_follow_the_beginning_of_the_next_sequence_is_nobod
 {%- set out %}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s><s>
 {%- endif %}{% endfor %}{% endset %}{{ '<s>' + out }}{{ '' if out | length > 1 else 'none' }}"""
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a</s>", "b</s>"]
+
+
+# Templates that know no generation prompt
+
+ONE_ANSWER = (
+    "### Instruction:\n{{ messages[0]['content'] }}\n\n"
+    "{% if messages|length > 1 %}### Response:\n{{ messages[1]['content'] }}{{ eos_token }}{% endif %}"
+)
+PAIRS_OF_ROWS = "{% for b in messages|batch(2) %}Q: {{ b[0].content }}\n{% if b|length > 1 %}A: {{ b[1].content }}</s>{% endif %}{% endfor %}"
+COLLECTED = (
+    "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ '<|im_start|>' ~ m.role ~ '\n'"
+    " ~ m.content ~ '<|im_end|>\n' %}{% endfor %}{{ ns.t }}"
+)
+
+
+@pytest.mark.parametrize(("source", "end"), [(ONE_ANSWER, "</s>"), (PAIRS_OF_ROWS, "</s>"), (COLLECTED, "<|im_end|>")])
+def test_no_header_is_learnt_where_nothing_tells_who_wrote_it(source: str, end: str) -> None:
+    assert learnt(source, talk(user("What is it?"), said("It is fourteen dogs."))) == ["It is fourteen dogs." + end]
+
+
+@pytest.mark.parametrize("words", ["    return x\n", "\n\nIndeed", "plain"])
+@pytest.mark.parametrize("header", ["<|im_start|>assistant\n", "[/INST] "])
+def test_white_space_that_an_answer_begins_with_is_learnt(words: str, header: str) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}{% else %}"
+        f"{header}{{{{ m.content }}}}</s>{{% endif %}}{{% endfor %}}"
+    )
+    assert learnt(source, talk(user("u"), said(words), user("v"), said("ok"))) == [words + "</s>", "ok</s>"]
+
+
+@pytest.mark.parametrize("words", ["", "  ", "</think>", "<think>\n</think>\n"])
+def test_an_empty_answer_is_refused_where_nothing_tells_what_was_written_for_it(words: str) -> None:
+    row = talk(user("Say nothing."), said(words), user("Thanks a lot."), said("Welcome indeed."))
+    assert learnt(CHATML, row) == [words + "<|im_end|>", "Welcome indeed.<|im_end|>"]
+    with pytest.raises(SequenceError, match="assistant message 2 is empty, and nothing tells what the chat template"):
+        learnt(COLLECTED, row)
+
+
+def test_later_reasoning_in_an_answer_is_counted() -> None:
+    row = talk(user("u"), said("<think>one</think>first<think>two</think>second"))
+    rendered = make(CHATML, train_on_thinking=False).render(row)
+    assert trained(rendered) == ["first<think>two</think>second<|im_end|>"]
+    assert rendered.notes == {"thinking_tags_kept": 1}

@@ -17,6 +17,7 @@ from training_twin import lone_process
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, completed, read_acks
+from megatron_sft_idx.tokenize.encoding import EncodingOptions
 
 PACKS = ["--vocab-size", 2048]
 RAW = ["--tokenizer-model", TOKENIZER, "--num-workers", 0]
@@ -158,6 +159,16 @@ def test_a_script_may_have_fewer_options_than_ours(script: ModuleType, tmp_path:
     script.check_live_options(args)
     with script.open_live(args) as live:
         assert live is not None
+
+
+def test_sequences_are_padded_for_the_ranks_that_share_them(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [chat(i) for i in range(4)])
+    args = script.parse_arguments(options(folder, *RAW))
+    args.context_parallel_size, args.sequence_parallel = 2, False
+    with script.open_live(args, EncodingOptions(str(TOKENIZER))) as live:
+        batch = next(live)
+    assert (batch["cu_seqlens_padded"] % 4 == 0).all()
+    assert (batch["cu_seqlens"] % 4 > 0).any()
 
 
 def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tmp_path: Path) -> None:

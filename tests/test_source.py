@@ -15,6 +15,7 @@ from packs import demo_samples, write_samples
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.template import MaskOptions
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.tokenize import cut
 from megatron_sft_idx.tokenize.cut import Cutting
@@ -37,6 +38,12 @@ def _small_parts():
 @pytest.fixture(scope="module")
 def encoder():
     return RowEncoder(EncodingOptions(str(TOKENIZER), masks=MaskOptions(turns="whole"), on_bad_row="skip"))
+
+
+@pytest.mark.parametrize("given", [{"x": object()}, {1: 2}, {"x": "\ud800"}])
+def test_variables_that_no_json_holds_are_refused(given):
+    with pytest.raises(FormatError, match="chat_template_kwargs: not what JSON can hold"):
+        RowEncoder(EncodingOptions(str(TOKENIZER), template_kwargs=given))
 
 
 def inputs(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from packs import sample_of, write_samples
 
 from megatron_sft_idx.check import GivenFacts, rebuild
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.batch import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
@@ -293,6 +293,16 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path: Path, options: A
         options["blend"] = ([prefix if path == "P" else str(tmp_path / path) for path in paths], weights)
     with pytest.raises(SFTIndexError, match=message):
         config_of(**options)
+
+
+def test_a_split_without_a_whole_pair_is_refused_before_any_rank_waits(tmp_path: Path) -> None:
+    write_samples(tmp_path / "a", [sample_of([3, 3], lambda p: 1, lambda p: p + 1)] * 10, capacity=16, pad_id=0)
+    pairs = np.array([[number // 2, number % 2] for number in range(20)], np.uint32)
+    write_column(tmp_path / "a", "pair", pairs, per="sequence")
+    options = {"sequence_length": 16, "index_only_packing": True, "columns": ("pair",)}
+    assert len(train_of(config_of(str(tmp_path / "a"), split="80,10,10", **options), 4)) == 4
+    with pytest.raises(FormatError, match=r"the valid split is empty, 0.9 to 0.95 of 20 sequences"):
+        config_of(str(tmp_path / "a"), split="90,5,5", **options)
 
 
 @pytest.mark.parametrize("lost", [".idx", ".seq.idx"])

@@ -252,7 +252,7 @@ def test_a_cached_plan_is_mapped_and_not_made_again(tmp_path: Path) -> None:
         second.plan.starts[0] = 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other", "negative"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "negative", "deep"])
 def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     write_samples(tmp_path / "a", demo_samples(9), capacity=64)
     shards = ShardSet.open(tmp_path / "a")
@@ -260,7 +260,7 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     raw = path.read_bytes()
     negative = b'{"revision": 1, "packs": -1, "sequences": 0, "most_sequences": 1}'.ljust(4096)
     other = raw.replace(b'"revision": 1', b'"revision": 9')
-    path.write_bytes({"cut": raw[:-1], "empty": b"", "other": other, "negative": negative}[damage])
+    path.write_bytes({"cut": raw[:-1], "empty": b"", "other": other, "negative": negative, "deep": b"[" * 4096}[damage])
     with pytest.raises(FormatError, match=f"{path.name}.*remove it, and it is made anew"):
         PlannedPacks(shards, PlanOptions(64), cache=tmp_path)
 

@@ -81,6 +81,8 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, T
     """The turns that both conversations begin with, and what follows in the chosen and in the rejected one."""
     turns = _first(data, (options.messages_key, *TURNS))
     chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
+    # An answer that is there and empty is not one that the messages end with.
+    chosen_in = chosen_in or next((name for name in CHOSEN if data.get(name) == ""), None)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
     messages = _turns(data[turns]) if turns else None

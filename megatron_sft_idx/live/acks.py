@@ -104,7 +104,11 @@ class Ack(Record):
         mine, theirs = ((ack.size, ack.epochs, ack.base.seed, ack.base.window) for ack in (self, other))
         if mine != theirs:
             return False
-        return self.epoch != other.epoch or self.current_base() == other.current_base()
+        earlier, later = sorted((self, other), key=lambda ack: ack.epoch)
+        # One that goes on from an earlier epoch comes to a later one's beginning, and not to what was dealt out in it.
+        return later.current_base() == (
+            earlier.current_base() if earlier.epoch == later.epoch else Base(later.epoch, *theirs[2:])
+        )
 
 
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:

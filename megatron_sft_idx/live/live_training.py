@@ -121,12 +121,13 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     """
     folder = args.data_path[0][len(LIVE) :]
     chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
+    multiple = _sequence_multiple(args)
     shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
     if chunks:
         most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
         shards = LiveChunks(
             folder,
-            Limits(args.seq_length, most),
+            Limits(args.seq_length, most, multiple),
             encoding,
             args.vocab_size,
             getattr(args, "on_bad_row", "error"),
@@ -157,6 +158,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         window=max(args.live_window, 1),
         seed=args.seed,
         at_end=args.live_end,
+        sequence_multiple=multiple,
         consumer=args.consumer,
         ack_dir=args.ack_dir,
     )
@@ -174,6 +176,13 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     if isinstance(shards, LiveChunks) and args.end_after is not None and leads:
         ending = declaring_end(folder, args.end_after, shards.end_folders)
     return LiveData(lambda: LiveLoader(dataset(), num_workers=workers), ending)
+
+
+def _sequence_multiple(args: argparse.Namespace) -> int:
+    """What sequences are padded to multiples of for the ranks that share them, as ``PackedSFTDatasetConfig`` has it."""
+    context = getattr(args, "context_parallel_size", 1)
+    tensor = args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1
+    return int((2 * context if context > 1 else 1) * tensor)
 
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:

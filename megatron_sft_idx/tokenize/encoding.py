@@ -160,7 +160,10 @@ class RowEncoder:
         # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
         self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
         described = {**self.describe(), "token_dtype": self.token_dtype.name}
-        self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
+        try:
+            self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
+        except TypeError as error:  # all else in it is ours
+            raise FormatError(f"chat_template_kwargs: not what JSON can hold: {error}") from None
 
     def _template(self, source: str | None) -> ChatTemplate | None:
         if source is None:

@@ -146,7 +146,7 @@ def _load(path: str) -> PlacedPlan:
         nbytes = os.path.getsize(path)
         raw = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[_HEADER_NBYTES:]
         return PlacedPlan.of(packs, sequences, most_sequences, bool(fields.get("numbered")), raw)
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(
             f"{path}: not a packing plan, or cut short ({error}); remove it, and it is made anew"
         ) from None

@@ -250,8 +250,10 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         what, count = "sequences" if self.index_only_packing else "packs", self.count(path)
         if not ends[0] <= ends[1]:  # no number, or none above 0
             raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
-        # As Megatron's builder rounds.
-        if round(ends[0] * float(count)) >= round(ends[1] * float(count)):
+        # As Megatron's builder rounds; pairs are planned whole.
+        step = 2 if self.index_only_packing and "pair" in self.columns else 1
+        first, last = (round(end * float(count)) // step for end in ends)
+        if first >= last:
             raise FormatError(
                 f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
                 " more of --split, or none at all"

@@ -200,7 +200,7 @@ class EdgeFinder:
         fed = self._end_of_fed(turn, low, first)
         return self._prompts(turn)[0] if fed is None else fed - low
 
-    def start(self, turn: int, low: int, first: int, own: int | None, reasons: bool) -> int:
+    def start(self, turn: int, low: int, first: int, own: int | None, reasons: bool, traced: bool) -> int:
         """Where the model starts to write a turn.
 
         Args:
@@ -210,6 +210,7 @@ class EdgeFinder:
             own: where the words that start there begin, their own tags included; None for a call, which has tags before
                 it.
             reasons: whether these words may be reasoning, which the template may put a tag of its own before.
+            traced: whether all from ``low`` on is known to be written for the turn.
         """
         head = self._text[low:first]
         fed = self._end_of_fed(turn, low, first)
@@ -225,12 +226,12 @@ class EdgeFinder:
                     return max(fed or 0, low + length)
             if turn and fed is not None:
                 return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
-        elif turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
+        elif traced and turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
             return fed  # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's
-        if own is not None and not reasons:
+        if own is not None and not reasons and not head[-1:].isspace():  # which the answer may begin with
             return own
         header = self._header_length(turn, low, head)  # Magistral knows no prompt; its [THINK] is the model's
-        if own is None or (header is not None and head[header:].strip()):
+        if own is None or (header is not None and bool(head[header:].strip()) == reasons):
             return low + (header or 0)
         return own
 

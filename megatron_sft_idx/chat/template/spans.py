@@ -28,6 +28,7 @@ from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, TAG, EdgeFin
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.words import (
     REASONING_FIELDS,
+    THINKING_TAG,
     DataMark,
     Utterance,
     content_of,
@@ -142,6 +143,11 @@ class SpanFinder:
                 raise self._nowhere(message)
             if pieces:
                 self._reasoning_dropped(message)
+            elif not self._written:
+                raise unusable(
+                    f"assistant message {message + 1} is empty, and nothing tells what the chat template"
+                    f" {self._rules.name} wrote for it; leave it out, or give it weight 0"
+                )
             return [], []
         found = self._standing(pieces, segments)
         if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
@@ -461,7 +467,7 @@ class SpanFinder:
         reasons = any(
             one.kind == "reasoning" and one.field != "content" for one in utterances_of(self._messages[message])
         )
-        start = min(first, self._edges.start(message, low, first, own if first in words else None, reasons))
+        start = min(first, self._edges.start(message, low, first, own if first in words else None, reasons, traced))
         said = max(said, start)
         if traced:
             written = Written(last.stop, *self._neighbours(message, low, start, last.stop))
@@ -557,6 +563,8 @@ class SpanFinder:
         cuts: Ranges = []
         if not options.train_on_thinking:
             cuts += self._thinking(message, found, spans)
+            if any(piece.kind == "content" and THINKING_TAG.search(piece.text) for _, piece in found):
+                self.notes["thinking_tags_kept"] += 1
         if not options.train_on_tool_calls and any(piece.kind == "call" for _, piece in found):
             cuts += self._calls(message, found, spans)
         return _cut(spans, cuts)

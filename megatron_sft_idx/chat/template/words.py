@@ -38,7 +38,7 @@ _CLOSED = re.compile(
     r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
     re.DOTALL,
 )
-_THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
+THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 _SENTINELS = tuple(chr(base) for base in range(0xF1000, 0xF1040, 2))
 ASKED, SAID, _CALLED, _RESULT = "zqasked", "zqsaid", "zqcalled", "zqresult"
 """Words of made-up messages, which no template writes by itself: a question, an answer, a function, its result."""
@@ -469,7 +469,7 @@ class ControlTokens:
         longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
         self.texts = tuple(longest_first)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        untagged = [text for text in longest_first if not _THINKING_TAG.fullmatch(text)]
+        untagged = [text for text in longest_first if not THINKING_TAG.fullmatch(text)]
         self._assistant = re.compile("|".join(map(re.escape, untagged)) or "(?!)")
         self._firsts = tuple(sorted({text[0] for text in longest_first}))
         self._firsts_utf8 = tuple(first.encode("utf-8", "surrogatepass") for first in self._firsts)
@@ -560,7 +560,7 @@ def _renamed(value: Any, names: Mapping[str, str], order: Sequence[str]) -> Any:
         return value
     if isinstance(value, dict):
         if value.get("role") == "assistant":
-            order = [token for token in order if not _THINKING_TAG.fullmatch(token)]
+            order = [token for token in order if not THINKING_TAG.fullmatch(token)]
         return {_renamed(key, names, order): _renamed(item, names, order) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_renamed(item, names, order) for item in value]
