@@ -345,3 +345,17 @@ def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
         as_torch(str(tmp_path / "1"))[0]
     with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
         as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["rows", "pipe"])
+def test_a_bad_row_is_named_by_what_was_given_and_not_by_a_file_that_is_gone(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: Any = [{"messages": []}]
+    name = "rows"
+    if given == "pipe":
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"messages": []}\n')))
+        rows, name = "-", "standard input"
+    with pytest.raises(SequenceError, match=f"^{name}:1: messages is empty"):
+        preprocess(rows, out=tmp_path / "x", **USUAL)
+    assert not list(tmp_path.glob("x.rows*"))

@@ -490,7 +490,14 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
                 shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         else:
             _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries))
-        yield [path]
+        try:
+            yield [path]
+        except SequenceError as error:
+            if not error.source.startswith(temporary):
+                raise
+            # The file is gone when the error is read.
+            name = "standard input" if os.path.basename(path) == "stdin" else "rows"
+            raise SequenceError(name + error.source[len(path) :], error.position, error.reason) from None
 
 
 def _write_rows(path: str, rows: Iterable[Any]) -> None:
