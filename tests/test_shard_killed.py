@@ -273,6 +273,46 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
     assert [pack["input_ids"].tolist() for pack in Shard(tmp_path / "x")] == [[1, 2], [3, 4]]
 
 
+def test_a_fork_that_closes_late_takes_nothing_back(tmp_path: Path) -> None:
+    """Files reserve room on disk ahead of what is written, and give back what they do not need."""
+    ids, mask = np.arange(1, 300_001, dtype=np.int32), np.append(np.ones(299_999, np.uint8), 0)
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    writer.add_pack(ids, mask, [0])
+    writer.flush()
+    begin, go = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(begin, 1)
+        writer.abandon()
+        os._exit(0)
+    writer.add_pack(ids, mask, [0])
+    writer.flush()
+    os.write(go, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    writer.add_pack(ids, mask, [0])
+    writer.finalize()
+    assert verify_shard(tmp_path / "x", full=True).ok
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_temporary_file_that_went_away_is_told_before_anything_is_renamed(
+    suffix: str, replaced: bool, tmp_path: Path
+) -> None:
+    write_samples(tmp_path / "x", demo_samples(3), capacity=64)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    writer = ShardWriter(tmp_path / "x", durable=False, overwrite=True)
+    writer.add_pack([1, 2], [1, 0], [0])
+    writer.flush()
+    temporary = Path(f"{tmp_path / 'x'}{suffix}.tmp")
+    temporary.unlink()
+    if replaced:
+        temporary.write_bytes(b"of somebody else")
+    with pytest.raises(FormatError, match=r"\.tmp: was removed or replaced while it was written"):
+        writer.finalize()
+    temporary.unlink(missing_ok=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:
     program = """
     from megatron_sft_idx.shard import ShardWriter

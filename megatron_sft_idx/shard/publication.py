@@ -538,12 +538,14 @@ class Publication:
     def complete(self) -> None:
         """Sync all files, then append DONE to the journal: only renames are left.
 
-        FormatError: a file has appeared at the prefix since the work began.
+        FormatError: a file has appeared at the prefix since the work began, or a temporary one is gone.
         """
         paths = self.paths
         written = [path for path in paths.all if paths.temporary(path) in self._files]
-        for path in written:
-            self._files[paths.temporary(path)].sync()
+        for temporary in map(paths.temporary, written):
+            (file := self._files[temporary]).sync()
+            if inode_of(temporary) != os.fstat(file.fileno()).st_ino:
+                raise FormatError(f"{temporary}: was removed or replaced while it was written; build the shard again")
         replaced = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
         if appeared := [path for path in replaced if replaced[path] != self._replaced.get(path)]:
             raise FormatError(

@@ -327,7 +327,7 @@ class OutputFile:
             self.close()
             raise FormatError(f"{path}: no regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
-        self._reserved = 0
+        self._reserved, self._process = 0, os.getpid()
 
     def truncate(self, nbytes: int) -> None:
         """Remove all but the first ``nbytes``, and go on writing there."""
@@ -381,8 +381,8 @@ class OutputFile:
                 os.fsync(self._fd)
 
     def _give_back(self) -> None:
-        """Free what was reserved in vain."""
-        if self._reserved > self.nbytes:
+        """Free what was reserved in vain; not in a fork, whose parent may have written on."""
+        if self._reserved > self.nbytes and self._process == os.getpid():
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.nbytes)
             self._reserved = 0
