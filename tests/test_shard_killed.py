@@ -22,7 +22,7 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.shard import writer as writer_module
 from megatron_sft_idx.shard.journal import DONE, read_blocks, read_head
@@ -311,6 +311,21 @@ def test_a_temporary_file_that_went_away_is_told_before_anything_is_renamed(
         writer.finalize()
     temporary.unlink(missing_ok=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_shard_set_aside_that_lost_a_file_replaces_nothing(suffix: str, tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(3), capacity=64)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    writer = ShardWriter(tmp_path / "x", durable=False, overwrite=True)
+    writer.add_pack([1, 2], [1, 0], [0])
+    writer.set_aside()
+    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
+    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
+        publication.publish_all([ShardPaths.of(tmp_path / "x")])
+    assert before.items() <= {path.name: path.read_bytes() for path in tmp_path.iterdir()}.items()
+    write_samples(tmp_path / "x", demo_samples(4), capacity=64, overwrite=True)
+    assert folder_of(tmp_path) == sorted(before)
 
 
 def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:

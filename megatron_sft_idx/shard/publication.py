@@ -280,10 +280,8 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
                     f" megatron-sft-idx rebuild {paths.prefix}"
                 )
             # After the first rename or removal the replaced shard is not whole any more, so the rest must follow.
-            written = [path for path in paths.all if paths.temporary(path) in head.files]
-            if _pending(paths, head) != written or (
-                paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None
-            ):
+            has_renamed = any(inode_of(path) == head.files.get(paths.temporary(path), -1) for path in paths.all)
+            if has_renamed or (paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None):
                 rename_all(paths, head, durable=True)
         elif not overwrite and head.work not in drops:
             raise interrupted_error(paths, head)
@@ -346,6 +344,14 @@ def _pending(paths: ShardPaths, head: JournalHead) -> list[str]:
     ]
 
 
+def _require_all(paths: ShardPaths, head: JournalHead) -> None:
+    """FormatError if a file that is to be renamed is gone."""
+    for path in head.replaced_inodes or ():
+        written = head.files.get(temporary := paths.temporary(path))
+        if written is not None and written not in (inode_of(temporary), inode_of(path)):
+            raise FormatError(f"{temporary}: was removed before it got its name; build the shard again (--overwrite)")
+
+
 def is_set_aside(paths: ShardPaths) -> bool:
     """Whether a complete shard lies at a prefix under temporary names."""
     head = read_journal(paths)
@@ -373,6 +379,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     rename_all(paths, head, durable=durable)
                     unlink_locked(paths.journal, lock)
                 else:
+                    _require_all(paths, head)
                     _remove_replaced(paths, head, durable=durable)
 
 
