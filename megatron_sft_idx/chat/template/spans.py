@@ -572,8 +572,8 @@ class SpanFinder:
     def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
         """Where the utterances of one kind stand: (start, stop), ascending.
 
-        One whose words occur twice in the text of the message is looked up by its mark. Where marks cannot be used, the
-        first occurrence is taken and counted in ``notes``.
+        One whose words occur twice in the text of the message, or short reasoning, which may stand there by chance, is
+        looked up by its mark. Where marks cannot be used, the first occurrence is taken and counted in ``notes``.
         """
         result: Ranges = []
         pieces = utterances_of(self._messages[message])
@@ -582,7 +582,8 @@ class SpanFinder:
             if piece.kind != kind:
                 continue
             at = first
-            if self._text.find(piece.text, low) != at or self._text.find(piece.text, at + 1, high) >= 0:
+            repeated = self._text.find(piece.text, low) != at or self._text.find(piece.text, at + 1, high) >= 0
+            if repeated or (kind == "reasoning" and len(piece.text) < 2 * _TELLING):
                 wanted = (message, pieces.index(piece), False)
                 marked = [
                     place.at
@@ -591,7 +592,10 @@ class SpanFinder:
                 ]
                 if marked:
                     at = marked[0]
-                else:
+                elif kind == "reasoning" and self._places is not None and re.search(r"\w", piece.text):
+                    self._reasoning_dropped(message)  # the words stand there by chance
+                    continue
+                elif repeated:
                     self.notes["words_placed_by_search"] += 1
             result.append((at, at + len(piece.text)))
         return sorted(result)

@@ -1,0 +1,86 @@
+"""Learnt masks are those that generation markers in the same template say, whatever the words of a row."""
+
+# ruff: noqa: E501 - templates and words, one a line
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from template_styles import make, said, talk, user
+
+from megatron_sft_idx.chat.template import ChatTemplate
+from megatron_sft_idx.chat.types import Conversation
+
+IM = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}(({{ m.content }}<|im_end|>)){% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+EACH, END = "{% for m in messages %}", "{% endfor %}"
+# Of each template what it writes; between double parentheses is what the model generates.
+TEMPLATES = {
+    "prompted": EACH + IM + END + PROMPT,
+    "no prompt": EACH + IM + END,
+    "trimmed": (EACH + IM + END + PROMPT).replace("m.content", "(m.content | trim)"),
+    "instructions": EACH
+    + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST] {% else %}(({{ m.content }}</s>)){% endif %}"
+    + END,
+    "headers in words": EACH
+    + "{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: (({{ m.content }}</s>)){% endif %}"
+    + END
+    + "{% if add_generation_prompt %}ASSISTANT: {% endif %}",
+    "numbered": EACH
+    + "{% if m.role == 'user' %}\nQ{{ loop.index }}: {{ m.content }}{% else %}\nA{{ loop.index }}:(( {{ m.content }}</s>)){% endif %}"
+    + END
+    + "{% if add_generation_prompt %}\nA{{ messages | length + 1 }}:{% endif %}",
+    "macro": "{% macro write(m) %}" + IM + "{% endmacro %}" + EACH + "{{ write(m) }}" + END + PROMPT,
+    "collected": "{% set all %}" + EACH + IM + END + "{% endset %}{{ all }}" + PROMPT,
+}
+WORDS = st.sampled_from([
+    "Hello there", "yes", "a", "I", "assistant", "user", "\n\nleading", "    return x\n", "trailing \n ", "  both  ", " ",
+    "<|im_end|>", "text <|im_end|> more", "<|im_start|>assistant\n", "ASSISTANT:", "[INST] x [/INST]", "</s>", "A2:",
+    "\u00a0nb\u00a0", "\u2028x", "e\u0301", "{{ messages }}", "{% raw %}", "'q\"", "\\n", ".", ":", "\n", "1", "The model",
+])  # fmt: skip
+
+
+@cache
+def twins(name: str, **options: Any) -> tuple[ChatTemplate, ChatTemplate]:
+    """The template with markers, and the same without."""
+    source = TEMPLATES[name]
+    marked = source.replace("((", "{% generation %}").replace("))", "{% endgeneration %}")
+    plain = source.replace("((", "").replace("))", "")
+    return make(marked, partial_markers="keep", **options), make(plain, **options)
+
+
+def outcome(template: ChatTemplate, row: Conversation) -> tuple[str, set[int]]:
+    """The text, and positions of the characters that are trained on."""
+    rendered = template.render(row)
+    return rendered.text, {at for span in rendered.spans for at in range(span.start, span.stop)}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
+def test_what_is_learnt_is_what_markers_say(name: str, turns: list[tuple[str, str]]) -> None:
+    row = talk(*(one for asked, answer in turns for one in (user(asked), said(answer))))
+    marked, plain = twins(name)
+    assert outcome(plain, row) == outcome(marked, row)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(
+    turns=st.lists(
+        st.tuples(WORDS, WORDS.flatmap(lambda words: st.tuples(st.just(words), st.one_of(st.just(words), WORDS)))),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_reasoning_that_is_not_written_changes_no_mask(name: str, turns: list[tuple[str, tuple[str, str]]]) -> None:
+    silent = [one for asked, (answer, _) in turns for one in (user(asked), said("so " + answer))]
+    thoughts = [thought for _, (_, reasoning) in turns for thought in (None, reasoning)]
+    reasoned = [
+        one if thought is None else {**one, "reasoning_content": thought}
+        for one, thought in zip(silent, thoughts, strict=True)
+    ]
+    for template in twins(name, train_on_thinking=False):
+        assert outcome(template, talk(*reasoned)) == outcome(template, talk(*silent))
