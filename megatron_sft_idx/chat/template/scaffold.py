@@ -5,8 +5,13 @@ tells. A server feeds turn k with ``messages[:k]`` and the generation prompt; wh
 is ``messages[:k + 1]`` without it. Both are rendered from the row itself, because templates write other prompts after a
 tool's result, in a first turn or under other variables.
 
-In this module a *turn* is the position of an assistant message, and what it writes is *its own*: words, tags and end of
+In this module a *turn* is an assistant message, and what the model writes for it is *its own*: words, tags and end of
 turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
+``Turn`` has those between which the edges, *start* and *stop*, are looked for; here is one of Qwen 3, which is fed the
+first line and writes the rest, with line feeds shown as ␊::
+
+    <|im_start|>assistant␊<think>␊␊</think>␊␊Twelve.<|im_end|>␊<|im_start|>user␊And 5 × 5?
+    low                   start              first  said      high, stop
 
 Most templates need only the first rule of each function. Every other one names a public template that needs it, and
 has its case in ``tests/test_chat_template_ways.py`` or among the templates that ``tests/template_grammar.py`` makes up.
@@ -15,7 +20,6 @@ has its case in ``tests/test_chat_template_ways.py`` or among the templates that
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -24,6 +28,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
+from megatron_sft_idx.chat.template.prompt_data import prompt_varies
 from megatron_sft_idx.chat.template.words import ASKED, SAID
 from megatron_sft_idx.chat.types import MaskOptions
 
@@ -72,7 +77,7 @@ class Rules:
         piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
             character.
         prompted: whether the template can write a generation prompt when asked.
-        prompt_varies: as the function of that name.
+        prompt_varies: whether the generation prompt may differ within one kind of conversation (``prompt_data``).
         learnt_edges: edges of turns, by all that may change them. ``SpanFinder`` fills it.
     """
 
@@ -133,11 +138,30 @@ class Rules:
         return number
 
 
+class Turn(NamedTuple):
+    """What is known of a turn before its edges are: where its own words lie, and all text that may be its own.
+
+    Attributes:
+        message: position of the assistant message.
+        low: where text that may belong to the turn starts.
+        first: the first character that is certainly its own.
+        said: the end of the last words that are certainly its own.
+        high: the end of the text that was written for it, without whitespace at its end. Where tracing cannot tell,
+            where the next message's words start, or the end of the conversation.
+    """
+
+    message: int
+    low: int
+    first: int
+    said: int
+    high: int
+
+
 class Written(NamedTuple):
     """What tracing tells of the text that was written for a turn.
 
     Attributes:
-        stop: where that text ends.
+        stop: where that text ends, with the whitespace at its end.
         head: the header of an answer to a question, or "". It is that of the first answer to the turn's own question;
             where no question precedes it, that of the first answer to a later question, or else of the first message.
         answered: whether the text behind ``stop`` was written for another assistant message; None where no message
@@ -195,26 +219,25 @@ class EdgeFinder:
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
-    def fed(self, turn: int, low: int, first: int) -> int | str:
+    def fed(self, turn: Turn) -> int | str:
         """How many characters from ``low`` on a server feeds before a turn; or its prompt, if that is other text."""
-        fed = self._end_of_fed(turn, low, first)
-        return self._prompts(turn)[0] if fed is None else fed - low
+        fed = self._end_of_fed(turn)
+        return self._prompts(turn.message)[0] if fed is None else fed - turn.low
 
-    def start(self, turn: int, low: int, first: int, own: int | None, reasons: bool, traced: bool) -> int:
+    def start(self, turn: Turn, own: int | None, reasons: bool, traced: bool) -> int:
         """Where the model starts to write a turn.
 
         Args:
-            turn: the message.
-            low: where text that may belong to the turn starts.
-            first: the first character that is certainly the turn's own.
-            own: where the words that start there begin, their own tags included; None for a call, which has tags before
-                it.
+            turn: the turn.
+            own: where the words that start at its ``first`` begin, their own tags included; None for a call, which has
+                tags before it.
             reasons: whether these words may be reasoning, which the template may put a tag of its own before.
-            traced: whether all from ``low`` on is known to be written for the turn.
+            traced: whether all from its ``low`` on is known to be written for the turn.
         """
+        message, low, first, _, _ = turn
         head = self._text[low:first]
-        fed = self._end_of_fed(turn, low, first)
-        prompts = self._prompts(turn)
+        fed = self._end_of_fed(turn)
+        prompts = self._prompts(message)
         if any(prompts):
             if fed is not None and prompts[0]:
                 return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows
@@ -224,66 +247,58 @@ class EdgeFinder:
                 length = self._written_by(prompt, head)
                 if length:
                     return max(fed or 0, low + length)
-            if turn and fed is not None:
+            if message and fed is not None:
                 return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
-        elif traced and turn and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
+        elif traced and message and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
             return fed  # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's
         if own is not None and not reasons and not head[-1:].isspace():  # which the answer may begin with
             return own
-        header = self._header_length(turn, low, head)  # Magistral knows no prompt; its [THINK] is the model's
+        header = self._header_length(message, low, head)  # Magistral knows no prompt; its [THINK] is the model's
         if own is None or (header is not None and bool(head[header:].strip()) == reasons):
             return low + (header or 0)
         return own
 
-    def stop_of_traced(self, turn: int, low: int, said: int, high: int, written: Written) -> int:
+    def stop_of_traced(self, turn: Turn, written: Written) -> int:
         """Where a turn ends, its end-of-turn token included, if tracing tells which text was written for it.
 
         The end of turn may come behind that text, where the template writes it with the next message.
-
-        Args:
-            turn: the message.
-            low: where text that may belong to the turn starts.
-            said: the end of the last words that are certainly the turn's own.
-            high: the end of the text that was written for the turn, without whitespace at its end.
-            written: what tracing tells of that text.
         """
-        openings = self._openings(turn, written.head)
-        shared, whole = self._shared_with_others(turn, low, said, openings)
+        said, high = turn.said, turn.high
+        openings = self._openings(turn.message, written.head)
+        shared, whole = self._shared_with_others(turn, openings)
         if whole and shared < high and any(opening in self._text[shared:high] for opening in openings):
             return shared  # R1's distilled models write another header behind calls, for a content of ""
         if shared > high:
             return self._ending(high, shared)  # the end of turn is written with the next message, or behind all
         if high > said and self._text.endswith(self._ends, said, high):
             return high
-        return self._end_behind(turn, high, written.stop, openings, written.answered) or high
+        return self._end_behind(turn.message, high, written.stop, openings, written.answered) or high
 
-    def stop_of_untraced(self, turn: int, low: int, said: int, high: int) -> int:
-        """As ``stop_of_traced``, for text of which only strings of the data were found again.
-
-        ``high`` is where the next message's words start, or the end of the conversation.
-        """
-        text, last = self._text, self._view(turn + 1) == self._text
-        openings = self._openings(turn, "")
+    def stop_of_untraced(self, turn: Turn) -> int:
+        """As ``stop_of_traced``, for text of which only strings of the data were found again."""
+        message, _, _, said, high = turn
+        text, last = self._text, self._view(message + 1) == self._text
+        openings = self._openings(message, "")
         alone = last and not any(opening in text[said:high] for opening in openings)
-        if alone and self._known_tail(turn, low, said) is None:
+        if alone and self._known_tail(turn) is None:
             return high  # nothing follows that could be another's
-        shared, whole = self._shared_with_others(turn, low, said, openings)
+        shared, whole = self._shared_with_others(turn, openings)
         if whole or text.endswith(self._ends, said, shared):
             return shared
         behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
-        return self._end_behind(turn, behind, behind, openings, None) or shared
+        return self._end_behind(message, behind, behind, openings, None) or shared
 
-    def _shared_with_others(self, turn: int, low: int, said: int, openings: Sequence[str]) -> tuple[int, bool]:
+    def _shared_with_others(self, turn: Turn, openings: Sequence[str]) -> tuple[int, bool]:
         """How far a turn goes on as it does where other messages follow it: text that does not depend on these.
 
         Returns:
             The end of that text, which starts at ``said`` and holds no header; and whether it is all that the template
             writes where nothing follows.
         """
-        text, tail = self._text, self._known_tail(turn, low, said)
+        text, said, tail = self._text, turn.said, self._known_tail(turn)
         if tail is None:
             return said, False
-        last = self._view(turn + 1) == text
+        last = self._view(turn.message + 1) == text
         if tail.strip():  # a template that trims what it collected may write other whitespace behind the words
             tail = text[said : len(text) - len(text[said:].lstrip())] + tail.lstrip()
         tail = tail if last else tail.rstrip()
@@ -293,14 +308,14 @@ class EdgeFinder:
         shared = said + len(text[said : min(headers, default=said + length)].rstrip())
         return shared, not last and length == len(tail)
 
-    def _known_tail(self, turn: int, low: int, said: int) -> str | None:
+    def _known_tail(self, turn: Turn) -> str | None:
         """What a template writes behind a turn's last words when other messages follow it than in the conversation.
 
         That is the rendering that ends with the turn or, where this is the conversation itself, one in which a question
         follows. None where the template refuses it, or the turn is not found again in it. Its beginning may differ, as
         Mistral's templates write tools before the last question: the turn is then found by its last characters.
         """
-        other = self._view(turn + 1)
+        said, other = turn.said, self._view(turn.message + 1)
         if other == self._text:  # the turn is last, or the messages behind it write nothing
             other = self._view(len(self._messages), ASKED)
         if other is None:
@@ -308,7 +323,7 @@ class EdgeFinder:
         if other.startswith(self._text[:said]):
             return other[said:]
         for far in (_NEAR, 8):
-            near = self._text[max(low, said - far) : said]
+            near = self._text[max(turn.low, said - far) : said]
             if near.strip() and (at := other.rfind(near)) >= 0:
                 return other[at + len(near) :]
         return None
@@ -328,13 +343,13 @@ class EdgeFinder:
                 ends.append(piece.end())
         return ends[-1]
 
-    def always_prompts(self, turn: int, start: int, said: int) -> bool:
+    def always_prompts(self, turn: Turn) -> bool:
         """Whether the template seems to write a header behind all messages, even without a generation prompt.
 
         Without tracing such a header cannot be told from an end of turn. It is looked for in what a made-up question
         and its answer end with alike: it has words there, or the tag that stands right before the answer.
         """
-        if any(self._prompts(turn)) and self._known_tail(turn, start, said) is not None:
+        if any(self._prompts(turn.message)) and self._known_tail(turn) is not None:
             return False  # the template writes headers where it is asked to, and `_known_tail` tells the end of turn
         asked, answered = self._plain
         at = answered.rfind(SAID)
@@ -345,18 +360,18 @@ class EdgeFinder:
         header = next((tag[0] for tag in TAG.finditer(before) if tag.end() == len(before)), None)
         return any(map(str.isalnum, TAG.sub(" ", behind))) or (header is not None and header in behind)
 
-    def _openings(self, turn: int, head: str) -> list[str]:
+    def _openings(self, message: int, head: str) -> list[str]:
         """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``.
 
         Such an opening parts an end of turn from the header behind it, as in Command A.
         """
-        found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
+        found = [self._opening(prompt) for prompt in self._prompts(message) if prompt][:1]
         opening = self._opening(head)
         if _SPEAKER.search(opening):  # the end of another speaker's turn, or a default system message, stands before
             tags = [tag[0] for tag in TAG.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
-        closed = (self._view(turn + 1) or "").rstrip()
+        closed = (self._view(message + 1) or "").rstrip()
         more = head.lstrip().removeprefix(opening)
         ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))
         if opening and more.strip() and ends:
@@ -372,18 +387,18 @@ class EdgeFinder:
             return tag[0]
         return header.split(maxsplit=1)[0] if header else ""
 
-    def _end_of_fed(self, turn: int, low: int, first: int) -> int | None:
+    def _end_of_fed(self, turn: Turn) -> int | None:
         """Where the text ends that a server feeds before a turn; None where the conversation does not begin with it."""
-        fed = self._view(turn, prompt=True)
-        begins = fed is not None and len(fed) <= first and self._text.startswith(fed)
-        return max(low, len(fed)) if fed is not None and begins else None
+        fed = self._view(turn.message, prompt=True)
+        begins = fed is not None and len(fed) <= turn.first and self._text.startswith(fed)
+        return max(turn.low, len(fed)) if fed is not None and begins else None
 
-    def _prompts(self, turn: int) -> list[str]:
-        """The generation prompts of this turn and of an answer to a made-up question; "" for each that is not known."""
+    def _prompts(self, message: int) -> list[str]:
+        """The generation prompts of an answer at this position, and to a made-up question; "" for each not known."""
         if not self._prompted:
             return [""]
         found = []
-        for pair in (self._prompt_of(turn), self._prompt_of(0, ASKED)):
+        for pair in (self._prompt_of(message), self._prompt_of(0, ASKED)):
             prompt = "" if pair is None else pair[0][self._common(*pair) :]
             found.append(prompt if prompt.strip() else "")
         return found
@@ -412,9 +427,9 @@ class EdgeFinder:
         stop = len(ours) - match.a
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
 
-    def _header_length(self, turn: int, low: int, head: str) -> int | None:
+    def _header_length(self, message: int, low: int, head: str) -> int | None:
         """How much of a turn's first text a plain answer in its place begins with too; None where nothing tells."""
-        other = self._view(turn, SAID)
+        other = self._view(message, SAID)
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
             return None
@@ -424,7 +439,9 @@ class EdgeFinder:
                 return self._common(other[begin + len(near) : at], head)
         return None
 
-    def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
+    def _end_behind(
+        self, message: int, high: int, at: int, openings: Sequence[str], answered: bool | None
+    ) -> int | None:
         """The end of a control token at ``at``, if that is the turn's end although nothing else says so; or None.
 
         It may be a tag that names the next speaker, as GLM's <|user|> and <|observation|> do: a model of such a
@@ -432,7 +449,7 @@ class EdgeFinder:
         a question, does not end a turn.
 
         Args:
-            turn: the message.
+            message: position of the turn's message.
             high: the end of all that may be the turn's own.
             at: where the control token has to start. Only an end of sequence may stand elsewhere than at ``high``.
             openings: what headers of assistants begin with.
@@ -443,7 +460,7 @@ class EdgeFinder:
             return at + len(self._eos)
         end = next((end for end in self._ends if self._text.startswith(end, at)), "")
         another = answered
-        if another is None and turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant":
+        if another is None and message + 1 < len(messages) and messages[message + 1].get("role") == "assistant":
             another = not self._text[at + len(end) :].lstrip().startswith(tuple(openings))
         if another or not end or end in openings or at != high:
             return None
@@ -479,156 +496,3 @@ def _parting(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-# ---- whether the prompt is the same for all conversations of one kind ----
-
-# What stands where the prompt is asked for is followed back, by names and by the tests and loops around it, to what it
-# reads of messages and tools. Who speaks, and whether functions are called, belongs to the kind of a conversation.
-# Words do not, nor counts, nor what a namespace keeps from one message for the next.
-_PROMPT = "add_generation_prompt"
-# What differs from conversation to conversation; and what of it does not, within one kind: ends of lists, of loops too.
-_DATA = ("messages", "tools", "loop")
-_KNOWN = ("role", "tool_calls", "first", "last", 0)
-_ENDS = ("first", "last", "list", "reverse")
-_BY_FIELD = ("selectattr", "rejectattr", "map")
-_TYPES = ("defined", "undefined", "string", "mapping", "iterable", "sequence")
-
-
-class _Tree:
-    """A template's names: what each is made of, and where it is asked for a prompt.
-
-    Attributes:
-        made_of: for each name the nodes of all its values, and of the tests and loops that these stand in.
-        kept: names that keep a value from one iteration of a loop to the next.
-        prompts: the nodes that are written or done where it is asked for a prompt, and the tests and loops around them.
-    """
-
-    def __init__(self, tree: nodes.Template) -> None:
-        self.made_of: defaultdict[str, list[nodes.Node]] = defaultdict(list)
-        self.kept: set[str] = set()
-        # For each name those whose values read it; and for each name, and each test's id(), what it decides about.
-        self._users: defaultdict[str, set[str]] = defaultdict(set)
-        self._deciding: defaultdict[str, set[str]] = defaultdict(set)
-        self._statements: list[tuple[nodes.Node, set[str], Sequence[nodes.Node]]] = []
-        self._walk(tree, [], looped=False)
-        self._made_from = {name: _closure(name, self._users) for name in _DATA}
-        asked = _closure(_PROMPT, self._users, self._deciding)
-        self.prompts = [part for node, names, around in self._statements if names & asked for part in (node, *around)]
-
-    def _walk(self, node: nodes.Node, around: Sequence[nodes.Node], looped: bool) -> None:
-        """Note all statements at and below a node that stands in these tests and loops."""
-        tests: list[nodes.Node] = [child for child in node.iter_child_nodes() if isinstance(child, nodes.Expr)]
-        if tests:
-            self._statements.append((node, set[str]().union(*map(_names, tests)), around))
-        if isinstance(node, nodes.For):
-            self._define(node.target, [node.iter], around, looped=False)
-        elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-            values = [node.node] if isinstance(node, nodes.Assign) else node.body
-            self._define(node.target, values, around, looped)
-        elif isinstance(node, nodes.With):
-            for target, value in zip(node.targets, node.values, strict=True):
-                self._define(target, [value], around, looped)
-        elif isinstance(node, (nodes.Macro, nodes.CallBlock)):
-            name = node.name if isinstance(node, nodes.Macro) else "caller"
-            self._define(nodes.Name(name, "store"), [*node.body, *node.defaults], around, looped=False)
-            for argument in node.args:  # any call may hand over anything
-                self._define(argument, [nodes.Name(name, "load") for name in _DATA], around, looped=False)
-        inner = around
-        if isinstance(node, (nodes.If, nodes.For)):
-            # What leaves a loop, or an iteration, decides about all that is in it.
-            leaves = node.find_all(nodes.If) if isinstance(node, nodes.For) else ()
-            tests += [one.test for one in leaves if any(one.find_all((nodes.Break, nodes.Continue)))]
-            inner = [*around, *tests]
-            for test in tests:
-                for used in _names(test):
-                    self._deciding[used].add(str(id(test)))
-        for child in node.iter_child_nodes():
-            if not isinstance(child, nodes.Expr):
-                self._walk(child, inner, looped or isinstance(node, nodes.For))
-
-    def _define(
-        self, target: nodes.Node, values: Sequence[nodes.Node], around: Sequence[nodes.Node], looped: bool
-    ) -> None:
-        if not isinstance(target, (nodes.Name, nodes.NSRef)):
-            for item in target.iter_child_nodes():
-                self._define(item, values, around, looped)
-            return
-        name = target.name if isinstance(target, nodes.Name) else f"{target.name}.{target.attr}"
-        if looped and isinstance(target, nodes.NSRef):
-            self.kept.add(name)
-        self.made_of[name] += [*values, *around]
-        for test in around:
-            self._deciding[str(id(test))].add(name)
-        for used in set[str]().union(*map(_names, values)):
-            self._users[used].add(name)
-
-    def sources(self, node: nodes.Node) -> set[str]:
-        """Which of the data the value may come from that a node looks into."""
-        while isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter, nodes.Call)) and node.node is not None:
-            if _dotted(node) in self.made_of:
-                break
-            node = node.node
-        names = {_dotted(node)} if isinstance(node, nodes.Getattr) else _names(node)
-        return {data for data in _DATA if names & self._made_from[data]}
-
-
-def prompt_varies(tree: nodes.Template) -> bool:
-    """Whether the generation prompt may differ between conversations with the same variables, of the same kind.
-
-    Of that kind are whether there are tools, and who speaks and calls functions first, last, or at all.
-    """
-    names = _Tree(tree)
-    left, followed, seen = list(names.prompts), set[str](), set[int]()
-    while left:
-        node = left.pop()
-        if id(node) in seen or (isinstance(node, nodes.Test) and node.name in _TYPES):
-            continue  # the fields that a message has are of its kind
-        seen.add(id(node))
-        if isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter)):
-            found = names.sources(node)
-            if "tools" in found or (found and not _is_known(node)):
-                return True
-        for name in {node.name} if isinstance(node, nodes.Name) else {_dotted(node)}:
-            if name in names.kept:
-                return True
-            if name not in followed:
-                followed.add(name)
-                left += names.made_of.get(name, ())
-        left += node.iter_child_nodes()
-    return False
-
-
-def _is_known(node: nodes.Getattr | nodes.Getitem | nodes.Filter) -> bool:
-    """Whether what a node takes from messages, one of them or a loop is of the kind of a conversation."""
-    if isinstance(node, nodes.Filter):
-        field = node.args[0] if node.args and node.name in _BY_FIELD else None
-        return node.name in _ENDS or (isinstance(field, nodes.Const) and field.value in _KNOWN)
-    if isinstance(node, nodes.Getattr):
-        return node.attr in _KNOWN
-    if isinstance(node.arg, nodes.Neg):
-        return isinstance(node.arg.node, nodes.Const) and node.arg.node.value == 1
-    return isinstance(node.arg, nodes.Slice) or (isinstance(node.arg, nodes.Const) and node.arg.value in _KNOWN)
-
-
-def _closure(name: str, *users: Mapping[str, set[str]]) -> set[str]:
-    """A name and all that get a value from it, by who uses what."""
-    found, left = {name}, [name]
-    while left:
-        used = left.pop()
-        more = set[str]().union(*(some.get(used, ()) for some in users)) - found
-        found |= more
-        left += more
-    return found
-
-
-def _dotted(node: nodes.Node) -> str:
-    """``a.b`` of an attribute of a name, as namespaces have them; else an empty string."""
-    simple = isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name)
-    return f"{node.node.name}.{node.attr}" if simple else ""  # type: ignore[attr-defined]
-
-
-def _names(node: nodes.Node) -> set[str]:
-    """All names that a node reads; an attribute of a name is one too."""
-    found = {node.name} if isinstance(node, nodes.Name) else {_dotted(node)} - {""}
-    return found.union(*map(_names, node.iter_child_nodes()))

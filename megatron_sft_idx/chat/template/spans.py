@@ -24,7 +24,15 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, TAG, EdgeFinder, LearntEdges, Rules, Written
+from megatron_sft_idx.chat.template.scaffold import (
+    MAX_REMEMBERED,
+    TAG,
+    EdgeFinder,
+    LearntEdges,
+    Rules,
+    Turn,
+    Written,
+)
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.words import (
     REASONING_FIELDS,
@@ -404,7 +412,8 @@ class SpanFinder:
         # Arguments of calls, and text in several segments, cannot be told from the template's own text.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
         tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
-        fed = self._edges.fed(message, low, first) if self._rules.prompt_varies else 0
+        turn = Turn(message, low, first, said, high)
+        fed = self._edges.fed(turn) if self._rules.prompt_varies else 0
         key = (self._variables, self._kinds, around, place, text[low:first], tail, fed)
         edge = known.get(key)
         if (
@@ -467,18 +476,19 @@ class SpanFinder:
         reasons = any(
             one.kind == "reasoning" and one.field != "content" for one in utterances_of(self._messages[message])
         )
-        start = min(first, self._edges.start(message, low, first, own if first in words else None, reasons, traced))
-        said = max(said, start)
+        turn = Turn(message, low, first, said, high)
+        start = min(first, self._edges.start(turn, own if first in words else None, reasons, traced))
+        turn = turn._replace(said=(said := max(said, start)))
         if traced:
             written = Written(last.stop, *self._neighbours(message, low, start, last.stop))
-            stop = self._edges.stop_of_traced(message, low, said, high, written)
-        elif self._edges.always_prompts(message, start, said):
+            stop = self._edges.stop_of_traced(turn, written)
+        elif self._edges.always_prompts(turn._replace(low=start)):
             raise unusable(
                 f"the chat template {rules.name} writes a header behind all messages and cannot be traced, so nothing"
                 f" tells where assistant message {message + 1} ends; put {{% generation %}} markers around what it says"
             )
         else:
-            stop = self._edges.stop_of_untraced(message, low, said, high)
+            stop = self._edges.stop_of_untraced(turn)
         stop = max(said, stop)
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
