@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from blends import build, config_of, digest_of, write_packs
+from blends import build, config_of, digest_of, key_of, pack_keys, write_packs
 from shard_folders import write
 
 from megatron_sft_idx.cli.options import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.storage import ReadOptions
+from megatron_sft_idx.storage import BackendName, ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import config_from_args
+from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 OPTIONS = [
@@ -51,6 +54,20 @@ def test_batches_are_the_same_whatever_the_backend(
     for _ in range(2):
         assert loaded(source, order) == loaded(expected, order)
     assert loaded(pickle.loads(pickle.dumps(source)), order) == loaded(expected, order)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
+def test_shards_of_several_dtypes_make_one_blend(tmp_path: Path, backend: BackendName) -> None:
+    kinds = itertools.product([np.uint16, np.int32], [np.uint8, np.float32])
+    paths = [
+        write_packs(tmp_path / f"x{i}", 6, i, token_dtype=token_dtype, mask_dtype=mask_dtype)
+        for i, (token_dtype, mask_dtype) in enumerate(kinds)
+    ]
+    blend = build(config_of((paths, None), read=ReadOptions(backend)))[0]
+    rows = rows_of(blend).__getitems__(range(24))
+    assert {key_of(row) for row in rows} == {key for i in range(4) for key in pack_keys(6, i)}
+    for i, row in enumerate(rows):
+        assert digest_of(row) == digest_of({name: blend[i][name] for name in row})
 
 
 def test_megatrons_flag_against_maps_reads_by_pread(tmp_path: Path) -> None:

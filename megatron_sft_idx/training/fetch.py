@@ -44,7 +44,7 @@ class Placed(NamedTuple):
 def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
     """Places sequences in memory: where all shards are mapped they stay where they are, else they are read.
 
-    Those that are read lie end to end, in one set of arrays for each dtype of loss masks.
+    Those that are read lie end to end, in one set of arrays for all shards of the same dtypes.
 
     Args:
         shards: tokens, loss mask and columns of tokens, of each shard that is used.
@@ -59,10 +59,11 @@ def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments
         return Placed(list(shards), slots, segments.starts)  # type: ignore[arg-type]
     extent_slots, extent_starts, extent_counts, extent = _extents(segments, slots)
     shard_of = [shards[slot] for slot in extent_slots.tolist()]
-    dtypes = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
-    set_of = np.array([dtypes.index(arrays[1].dtype) for arrays in shard_of], np.int32)
+    dtypes_of = [tuple(array.dtype for array in arrays) for arrays in shard_of]
+    kinds = list(dict.fromkeys(dtypes_of))
+    set_of = np.array(list(map(kinds.index, dtypes_of)), np.int32)
     sets, begins = [], np.empty(len(shard_of), np.int64)
-    for number in range(len(dtypes)):
+    for number in range(len(kinds)):
         members = np.flatnonzero(set_of == number)
         starts, counts = extent_starts[members], extent_counts[members]
         begins[members] = np.cumsum(counts) - counts
