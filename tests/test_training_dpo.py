@@ -159,6 +159,18 @@ def test_rows_that_only_fill_up_a_batch_hold_no_pairs(
     assert all(torch.equal(*values) for values in zip(*found, strict=True))
 
 
+def test_pairs_count_however_many_tokens_they_train_and_whatever_the_mask_is() -> None:
+    pair, reference = torch.tensor([[[0, 0], [0, 1]]]), torch.zeros(1, 2)
+    bounds = torch.tensor([[0, 300, 600]], dtype=torch.int32)
+    mask = (torch.arange(600) % 300 < 256)[None]
+    batch = {"cu_seqlens": bounds, "pair": pair, "ref_logp": reference}
+    narrow, wide = (
+        dpo_losses(-torch.ones(1, 600), {**batch, "loss_mask": mask.to(dtype)}) for dtype in (torch.uint8, torch.float)
+    )
+    assert len(wide.losses) == 1
+    assert all(torch.equal(*values) for values in zip(narrow, wide, strict=True))
+
+
 def test_torn_pairs_are_told(script: ModuleType, sequences: list[Pair], tmp_path: Path) -> None:
     plan = packed(tmp_path, sequences, np.arange(len(sequences)))
     assert (plan.sequences[1::2] != plan.sequences[::2] + 1).any()
@@ -222,6 +234,16 @@ def paired_wrong(folder: Path) -> Path:
         writer.add_pack(np.arange(6), np.zeros(6), [0, 3], columns={"pair": [[0, 0], [0, 0]]})
         writer.finalize()
     return folder / "y"
+
+
+def test_pairs_that_fit_no_pack_once_padded_are_refused_before_anything_is_built(tmp_path: Path) -> None:
+    """By the configuration, which every rank makes; the plan is made by one while the others wait."""
+    with ShardWriter(tmp_path / "x", capacity=16, columns={"pair": PAIR}, durable=False) as writer:
+        writer.add_pack(np.arange(8), np.zeros(8), [0, 3], columns={"pair": [[0, 0], [0, 1]]})
+    options = {"sequence_length": 8, "index_only_packing": True, "columns": ("pair",)}
+    assert config_of(str(tmp_path / "x"), **options).sequence_multiple == 1
+    with pytest.raises(SequenceError, match="1 of 1 pairs are longer than 8 tokens, the longest has 12"):
+        config_of(str(tmp_path / "x"), sequence_multiple=4, **options)
 
 
 def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
     """
     pair, reference = batch["pair"].to(torch.int64), batch["ref_logp"]
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]
-    trained = sequence_logp(torch.ones_like(batch["loss_mask"]), batch)[:, : pair.shape[1]] > 0
+    trained = sequence_logp(torch.ones_like(logp, dtype=torch.float32), batch)[:, : pair.shape[1]] > 0
     number, rejected = pair.unbind(-1)
     # Where a chosen sequence stands beside its rejected one; what fills the column up behind the last is no pair.
     whole = (number[:, :-1] == number[:, 1:]) & (rejected[:, :-1] == 0) & (rejected[:, 1:] == 1)

@@ -464,7 +464,9 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
             pack_sequences(np.zeros(0, np.int64), **asdict(options))
         except (ValueError, TypeError) as error:
             raise FormatError(f"index-only packing: {error}") from None
-        if max(header.longest_pack for header in shards.headers) <= usable or not shards.num_sequences:
+        # Headers do not tell how long a pair is whose two sequences are each rounded up.
+        fit = "pair" not in shards.columns and max(header.longest_pack for header in shards.headers) <= usable
+        if fit or not shards.num_sequences:
             return
         lengths = _starts(shards, 0, shards.num_sequences)[1]
     unit = "sequences"
