@@ -24,11 +24,14 @@ from disks import NOBODY, in_a_child
 from packs import sample_of
 from test_formats_jsonl_chunks import produced
 
+from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.template.chat_template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Ack, Base, Catalog, Limits, Stopped, Waiter, write_ack
 from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
-from megatron_sft_idx.tokenize import EncodingOptions
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 PRODUCER = Path(__file__).with_name("chunk_producer.py")
 PATIENCE = 300.0
@@ -189,6 +192,31 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
     chunks = pickle.loads(pickle.dumps(chunks_of(tmp_path, encoding=raw, num_chunks=1)))
     assert chunks.limits(WAITER)[0].capacity == 64
     assert len(read_all(chunks)) == 2
+
+
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_answers_that_a_column_would_judge_are_refused(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(FormatError, match=f"--row-kind {kind} judges answers by a column, and chunks have none"):
+        chunks_of(tmp_path, encoding=EncodingOptions(str(TOKENIZER), rows=RowOptions(kind=kind)))
+
+
+def test_each_turn_of_a_chat_is_a_sequence_of_its_pack(tmp_path: Path) -> None:
+    said = [{"role": "assistant", "content": f"a{i}", "reasoning_content": f"why {i}"} for i in range(2)]
+    turns = [turn for answer in said for turn in ({"role": "user", "content": "u"}, answer)]
+    folder = tmp_path / "chunks"
+    folder.mkdir()
+    raw = write_rows(folder / "chunk_00000.jsonl", [{"messages": turns}]).read_bytes()
+    encoding = EncodingOptions(str(TOKENIZER), masks=MaskOptions(turns="split"))
+    encoded = RowEncoder(encoding).encode(JsonPiece("x", 1, 0, raw, np.array([len(raw)]), is_array=False))
+    assert len(encoded.lengths) == 2
+    chunks = LiveChunks(str(folder), Limits(128, 2), encoding, num_chunks=1)
+    with LiveLoader(LiveDataset(chunks, rank=0, size=1, seq_length=128)) as loader:
+        (batch,) = loader
+    first, both = np.cumsum(encoded.lengths).tolist()
+    assert batch["cu_seqlens"].tolist() == [[0, first, both, 128]]
+    assert batch["tokens"][0, :both].tolist() == encoded.input_ids.tolist()
+    expected = [*encoded.loss_mask[1:first], 0, *encoded.loss_mask[first + 1 :], 0]
+    assert batch["loss_mask"][0, :both].tolist() == expected
 
 
 def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ from live_catalogs import (
 )
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.live.catalog import Limits
 from megatron_sft_idx.live.chunks import LiveChunks
+from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
@@ -99,6 +100,16 @@ def test_every_pack_keeps_its_values_where_a_run_goes_on_with_other_ranks(
 def read(folder: Path, *columns: str) -> list[Tensors]:
     with loader(folder, shuffle=False, columns=columns) as batches:
         return copies(batches)
+
+
+def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -> None:
+    catalog = make_catalog(tmp_path / "catalog", [])
+    with ShardWriter(catalog.shard_prefix(0), capacity=CAPACITY, columns={"pair": PAIR}) as writer:
+        writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
+    catalog.write_end(1)
+    with pytest.raises(FormatError, match="its answers are judged, by the column pair; ask for it in columns"):
+        read(Path(catalog.folder))
+    assert read(Path(catalog.folder), "pair")[0]["pair"].tolist() == [[[0, 0], [0, 1], [0, 0], [0, 0]]]
 
 
 @pytest.mark.parametrize("odd", [0, 3, 5])

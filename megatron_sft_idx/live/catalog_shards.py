@@ -14,6 +14,7 @@ from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Stoppe
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
+from megatron_sft_idx.training import require_judged
 
 _Read = TypeVar("_Read")
 
@@ -124,9 +125,14 @@ class CatalogShards(Catalog, LiveShards):
         return self._counts[number]
 
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
-        """Open a shard, and ask the kernel for its pages. FormatError where it breaks what the producer promised."""
+        """Open a shard, and ask the kernel for its pages.
+
+        Raises:
+            FormatError: it breaks what the producer promised, or judges answers by a column that is not asked for.
+        """
         shard = Shard(self.shard_prefix(number), columns=columns)
         header = shard.header
+        require_judged(shard.prefix, header, columns)
         if self._limits is not None:
             limits, pad_id = self._limits
             sequences, multiple = limits.max_sequences_per_pack, limits.sequence_multiple

@@ -94,6 +94,11 @@ class LiveChunks(LiveShards):
     def __post_init__(self) -> None:
         where = "keep it where who writes them and trainers share a file system"
         require_local(self.folder, "a folder of chunks", where)
+        if self.encoding is not None and self.encoding.rows.kind in ("preference", "kto"):
+            raise FormatError(
+                f"{self.folder}: --row-kind {self.encoding.rows.kind} judges answers by a column, and chunks have none;"
+                " make a shard of them with megatron-sft-idx preprocess"
+            )
         self.skipped = 0
         # By number of a chunk without a successor: its size and time, and if it was taken as whole, its bytes then.
         self._looks: dict[int, Unchanged] = {}
@@ -335,7 +340,8 @@ class LiveChunks(LiveShards):
                 piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
                 if piece.bad_rows:
                     raise piece.bad_rows[0]
-                parts = piece.input_ids, piece.loss_mask, [0], [len(piece.input_ids)], [1]
+                ids, mask, lengths = piece.input_ids, piece.loss_mask, piece.lengths  # of one sequence, or of each turn
+                parts = ids, mask, np.cumsum(lengths) - lengths, [len(ids)], [len(lengths)]
                 run = checked_run(chunk.path, index, *parts, mask_alignment="token")
             self._require_fit(run)
         except FormatError:

@@ -59,8 +59,9 @@ _LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("num-workers", int, 0, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
 )
 _END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
+_MOST_SEQUENCES = "of packed lines, or of chats with --turns split; 64, or 1 in 32 tokens where not given"
 _CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
-    ("max-sequences-per-pack", int, 1, None, "N", "of pre-packed lines; 64, or 1 in 32 tokens where not given"),
+    ("max-sequences-per-pack", int, 1, None, "N", _MOST_SEQUENCES),
     ("samples-per-chunk", int, 1, None, "N", "stop where a chunk, but for the last one, has others"),
     ("consumers", int, 1, 1, "N", "runs that read the folder; a chunk is completed once all have committed it"),
     ("num-chunks", int, 0, None, "N", "how many there will be, where that is known"),
@@ -124,7 +125,8 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     multiple = _sequence_multiple(args)
     shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
     if chunks:
-        most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
+        alone = encoding is not None and encoding.masks.turns != "split"
+        most = 1 if alone else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
         shards = LiveChunks(
             folder,
             Limits(args.seq_length, most, multiple),

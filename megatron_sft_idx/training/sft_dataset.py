@@ -24,12 +24,11 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_judged
 
 logger = logging.getLogger(__name__)
 
@@ -212,14 +211,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                     f"{prefix}: tokenized with {tokenizer}, the tokenizer of this job is {self.tokenizer_fingerprint};"
                     " take the tokenizer the shard was made with, or tokenize again"
                 )
-            listed, options = listed_columns(header.metadata), header.metadata.get("options")
-            of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
-            judging = listed.keys() & ({"pair", "label"} if of_kto else {"pair"})
-            if missing := judging.difference(self.columns):
-                raise FormatError(
-                    f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
-                    " a loss that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
-                )
+            require_judged(prefix, header, self.columns)
             if self.index_only_packing:
                 continue
             if header.capacity > self.sequence_length:

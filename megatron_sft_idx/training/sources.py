@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, columns_of_sets, running_sums
@@ -97,6 +99,18 @@ class PackSource(Protocol):
         memory or mapped.
         """
         ...
+
+
+def require_judged(prefix: str, header: Header, columns: Collection[str]) -> None:
+    """FormatError where the answers of a shard are judged by a column that is not among those that are asked for."""
+    options = header.metadata.get("options")
+    of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
+    judging = listed_columns(header.metadata).keys() & ({"pair", "label"} if of_kto else {"pair"})
+    if missing := judging.difference(columns):
+        raise FormatError(
+            f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take a loss"
+            " that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
+        )
 
 
 def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
