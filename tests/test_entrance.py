@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,7 @@ from chats import preprocess as run_command
 
 from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset, preprocess, show_pack
 from megatron_sft_idx.cli.main import build_parser
+from megatron_sft_idx.layout.column import PAIR
 from megatron_sft_idx.shard import Pack, Shard, ShardWriter
 from megatron_sft_idx.tokenize import available_cpus
 
@@ -345,6 +347,16 @@ def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
         as_torch(str(tmp_path / "1"))[0]
     with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
         as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("opened", [str, open_dataset, Shard])
+def test_judged_answers_have_no_place_in_labels(tmp_path: Path, opened: Callable[[str], Any]) -> None:
+    pytest.importorskip("torch")
+    prefix = str(tmp_path / "x")
+    with ShardWriter(prefix, columns={"pair": PAIR}) as writer:
+        writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
+    with pytest.raises(FormatError, match="x: its answers are judged, by the column pair; as_torch hands out none"):
+        as_torch(opened(prefix))
 
 
 @pytest.mark.parametrize("given", ["rows", "pipe"])

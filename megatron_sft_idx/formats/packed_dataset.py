@@ -17,7 +17,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import spec_of
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
@@ -194,6 +194,11 @@ class PackedDataset:
     def paths(self) -> tuple[str, ...]:
         """Files, folders or prefixes, in order."""
         return self._files.paths
+
+    @property
+    def headers(self) -> list[Header]:
+        """Of each shard its header; empty where the dataset is of another format."""
+        return self._files.shards.headers if isinstance(self._files, JoinedShards) else []
 
     @property
     def capacity(self) -> int:

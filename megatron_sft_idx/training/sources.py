@@ -101,15 +101,20 @@ class PackSource(Protocol):
         ...
 
 
-def require_judged(prefix: str, header: Header, columns: Collection[str]) -> None:
+def require_judged(
+    prefix: str,
+    header: Header,
+    columns: Collection[str],
+    remedy: str = "ask for it in columns, and take a loss that goes by it, such as training.losses.dpo_losses",
+) -> None:
     """FormatError where the answers of a shard are judged by a column that is not among those that are asked for."""
     options = header.metadata.get("options")
     of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
     judging = listed_columns(header.metadata).keys() & ({"pair", "label"} if of_kto else {"pair"})
     if missing := judging.difference(columns):
         raise FormatError(
-            f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take a loss"
-            " that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
+            f"{prefix}: its answers are judged, by the column {missing.pop()}; {remedy}; else the rejected ones are"
+            " learnt too"
         )
 
 

@@ -18,9 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.packed_dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
 from megatron_sft_idx.formats.registry import Source
-from megatron_sft_idx.shard import Pack
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.shard import Pack, Shard
+from megatron_sft_idx.training.sources import require_judged
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -97,7 +99,7 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
             and ``labels`` -100.
 
     Raises:
-        FormatError: no such layout; or as ``open_dataset``.
+        FormatError: no such layout, or shards whose answers are judged by a column; or as ``open_dataset``.
 
     Example:
         >>> ds = as_torch("data/train")
@@ -107,4 +109,15 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
     if layout not in get_args(Layout):
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     packs = open_dataset(source) if isinstance(source, (str, os.PathLike, Sequence)) else source
+    instead = "as_torch hands out none: take BatchAssembler and training.losses.dpo_losses"
+    for prefix, header in _headers(packs):
+        require_judged(prefix, header, (), instead)
     return TorchPacks(packs, layout)
+
+
+def _headers(packs: _Packs) -> list[tuple[str, Header]]:
+    """The prefix and the header of each shard that has these packs; none where they are of another format."""
+    if isinstance(packs, PackedDataset):
+        return list(zip(packs.paths, packs.headers, strict=False))
+    shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
+    return [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
