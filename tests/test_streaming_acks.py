@@ -119,6 +119,17 @@ def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> No
         assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
 
 
+def test_what_is_wrong_with_another_consumer_is_its_own_matter(catalog: Path) -> None:
+    torn = catalog / "_acks/other/rank-00000.json"
+    torn.parent.mkdir(parents=True)
+    torn.write_text("{")
+    with loader(catalog) as batches:
+        copies(batches)
+        batches.commit(batches.state_dict())
+    with pytest.raises(FormatError, match=f"{torn}: not a JSON document"):
+        shards_completed(catalog)
+
+
 def test_empty_shards_at_the_end_are_complete_too(tmp_path: Path) -> None:
     """No micro-batch follows them, so only who comes to the end knows that they are done."""
     counts = [3, 0, 2, 1, 0, 0]

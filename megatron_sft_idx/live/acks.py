@@ -131,25 +131,28 @@ def write_ack(folder: str, ack: Ack) -> None:
 
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:
-    """The acknowledgements in ``ack_folder(...)`` of every consumer's newest generation, by rank.
+    """The acknowledgements in ``ack_folder(...)`` of every consumer. Raises as ``newest_acks``."""
+    consumers = {name: newest_acks(folder, name) for name in _names(folder) if _CONSUMER.fullmatch(name)}
+    return {name: acks for name, acks in consumers.items() if acks}
+
+
+def newest_acks(folder: str, consumer: str) -> list[Ack]:
+    """One consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint.
 
     Raises:
         FormatError: a file is damaged, of another version, or says something else than the one beside it.
     """
-    consumers: dict[str, list[Ack]] = {}
-    for consumer in _names(folder):
-        home = os.path.join(folder, consumer)
-        if not _CONSUMER.fullmatch(consumer) or not (acks := list(_read_ranks(home))):
-            continue
-        newest = max(ack.generation for ack in acks)
-        consumers[consumer] = current = [ack for ack in acks if ack.generation == newest]
-        for ack in current[1:]:
-            if not ack.agrees_with(current[0]):
-                raise FormatError(
-                    f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their size,"
-                    f" epochs or base; two runs use the consumer name {consumer!r}: give each its own"
-                )
-    return consumers
+    home = os.path.join(folder, consumer)
+    acks = list(_read_ranks(home))
+    newest = max((ack.generation for ack in acks), default=0)
+    current = [ack for ack in acks if ack.generation == newest]
+    for ack in current[1:]:
+        if not ack.agrees_with(current[0]):
+            raise FormatError(
+                f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their size,"
+                f" epochs or base; two runs use the consumer name {consumer!r}: give each its own"
+            )
+    return current
 
 
 def _read_ranks(home: str) -> Iterator[Ack]:

@@ -31,8 +31,8 @@ from megatron_sft_idx.live.acks import (
     Base,
     ack_folder,
     acknowledged,
+    newest_acks,
     next_generation,
-    read_acks,
     require_consumer,
     uncompleted,
     write_ack,
@@ -237,7 +237,7 @@ class LiveDataset(IterableDataset[Tensors]):
 
     def newest_acks(self) -> list[Ack]:
         """This consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint."""
-        return read_acks(self.acks).get(self.consumer, [])
+        return newest_acks(self.acks, self.consumer)
 
     def may_acknowledge(self) -> bool:
         """Whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.layout.files import stated_in
-from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
+from megatron_sft_idx.live.acks import Base, ack_folder, newest_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
@@ -191,7 +191,7 @@ def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
     """FormatError where a run that saves would begin anew behind another one that has acknowledged something."""
     if args.save is None or args.load is not None or args.fresh:
         return
-    acks = read_acks(ack_folder(Catalog(shards.folder), args.ack_dir)).get(args.consumer, [])
+    acks = newest_acks(ack_folder(Catalog(shards.folder), args.ack_dir), args.consumer)
     if any(ack.items_done or ack.base != Base(0, ack.base.seed, ack.base.window) for ack in acks):
         raise FormatError(
             f"{shards.folder}: consumer {args.consumer!r} has acknowledged shards here, and --save {args.save} holds no"
