@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -156,7 +157,9 @@ def test_a_script_may_have_fewer_options_than_ours(script: ModuleType, tmp_path:
     args = script.parse_arguments(options(folder, *PACKS))
     for name in ("repack", "balance_attention", "chat_template", "on_bad_row"):
         delattr(args, name)
+    args.split = None  # as Megatron's arguments have it where nobody gave it
     script.check_live_options(args)
+    assert not script.is_live(Namespace(data_path=None))
     with script.open_live(args) as live:
         assert live is not None
 

@@ -72,7 +72,7 @@ _CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
 
 def is_live(args: argparse.Namespace) -> bool:
     """Whether ``--data-path`` names live data."""
-    return any(path.startswith(LIVE) for path in args.data_path)
+    return any(path.startswith(LIVE) for path in args.data_path or ())
 
 
 def check_live_options(args: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ def check_live_options(args: argparse.Namespace) -> None:
         ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
         ("data_cache_path", None, "there is no index to build once"),
     ):
-        if getattr(args, option, off) != off:  # which not every script has
+        if getattr(args, option, None) not in (off, None):  # not every script has it, nor a default for it
             raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
     for option, _, least, *_ in (*_LIVE_OPTIONS, *_CHUNK_OPTIONS):
         value = getattr(args, option.replace("-", "_"))
