@@ -34,7 +34,7 @@ def test_every_way_sees_the_same_sequences(rows: list[list[int]], seed: int) -> 
     batch = batch_of(sequences, LENGTH, 8)
     ends = [[*np.cumsum(lengths).tolist(), LENGTH] for lengths in rows]
 
-    mask = block_mask(batch["cu_seqlens"], LENGTH)
+    mask = block_mask(batch)
     for row, bounds in enumerate(ends):
         segment = [sum(end <= position for end in bounds) for position in range(LENGTH)]
         for i in range(LENGTH):

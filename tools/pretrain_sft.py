@@ -52,11 +52,11 @@ from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.tokenize import encoding_options
+from megatron_sft_idx.training.batch import Tensors
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
 from megatron_sft_idx.training.model import (
     ATTENTION,
-    Batch,
     connect,
     current_device,
     laid_out,
@@ -69,7 +69,7 @@ from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 
 # Called with every batch that this process trains on, before it does.
-Observer = Callable[[Batch], None]
+Observer = Callable[[Tensors], None]
 _LATEST = "latest_checkpointed_iteration.txt"
 # What the collectives of gloo and NCCL say where another process has ended.
 _LEFT_ALONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "communicator was aborted")
@@ -306,7 +306,7 @@ def forward_step(
     args: argparse.Namespace,
     observe: Observer | None,
     sources: Sequence[str],
-    batches: Iterator[Batch],
+    batches: Iterator[Tensors],
     model: DistributedDataParallel,
 ) -> tuple[Tensor, Any]:
     """One micro-batch through the model, as ``forward_backward_func`` wants it."""
@@ -322,7 +322,7 @@ def forward_step(
 def run_step(
     args: argparse.Namespace,
     model: DistributedDataParallel,
-    batches: Iterator[Batch],
+    batches: Iterator[Tensors],
     *,
     forward_only: bool = False,
     observe: Observer | None = None,
@@ -433,7 +433,7 @@ def train(
     args: argparse.Namespace,
     model: DistributedDataParallel,
     optimizer: MegatronOptimizer,
-    batches: Iterator[Batch],
+    batches: Iterator[Tensors],
     *,
     step: int = 0,
     observe: Observer | None = None,
@@ -504,7 +504,7 @@ def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
     return wanted or enough
 
 
-def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
+def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Tensors]:
     """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
     rows = rows_of(dataset)
     sampler = PackedBatchSampler(
@@ -519,7 +519,7 @@ def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Itera
     return iter(BatchLoader(rows.assembler, rows.micro_batches(sampler)))
 
 
-def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Batch]) -> float:
+def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Tensors]) -> float:
     """The mean loss of ``--eval-iters`` global batches."""
     model.eval()
     with torch.no_grad():

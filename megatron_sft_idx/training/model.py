@@ -35,15 +35,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.training.batch import Tensors, segments_of
 
 # ---- ways to attend ----
 
 
 ATTENTION = ("thd", "mask", "unpacked", "te")
-
-# tokens, labels, position_ids, loss_mask [rows, length]; cu_seqlens [rows, width]; max_seqlen [rows]; cu_seqlens_padded
-# [rows, width] only where sequences are padded inside their row.
-Batch = dict[str, Tensor]
 
 _TOKENWISE = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -112,7 +109,7 @@ def layer_spec(attention: str) -> ModuleSpec:
     return spec
 
 
-def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
+def model_inputs(batch: Tensors, attention: str) -> tuple[dict[str, Any], Tensor]:
     """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
     laid = laid_out(batch, attention)
     length, device = laid["tokens"].shape[1], laid["tokens"].device
@@ -125,13 +122,13 @@ def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
     if attention in ("thd", "te"):
         inputs["packed_seq_params"] = packed_seq_params(batch)
     elif attention == "mask":
-        inputs["attention_mask"] = block_mask(_bounds(batch), length)
+        inputs["attention_mask"] = block_mask(batch)
     else:
         inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
     return inputs, laid["loss_mask"]
 
 
-def laid_out(batch: Batch, attention: str, keys: Sequence[str] = _TOKENWISE) -> Batch:
+def laid_out(batch: Tensors, attention: str, keys: Sequence[str] = _TOKENWISE) -> Tensors:
     """What has a value a position, [rows, length] each, in the shape in which the model takes it and gives losses."""
     _require_known(attention)
     if attention in ("thd", "te"):
@@ -139,7 +136,7 @@ def laid_out(batch: Batch, attention: str, keys: Sequence[str] = _TOKENWISE) -> 
     return {key: batch[key] for key in keys} if attention == "mask" else _unpacked(batch, keys)
 
 
-def packed_seq_params(batch: Batch) -> PackedSeqParams:
+def packed_seq_params(batch: Tensors) -> PackedSeqParams:
     """The boundaries of a whole batch, its rows laid end to end as one."""
     logical = _end_to_end(batch["cu_seqlens"])
     padded = _end_to_end(batch["cu_seqlens_padded"]) if "cu_seqlens_padded" in batch else None
@@ -161,24 +158,18 @@ def _end_to_end(cu_seqlens: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def block_mask(cu_seqlens: Tensor, length: int) -> Tensor:
+def block_mask(batch: Tensors) -> Tensor:
     """Megatron's mask, bool [rows, 1, length, length]: True where a position may not look, ahead or across."""
-    positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), length)
-    segment = torch.searchsorted(cu_seqlens.contiguous(), positions.contiguous(), right=True)
-    ahead = positions[:, :, None] < positions[:, None, :]
-    return (ahead | (segment[:, :, None] != segment[:, None, :]))[:, None]
+    segment = segments_of(batch)
+    across = segment[:, :, None] != segment[:, None, :]
+    return (across | torch.ones_like(across).triu(1))[:, None]
 
 
-def _bounds(batch: Batch) -> Tensor:
-    """Where the segments of each row really lie."""
-    return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-
-
-def _unpacked(batch: Batch, keys: Sequence[str]) -> Batch:
+def _unpacked(batch: Tensors, keys: Sequence[str]) -> Tensors:
     """Every segment as a row of its own, filled up at the end, where causal attention never looks from before."""
     spans = [
         (row, start, stop)
-        for row, bounds in enumerate(_bounds(batch).tolist())
+        for row, bounds in enumerate(batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist())
         for start, stop in pairwise(bounds)
         if start < stop
     ]

@@ -26,7 +26,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,24 +51,19 @@ def shuffled(packs: int, *key: int | str) -> NDArray[np.int64]:
 class EpochOrder:
     """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
 
-    Keeps the permutations of two epochs, 4 bytes a pack each (8 beyond 2^31 packs). Threads may share one.
+    Keeps the permutations of two epochs, 4 bytes a pack each (8 beyond 2^31 packs), since a batch may end one epoch and
+    begin the next. Threads may share one.
     """
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
         self.packs, self.seed, self.split, self.fingerprint = packs, seed, split, fingerprint
-        # By epoch. Replaced as a whole and never changed, so that no lock is needed, which a fork could find locked.
-        # Two threads that both find it empty both shuffle, with the same result.
-        self._permutations: dict[int, NDArray[np.int32] | NDArray[np.int64]] = {}
+        self.epoch = lru_cache(maxsize=2)(self._epoch)
 
-    def epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
+    def _epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """The packs of one epoch in their order."""
-        if (permutation := self._permutations.get(number)) is not None:
-            return permutation
         order = shuffled(self.packs, self.seed, self.split, self.fingerprint, number)
         permutation = order.astype(np.int32) if self.packs <= 2**31 else order
         permutation.flags.writeable = False
-        # Two are kept, since a batch may end one epoch and begin the next.
-        self._permutations = {**dict(list(self._permutations.items())[-1:]), number: permutation}
         return permutation
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
