@@ -9,6 +9,8 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.shard import writer as writer_module
@@ -326,6 +329,39 @@ def test_a_shard_set_aside_that_lost_a_file_replaces_nothing(suffix: str, tmp_pa
     assert before.items() <= {path.name: path.read_bytes() for path in tmp_path.iterdir()}.items()
     write_samples(tmp_path / "x", demo_samples(4), capacity=64, overwrite=True)
     assert folder_of(tmp_path) == sorted(before)
+
+
+@pytest.mark.parametrize("finish", [find_remains, partial(recover, overwrite=True)])
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".grade.col"])
+def test_a_file_that_was_lost_is_not_taken_from_the_shard_that_is_replaced(
+    suffix: str, finish: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    def write(tokens: list[int], **options: Any) -> ShardWriter:
+        writer = ShardWriter(tmp_path / "x", columns={"grade": ColumnSpec("pack", "u1")}, durable=False, **options)
+        writer.add_pack(tokens, [1, 0], [0], columns={"grade": tokens[:1]})
+        return writer
+
+    write([1, 2]).finalize()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write([3, 4], overwrite=True).set_aside()
+    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
+    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
+        finish(tmp_path / "x")
+    assert before.items() <= {path.name: path.read_bytes() for path in tmp_path.iterdir()}.items()
+    write([3, 4], overwrite=True).finalize()
+    assert folder_of(tmp_path) == sorted(before)
+
+
+@pytest.mark.parametrize("suffix", [*SUFFIXES, ".grade.col"])
+def test_of_a_shard_set_aside_that_lost_a_file_nothing_appears(suffix: str, tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", columns={"grade": ColumnSpec("pack", "u1")}, durable=False)
+    writer.add_pack([1, 2], [1, 0], [0], columns={"grade": [1]})
+    writer.set_aside()
+    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
+    before = folder_of(tmp_path)
+    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
+        publication.publish_all([ShardPaths.of(tmp_path / "x")])
+    assert folder_of(tmp_path) == before
 
 
 def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:

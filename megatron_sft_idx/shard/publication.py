@@ -320,33 +320,42 @@ def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> 
     Returns the paths of the files that are still to be renamed. Errors as of ``rename_all``.
     """
     assert head.replaced_inodes is not None
-    pending = _pending(paths, head)
-    for path, inode in _inodes(pending).items():
+    to_rename = pending(paths, head)
+    for path, inode in _inodes(to_rename).items():
         if inode != head.replaced_inodes.get(path):
             raise FormatError(
                 f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
                 f" then finish the build: megatron-sft-idx rebuild {paths.prefix}"
             )
-    if paths.seq_idx in pending:
+    if paths.seq_idx in to_rename:
         if inode_of(paths.seq_idx) is not None:
             os.unlink(paths.seq_idx)
             sync_folder(paths.folder, durable)
         for path, inode in head.replaced_inodes.items():
             if paths.temporary(path) not in head.files and inode_of(path) == inode:
                 os.unlink(path)
-    return pending
+    return to_rename
 
 
-def _pending(paths: ShardPaths, head: JournalHead) -> list[str]:
-    """Paths of the files that are still to be renamed: those whose temporary files the journal names."""
+def pending(paths: ShardPaths, head: JournalHead) -> list[str]:
+    """Paths of the files that are still to be renamed: those whose temporary files the journal names.
+
+    A file that has both names is not among them: where renaming takes a second link, a kill may leave it so.
+    """
     return [
-        path for path in with_named_columns(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()
+        path
+        for path in with_named_columns(paths, head).all
+        if inode_of(paths.temporary(path)) in head.files.values() and not _has_both_names(paths, path)
     ]
 
 
-def _require_all(paths: ShardPaths, head: JournalHead) -> None:
-    """FormatError if a file that is to be renamed is gone."""
-    for path in head.replaced_inodes or ():
+def _has_both_names(paths: ShardPaths, path: str) -> bool:
+    return inode_of(path) == inode_of(paths.temporary(path)) is not None
+
+
+def require_all(paths: ShardPaths, head: JournalHead) -> None:
+    """FormatError if a file of a complete shard is gone: one of the shard that it replaces would be taken for it."""
+    for path in with_named_columns(paths, head).all:
         written = head.files.get(temporary := paths.temporary(path))
         if written is not None and written not in (inode_of(temporary), inode_of(path)):
             raise FormatError(f"{temporary}: was removed before it got its name; build the shard again (--overwrite)")
@@ -379,7 +388,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     rename_all(paths, head, durable=durable)
                     unlink_locked(paths.journal, lock)
                 else:
-                    _require_all(paths, head)
+                    require_all(paths, head)
                     _remove_replaced(paths, head, durable=durable)
 
 
@@ -398,6 +407,7 @@ class Publication:
             prefix that belong to no recognisable shard may be replaced.
 
     Attributes:
+        head: the head of the journal, as it is now.
         is_resumed: whether an interrupted writer began the work (``resume``).
         closed: whether nothing more can be written, because ``close`` was called.
 
@@ -439,8 +449,8 @@ class Publication:
                 if only is None or path in only:
                     name = paths.temporary(path)
                     self._files[name] = OutputFile(name, durable=durable)
-                    self._head.files[name] = os.fstat(self._files[name].fileno()).st_ino
-            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, self._head.files)}
+                    self.head.files[name] = os.fstat(self._files[name].fileno()).st_ino
+            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, self.head.files)}
             self.journal.write(encode_head({**content, **described}))
             self.journal.sync()
             sync_folder(self.paths.folder, self.durable)
@@ -453,7 +463,7 @@ class Publication:
             raise
 
     def _set_fields(self, paths: ShardPaths, durable: bool, head: JournalHead, *, borrowed: bool = False) -> None:
-        self.paths, self.durable, self._head, self._borrowed = paths, durable, head, borrowed
+        self.paths, self.durable, self.head, self._borrowed = paths, durable, head, borrowed
         self._files: dict[str, OutputFile] = {}
         self._replaced = {}
         self._process, self.closed, self.is_resumed = os.getpid(), True, False
@@ -480,12 +490,15 @@ class Publication:
             paths = with_named_columns(paths, head)
             self._set_fields(paths, True, head)
             self._lock, self.is_resumed = lock, True
-            for path, inode in _inodes(paths.unpublished.all).items():
-                # A file with another name (a hard link) would change under that name too.
-                if not copied and (inode not in head.files.values() or os.lstat(path).st_nlink > 1):
+            for path in [] if copied else paths.all:
+                if (inode := inode_of(temporary := paths.temporary(path))) is None:
+                    continue
+                # A file with a name of somebody else's (a hard link) would change under that name too.
+                num_own_names = 1 + _has_both_names(paths, path)
+                if inode not in head.files.values() or os.lstat(temporary).st_nlink > num_own_names:
                     raise FormatError(
-                        f"{path}: not the file that {paths.journal} names, or one that has another name too (a hard"
-                        " link); recover the build where it was made, or, where all of it was copied, with"
+                        f"{temporary}: not the file that {paths.journal} names, or one that has another name too (a"
+                        " hard link); recover the build where it was made, or, where all of it was copied, with"
                         f" megatron-sft-idx rebuild --copied {paths.prefix}"
                     )
             if overwrite and head.replaced_inodes is None:
@@ -529,11 +542,12 @@ class Publication:
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
+            self._name_files()
 
     def _name_files(self) -> None:
         """Let the journal name the temporary files that are present."""
-        self._head = self._head._replace(files=_inodes(self.paths.unpublished.all))
-        self._append_inodes(FILE, self._head.files)
+        self.head = self.head._replace(files=_inodes(self.paths.unpublished.all))
+        self._append_inodes(FILE, self.head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:
         """Append a block of inodes, by path, to the journal."""
@@ -561,7 +575,7 @@ class Publication:
             )
         # Before the journal says DONE, the files and their names must be on disk.
         sync_folder(self.paths.folder, self.durable)
-        self._head = self._head._replace(replaced_inodes=replaced)
+        self.head = self.head._replace(replaced_inodes=replaced)
         self._append_inodes(DONE, replaced)
 
     def set_aside(self) -> None:
@@ -580,7 +594,7 @@ class Publication:
         If that fails, the journal and the files that are not renamed yet stay, because the replaced shard may be gone.
         """
         try:
-            rename_all(self.paths, self._head, durable=self.durable)
+            rename_all(self.paths, self.head, durable=self.durable)
             self._end_journal()
         finally:
             self.close()
@@ -595,7 +609,7 @@ class Publication:
         if os.getpid() == self._process:
             for path in self.paths.unpublished.all:
                 with contextlib.suppress(FileNotFoundError):
-                    if os.lstat(path).st_ino in self._head.files.values():
+                    if os.lstat(path).st_ino in self.head.files.values():
                         os.unlink(path)
             self._end_journal()
         self.close()

@@ -19,14 +19,12 @@ from megatron_sft_idx.shard.journal import (
     PACK,
     BuildOptions,
     JournalHead,
-    journal_error,
     locked_journal,
     read_blocks,
     read_head,
-    read_journal,
 )
 from megatron_sft_idx.shard.opening import read_start
-from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error
+from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error, pending, require_all
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.progress import Advance
@@ -62,7 +60,7 @@ class Remains:
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
-    """What an interrupted build left at a prefix; None if there is no journal, or that of a removal. Changes nothing.
+    """What an interrupted build left at a prefix; None if no journal has content but a removal's. Changes nothing.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -70,15 +68,13 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     """
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
-        head = read_journal(paths)
-        return None if head is not None and head.work == "removal" else read_remains(paths)
+        head = JournalHead.read(paths)
+        return None if head is None or head.work == "removal" else read_remains(paths, head)
     return None
 
 
-def read_remains(paths: ShardPaths) -> Remains:
-    """As ``find_remains``. The caller must hold the lock; there must be a journal, and not that of a removal."""
-    if (head := JournalHead.read(paths)) is None:
-        raise journal_error(paths.journal, "the journal's head is journal_error or changed")
+def read_remains(paths: ShardPaths, head: JournalHead) -> Remains:
+    """As ``find_remains``. The caller must hold the lock; the journal may not be that of a removal."""
     if head.replaced_inodes is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
@@ -111,7 +107,8 @@ def complete_header(paths: ShardPaths) -> Header:
     """The header of a shard whose journal has a DONE block, after a check of the sizes of all files.
 
     Each file may still have its temporary name, or be renamed already. CorruptShardError: a file is missing, or has
-    another size than the header, or a column's own header, says.
+    another size than the header, or a column's own header, says. FormatError: a file of the shard that it replaces is
+    in the place of one that is missing.
     """
 
     def present_name(path: str) -> str:
@@ -121,11 +118,12 @@ def complete_header(paths: ShardPaths) -> Header:
         start = read_start(path, form)
         return start.raw if start else b""
 
-    head = read_journal(paths)
+    head = JournalHead.read(paths)
+    assert head is not None, paths.journal
     seq_idx = present_name(paths.seq_idx)
     header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
-    for path in map(paths.column, paths.with_columns_of(head.files if head else ()).columns):
+    for path in map(paths.column, paths.with_columns_of(head.files).columns):
         column = present_name(path)
         sizes[path] = ColumnHeader.decode(header_of(column, COLUMN), column).nbytes, column
     for path, (nbytes, header_path) in sizes.items():
@@ -135,6 +133,7 @@ def complete_header(paths: ShardPaths) -> Header:
                 " is complete, so it was changed since: build it again with overwrite (--overwrite)"
             )
             raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
+    require_all(paths, head)
     return header
 
 
@@ -164,11 +163,11 @@ def recover(
     except FileNotFoundError:
         raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to recover from it") from None
     try:
-        remains = read_remains(paths)
+        remains = read_remains(paths, publication.head)
         if remains.is_complete:
-            # .seq.idx is renamed last. As long as the new one has its temporary name, a .seq.idx that is at the prefix
-            # belongs to the shard that is to be replaced.
-            if not overwrite and os.path.lexists(paths.unpublished.seq_idx) and os.path.lexists(paths.seq_idx):
+            # .seq.idx is renamed last. As long as the new one has only its temporary name, a .seq.idx that is at the
+            # prefix belongs to the shard that is to be replaced.
+            if not overwrite and paths.seq_idx in pending(paths, remains.head) and os.path.lexists(paths.seq_idx):
                 check_free(paths, overwrite=False)
             header = complete_header(paths)
             publication.finish()
