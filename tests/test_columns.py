@@ -237,6 +237,9 @@ def test_a_column_replaced_while_it_is_opened_is_not_mixed(tmp_path: Path, monke
 def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
     (tmp_path / "x.mine.col").write_text("a list of mine")
+    (tmp_path / "x.folder.col").mkdir()
+    assert list(Shard(tmp_path / "x").columns) == []
+    (tmp_path / "x.folder.col").rmdir()
     with pytest.raises(FormatError, match="expected a column of a shard"):
         write_column(tmp_path / "x", "mine", np.zeros(len(PACKS)), per="pack", overwrite=True)
     with pytest.raises(FormatError, match=r"x\.mine\.col"):
@@ -254,21 +257,28 @@ def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> Non
     os.unlink(tmp_path / "x.source.col")
     with pytest.raises(ShardNotFoundError, match=r"written with column source \(rule C8\)"):
         Shard(tmp_path / "x", columns=["source"])
+    write_column(tmp_path / "x", "late", np.zeros(len(PACKS)), per="pack")
+    again = pickle.loads(pickle.dumps(Shard(tmp_path / "x", columns=["late"])))
+    os.unlink(tmp_path / "x.late.col")
+    with pytest.raises(ShardNotFoundError, match="the shard has no column late"):
+        again[0]
     assert [finding.rule for finding in verify_shard(tmp_path / "x").findings] == ["C8"]
 
 
 # ---- replaced and removed ----
 
 
-def test_a_shard_goes_with_its_columns(tmp_path: Path) -> None:
-    write_columned(tmp_path / "x", PACKS)
-    write_column(tmp_path / "x", "late", np.zeros(len(PACKS)), per="pack")
+@pytest.mark.parametrize("slashes", ["/", "//"])
+def test_a_shard_goes_with_its_columns(tmp_path: Path, slashes: str) -> None:
+    prefix = f"{tmp_path}{slashes}x"
+    write_columned(prefix, PACKS)
+    write_column(prefix, "late", np.zeros(len(PACKS)), per="pack")
     with pytest.raises(FormatError, match=r"x\.late\.col"):
-        write_samples(tmp_path / "x", PACKS)
-    write_columned(tmp_path / "x", PACKS[:5], {"source": SOURCE}, overwrite=True)
+        write_samples(prefix, PACKS)
+    write_columned(prefix, PACKS[:5], {"source": SOURCE}, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == sorted([f"x{suffix}" for suffix in SUFFIXES] + ["x.source.col"])
-    assert_columns(Shard(tmp_path / "x"), {"source": SOURCE})
-    remove_shard(ShardPaths.of(tmp_path / "x"))
+    assert_columns(Shard(prefix), {"source": SOURCE})
+    remove_shard(ShardPaths.of(prefix))
     assert os.listdir(tmp_path) == []
 
 

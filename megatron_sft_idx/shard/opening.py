@@ -211,7 +211,7 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
-    """The names in file names ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
+    """The names in names of files ``PREFIX.NAME.col``, for each prefix. Each local folder is scanned once.
 
     The files are not read: they may not be columns, or be columns of another shard.
     """
@@ -228,7 +228,7 @@ def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
     for folder, prefix_of in local.items():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
             for entry in entries:
-                if (column := column_of(entry.name)) and column[0] in prefix_of:
+                if (column := column_of(entry.name)) and column[0] in prefix_of and entry.is_file():
                     names[prefix_of[column[0]]].add(column[1])
     return names
 

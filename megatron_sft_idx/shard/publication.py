@@ -119,7 +119,7 @@ def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> 
         for entry in entries:
             if not entry.name.startswith(name + ".") or ".col" not in entry.name:
                 continue
-            path = os.path.join(folder, entry.name)
+            path = paths.prefix + entry.name.removeprefix(name)
             extended = paths.with_columns_of([path])
             if extended != paths and entry.is_file(follow_symlinks=False):
                 paths = extended if (is_column(path) if column_of(path) else _is_named_or_empty(path, head)) else paths

@@ -198,7 +198,7 @@ class Shard:
         if self._chosen:
             spans = {"token": slice(start, stop), "sequence": slice(first, last), "pack": slice(i, i + 1)}
             for name in self._chosen:
-                column = self.columns[name]
+                column = self.columns.open(name)
                 rows = column.values[spans[column.spec.per]]
                 rows = rows[0] if column.spec.per == "pack" else rows
                 pack[name] = rows.copy() if self._copy else rows  # type: ignore[literal-required]

@@ -205,7 +205,7 @@ class ShardSet:
             self.agree_on("tokenizer is", lambda header: header.tokenizer, different)
         if alike and same_capacity:
             remedy = "pack them again for one --seq-length, or let training pack them when it starts"
-            self.agree_on("capacity is", lambda header: header.capacity, remedy)
+            self.agree_on("capacity is", lambda header: header.capacity or None, remedy)  # 0: it has no packs
         _ = self.headers, self.columns  # raise their errors now
 
     @classmethod

@@ -139,7 +139,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
         if not self.index_only_packing:
             remedy = "pack them again for one --seq-length, or set index_only_packing"
-            together.agree_on("capacity is", lambda header: header.capacity, remedy)
+            together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
 
     def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
         if self.blend is not None:
