@@ -198,7 +198,7 @@ def test_shards_that_do_not_go_together(tmp_path: Path, first: Any, second: Any,
 def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_path: Path) -> None:
     write(tmp_path, {"a": 3}, capacity=64, pad_id=1)
     write(tmp_path, {"b": 3}, capacity=48)
-    write(tmp_path, {"empty": 0})  # its capacity is that of its longest pack: 0
+    write(tmp_path, {"empty": 0}, capacity=None)  # its capacity is that of its longest pack: 0
     assert len(ShardSet.open(tmp_path, same_capacity=False)) == 6
     assert len(ShardSet.open([tmp_path / "a", tmp_path / "empty"])) == 3
 
