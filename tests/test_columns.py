@@ -35,6 +35,7 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES, check_column_name
+from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import columns as columns_module
 from megatron_sft_idx.shard import writer as writer_module
@@ -66,6 +67,17 @@ def test_what_is_written_is_read(tmp_path: Path, backend: Any, monkeypatch: pyte
             np.testing.assert_array_equal(again[i][name], expected)
     assert "source" not in Shard(tmp_path / "x")[0]
     assert verify_shard(tmp_path / "x", full=True).ok
+
+
+def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 80)
+    spec = ColumnSpec("token", "f4", 18)  # nine times the bytes that are counted for a token
+    with ShardWriter(tmp_path / "x", columns={"topk": spec}, durable=False) as writer:
+        for _ in range(9):
+            writer.add_pack([1] * 4, [0] * 4, [0], columns={"topk": np.ones((4, 18))})
+        assert (tmp_path / "x.topk.col.tmp").stat().st_size == spec.header_nbytes + 8 * 4 * spec.row_nbytes
+    found = windows(Shard(tmp_path / "x"), 80, ["topk"])
+    assert [window.num_tokens for window in found] == [8, 8, 8, 8, 4]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="nothing here lists what is mapped")

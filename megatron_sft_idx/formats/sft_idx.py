@@ -17,7 +17,7 @@ import numpy as np
 from megatron_sft_idx.errors import SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fewer_tokens, windows
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.opening import column_names, read_header, require_same
 from megatron_sft_idx.shard.reader import Pack
@@ -100,7 +100,7 @@ class Reader(PackedReader):
         return self.shard[index]
 
     def _runs(self) -> Iterator[PackRun]:
-        for window in windows(self.shard, fewer_tokens(RUN_TOKENS, self.columns), self.columns):
+        for window in windows(self.shard, RUN_TOKENS, self.columns):
             yield self._checked_run(
                 window.first_pack,
                 *window.content(),

@@ -237,7 +237,8 @@ def windows(
 
     Args:
         shard: opened with any backend; with ``pread`` no page of it is mapped.
-        tokens: the most tokens of a window; a longer pack is a window of its own. None for ``WINDOW_TOKENS``.
+        tokens: the most tokens of a window, or fewer with columns of tokens (``fewer_tokens``); a longer pack is a
+            window of its own. None for ``WINDOW_TOKENS``.
         columns: names of the columns that the windows carry.
         first: the first pack.
         stop: the pack behind the last; None for all packs from ``first`` on.
@@ -248,11 +249,12 @@ def windows(
     """
     shard.check_ends()
     stop = len(shard) if stop is None else stop
-    columns = tuple(columns)
+    specs = {name: shard.columns.open(name).spec for name in columns}
+    tokens = fewer_tokens(tokens or WINDOW_TOKENS, specs)
     # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
-    step = 1 + 2 * (tokens or WINDOW_TOKENS) * len(shard) // max(1, shard.files.num_tokens)
+    step = 1 + 2 * tokens * len(shard) // max(1, shard.files.num_tokens)
     while first < stop:
-        window = read_window(shard, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns)
+        window = read_window(shard, first, min(first + step, first + WINDOW_PACKS, stop), tokens, specs)
         yield window
         first += len(window)
 

@@ -29,7 +29,7 @@ from megatron_sft_idx.layout.files import (
     pack_idx_header,
     token_array,
 )
-from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
+from megatron_sft_idx.packs.run import PackRun, checked_runs, fewer_tokens, run_bounds
 from megatron_sft_idx.shard.journal import (
     MAX_RECORDS,
     PACK,
@@ -119,12 +119,13 @@ class ShardWriter:
         self._header: Header | None = None
         self.rebuilt, self._journals_packs = publication.is_resumed, True
         self.metadata: dict[str, Any] = dict(options.metadata)
+        self._stage_tokens = fewer_tokens(STAGE_TOKENS, options.columns)
         self._stage = _native.PackStage(
             options.token_dtype,
             options.mask_dtype,
             options.capacity or MAX_CAPACITY,
             options.sequence_multiple,
-            STAGE_TOKENS,
+            self._stage_tokens,
         )
         self._staged_columns: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         # The files that grow as packs come, by path. Their hashes cover the rows that are counted.
@@ -353,7 +354,7 @@ class ShardWriter:
         """
         for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
             ends = np.append(0, np.cumsum(lengths))
-            for first, last in run_bounds(ends, STAGE_TOKENS):
+            for first, last in run_bounds(ends, self._stage_tokens):
                 if not self._replay_run(lengths[first:last], sequences[first:last]):
                     return self.num_packs
                 progress(int(ends[last] - ends[first]))
