@@ -23,7 +23,7 @@ from megatron_sft_idx.packs.provenance import SplitOutput
 from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import column_names, columns_beside
+from megatron_sft_idx.shard.opening import columns_beside, has_column
 from megatron_sft_idx.shard.shard_set import kind_in_words
 
 _FILES = "files"
@@ -105,10 +105,11 @@ class JoinedColumns:
         beside = columns_beside(prefixes)
         self._found: list[dict[str, _Found]] = []
         for prefix, header in zip(prefixes, headers, strict=True):
-            columns = {}
-            for name in column_names(ShardPaths.of(prefix), header, beside[prefix]):
+            columns, paths = {}, ShardPaths.of(prefix)
+            for name in sorted({*beside[prefix], *listed_columns(header.metadata)}):
                 try:
-                    columns[name] = self._find(prefix, name, header)
+                    if has_column(paths, header, name):
+                        columns[name] = self._find(paths, name, header)
                 except SFTIndexError as error:
                     if not allow_loss:
                         raise
@@ -132,15 +133,15 @@ class JoinedColumns:
         self.notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._reasons.items())]
         self.notes += differing
 
-    def _find(self, prefix: str, name: str, header: Header) -> _Found:
-        column = open_column(ShardPaths.of(prefix), name, header, "pread").header
+    def _find(self, paths: ShardPaths, name: str, header: Header) -> _Found:
+        column = open_column(paths, name, header, "pread").header
         spec = column.spec
         files = None
         if name == "source" and is_source(spec):
             files = self._table.add(spec.metadata[_FILES])
             metadata = {key: value for key, value in spec.metadata.items() if key != _FILES}
             spec = dataclasses.replace(spec, metadata=metadata)
-        return _Found(prefix, spec, column.rows * spec.row_nbytes, _header_checksum(column), files)
+        return _Found(paths.prefix, spec, column.rows * spec.row_nbytes, _header_checksum(column), files)
 
     def _why_not(self, name: str, of_shards: Sequence[_Found], prefixes: Sequence[str]) -> str | None:
         """Why a column that some shards have cannot be one of the merged shard; None if it can."""

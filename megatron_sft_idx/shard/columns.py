@@ -26,7 +26,7 @@ from megatron_sft_idx.layout.column import (
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns
-from megatron_sft_idx.shard.opening import column_names, open_items, read_header, read_start, require_same
+from megatron_sft_idx.shard.opening import column_names, has_column, open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import is_column, locked_prefix
 from megatron_sft_idx.storage import Array, Backend, check_size, require_local
 from megatron_sft_idx.storage.local import HashedFile, stamp_of
@@ -231,8 +231,7 @@ class ShardColumns(Mapping[str, ShardColumn]):
         return self._opened[name]
 
     def __getitem__(self, name: str) -> ShardColumn:
-        # As names are listed below, but without a look through the folder.
-        if name not in self._opened and name not in column_names(self._paths, self._header, [name]):
+        if name not in self._opened and not has_column(self._paths, self._header, name):
             raise KeyError(name)
         return self.open(name)
 

@@ -204,10 +204,13 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
     ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
     CorruptShardError: a file that begins as a column does is damaged. StorageError: an object store does not answer.
     """
-    listed = set(listed_columns(header.metadata))
-    names = columns_beside([paths.prefix])[paths.prefix] if beside is None else {*beside}
-    attached = {name for name in names - listed if _shard_of(paths.column(name)) == header.shard_id}
-    return sorted(listed | attached)
+    names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
+    return sorted(name for name in {*names, *listed_columns(header.metadata)} if has_column(paths, header, name))
+
+
+def has_column(paths: ShardPaths, header: Header, name: str) -> bool:
+    """Whether a column is one of those that ``column_names`` gives. Errors as of that."""
+    return name in listed_columns(header.metadata) or _shard_of(paths.column(name)) == header.shard_id
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
