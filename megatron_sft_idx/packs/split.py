@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
@@ -164,7 +164,7 @@ def _copy(output: _Output, shard: Shard, specs: Mapping[str, ColumnSpec], origin
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output of a split: the packs ``[first, stop)`` of the shard, whose data take ``nbytes``.
+    """One output of a split: the packs ``[first, stop)`` of the shard, which take ``nbytes`` in all files.
 
     ``columns`` has the names of the shard's columns and their checksums, hex.
     """
@@ -223,21 +223,22 @@ def _plan(shard: Shard, columns: Mapping[str, ColumnHeader], prefix: str, size: 
     num_packs = shard.header.num_packs
 
     def before(pack: int) -> int:
-        """Bytes of the data of all packs before this one."""
+        """Bytes of all packs before this one, in all files."""
         (_, tokens), (_, sequences) = _spans(shard, 0, pack)
         rows = {"token": tokens, "sequence": sequences, "pack": pack}
         beside = sum(rows[column.spec.per] * column.spec.row_nbytes for column in columns.values())
-        return tokens * (shard.header.token_dtype.itemsize + shard.header.mask_dtype.itemsize) + 4 * sequences + beside
+        token_nbytes = shard.header.token_dtype.itemsize + shard.header.mask_dtype.itemsize
+        return tokens * token_nbytes + 4 * sequences + pack * _PACK_NBYTES + beside
 
-    bounds: Iterable[int]
+    first_packs: Iterable[int]
     if size.packs is not None:
-        bounds = chain(range(0, max(num_packs, 1), size.packs), [num_packs])
+        first_packs = range(0, max(num_packs, 1), size.packs)
     elif size.shards is not None:
         shards = size.shards
-        bounds = (num_packs * number // shards for number in range(shards + 1))
+        first_packs = (num_packs * number // shards for number in range(shards))
     else:
-        bounds = _bounds_by_nbytes(num_packs, size.nbytes or 1, before)
-    edges = list(islice(bounds, _MAX_OUTPUTS + 2))
+        first_packs = _first_packs_by_nbytes(num_packs, size.nbytes or 1, before)
+    edges = [*islice(first_packs, _MAX_OUTPUTS + 1), num_packs]
     if len(edges) > _MAX_OUTPUTS + 1:
         raise FormatError(f"{shard.prefix}: more than {_MAX_OUTPUTS} parts, five files each; ask for larger ones")
     checksums = tuple((name, column.checksum.hex()) for name, column in columns.items())
@@ -247,25 +248,14 @@ def _plan(shard: Shard, columns: Mapping[str, ColumnHeader], prefix: str, size: 
     ]
 
 
-def _bounds_by_nbytes(num_packs: int, nbytes: int, data_before: Callable[[int], int]) -> Iterator[int]:
-    """The first pack of every output of at most ``nbytes`` bytes, and behind them the number of all packs.
-
-    ``data_before`` gives the bytes of the data of all packs before one.
-    """
-
-    def before(pack: int) -> int:
-        """Bytes of all packs before this one, in all files."""
-        return data_before(pack) + pack * _PACK_NBYTES
-
+def _first_packs_by_nbytes(num_packs: int, nbytes: int, before: Callable[[int], int]) -> Iterator[int]:
+    """The first pack of each output of at most ``nbytes`` bytes; ``before`` gives the bytes of all packs before one."""
     first = 0
-    yield first
-    while first < num_packs:
-        limit = before(first) + nbytes - _EMPTY_NBYTES
-        candidates = range(first + 1, num_packs + 1)
-        first = candidates[max(bisect.bisect_right(candidates, limit, key=before) - 1, 0)]
+    while first < max(num_packs, 1):
         yield first
-    if not num_packs:
-        yield 0
+        limit = before(first) + nbytes - _EMPTY_NBYTES
+        # As many packs as fit, but at least one.
+        first += max(1, bisect.bisect_right(range(first + 1, num_packs + 1), limit, key=before))
 
 
 def refuse_other_splits(prefix: str, count: int) -> None:
