@@ -148,7 +148,7 @@ class _Problem:
         self.lengths, self.capacity, self.multiple, self.limit, self.seed = lengths, capacity, multiple, limit, seed
         self.units = capacity // multiple
         try:
-            self.sizes, self.counts, self.tokens = _native.packing_histogram(lengths, capacity, multiple)
+            self.sizes, self.counts, _ = _native.packing_histogram(lengths, capacity, multiple)
         except ValueError:
             raise _misfit(lengths, capacity, multiple) from None
         self.bound = _native.packing_lower_bound(self.sizes, self.counts, self.units, limit)
@@ -185,7 +185,7 @@ class _Problem:
             offsets = _native.packing_sequential(self.lengths, *limits)
         else:
             offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
-        return self._plan(offsets, sequences, method)
+        return _plan_of(offsets, sequences, self.lengths, self.capacity, self.bound, method)
 
     def hand_out(self, method: str, patterns: Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(self.lengths, self.multiple, self.sizes, *patterns, self.seed)
@@ -193,15 +193,23 @@ class _Problem:
         if self.multiple == 1:  # then the patterns tell, without an array as long as the lengths
             tokens = self.sizes[entries[:, 0]] * entries[:, 1]
             longest = int(np.add.reduceat(tokens, begins[:-1]).max())
-        return self._plan(offsets, sequences, method, longest)
+        return _plan_of(offsets, sequences, self.lengths, self.capacity, self.bound, method, longest)
 
-    def _plan(
-        self, offsets: NDArray[np.int64], sequences: NDArray[np.int64], method: str, longest: int | None = None
-    ) -> PackPlan:
-        if longest is None:
-            longest = int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
-        fill, most = self.tokens / ((len(offsets) - 1) * self.capacity), int(np.diff(offsets).max())
-        return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
+
+def _plan_of(
+    offsets: NDArray[np.int64],
+    sequences: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    capacity: int,
+    bound: int,
+    method: str,
+    longest: int | None = None,
+) -> PackPlan:
+    """The plan of these packs; ``longest`` is computed unless it is known."""
+    if longest is None:
+        longest = int(np.add.reduceat(lengths[sequences], offsets[:-1]).max())
+    fill, most = int(lengths.sum()) / ((len(offsets) - 1) * capacity), int(np.diff(offsets).max())
+    return PackPlan(offsets, sequences, capacity, fill, bound, longest, most, method)
 
 
 def _packs(patterns: Patterns) -> int:
@@ -210,11 +218,14 @@ def _packs(patterns: Patterns) -> int:
 
 def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
     """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
-    counts = np.diff(plan.offsets)[order]
+    offsets, places = csr_rows(plan.offsets[:-1][order], np.diff(plan.offsets)[order])
+    return replace(plan, offsets=offsets, sequences=plan.sequences[places])
+
+
+def csr_rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """CSR offsets of rows of ``counts`` entries each, and the entries: row i is begins[i], begins[i] + 1, ..."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    # Of each place in the result, the place in the plan: as far behind the beginning of the same pack.
-    source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
-    return replace(plan, offsets=offsets, sequences=plan.sequences[source])
+    return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
 
 
 # ---- groups ----
@@ -256,20 +267,9 @@ def _group_units(
 
 def _ungroup(plan: PackPlan, lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> PackPlan:
     """The plan of groups as one of their sequences."""
-    counts = np.diff(starts, append=len(lengths))[plan.sequences]
-    ends = np.cumsum(counts)
-    sequences = np.arange(len(lengths)) + np.repeat(starts[plan.sequences] - (ends - counts), counts)
-    offsets = np.append(0, ends)[plan.offsets]
-    tokens = np.add.reduceat(lengths[sequences], offsets[:-1])
-    return replace(
-        plan,
-        offsets=offsets,
-        sequences=sequences,
-        capacity=capacity,
-        fill=int(tokens.sum()) / (plan.num_packs * capacity),
-        longest=int(tokens.max()),
-        most_sequences=int(np.diff(offsets).max()),
-    )
+    counts = np.diff(starts, append=len(lengths))
+    group_offsets, sequences = csr_rows(starts[plan.sequences], counts[plan.sequences])
+    return _plan_of(group_offsets[plan.offsets], sequences, lengths, capacity, plan.lower_bound, plan.method)
 
 
 # ---- options and lengths, checked ----

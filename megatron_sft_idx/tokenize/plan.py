@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.packing import PackPlan, csr_rows, pack_sequences
 from megatron_sft_idx.shard import Shard
 
 if TYPE_CHECKING:
@@ -205,9 +205,7 @@ def draw_lots(keys: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.f
 
 def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Numbers of the sequences of these rows, end to end."""
-    counts = sizes[rows]
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts[rows], counts) + within
+    return csr_rows(starts[rows], sizes[rows])[1]
 
 
 def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_columns
-from megatron_sft_idx.packing import pack_sequences
+from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, columns_of_sets, running_sums
 from megatron_sft_idx.storage import Array
@@ -131,12 +131,6 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
     return used, shards if are_slots else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 
-def _rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """CSR offsets of rows of ``counts`` entries each, and the entries: row i is begins[i], begins[i] + 1, ..."""
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
-
-
 # ---- packs of shards ----
 
 
@@ -217,7 +211,7 @@ def located(
             rows = slots == slot
             if index is not None:
                 firsts[rows] = index[0][packs[rows]]
-        sequences = _rows(firsts, np.diff(offsets))[1]
+        sequences = csr_rows(firsts, np.diff(offsets))[1]
     if numbers is not None and numbers != list(range(len(numbers))):
         shards = np.array(numbers, np.int32)[shards]
     return Segments(offsets, shards, starts, lengths, numbers if len(packs) else None, sequences, packs)
@@ -336,7 +330,7 @@ class PlannedPacks(_ShardPacks):
         """Where the sequences of these packs lie; see ``PackSource``."""
         plan = self.plan
         begins = plan.offsets[packs]
-        offsets, entries = _rows(begins, plan.offsets[packs + 1] - begins)
+        offsets, entries = csr_rows(begins, plan.offsets[packs + 1] - begins)
         shards, starts, lengths = plan.shards[entries], plan.starts[entries], plan.lengths[entries].astype(np.int64)
         sequences = plan.sequences[entries] if self._numbered else None
         if (held := self.shards.in_memory) is not None:
@@ -417,7 +411,7 @@ class JoinedPacks:
         ]
         order = np.argsort(np.concatenate(rows_of))  # for each pack its position among the answers
         counts = np.concatenate([np.diff(answer.offsets) for answer in answers])
-        offsets, entries = _rows((np.cumsum(counts) - counts)[order], counts[order])
+        offsets, entries = csr_rows((np.cumsum(counts) - counts)[order], counts[order])
         befores = self._shards_before[used].astype(np.int32)
         numbers = [answer.shards + before for before, answer in zip(befores, answers, strict=True)]
         shards, starts, lengths = (
