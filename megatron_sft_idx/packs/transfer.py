@@ -299,9 +299,9 @@ def _fetch_all(
     content = {"shard_id": source.header.shard_id.hex()}
     only = [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
     head = read_journal(paths)
-    resumable = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
-    begun = head.files.keys() if resumable and head is not None else ()
-    if begun == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
+    if head is not None and (head.work != "copy" or head.content.get("shard_id") != content["shard_id"]):
+        head = None
+    if head and head.files.keys() == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
         new = Publication.resume(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(
@@ -311,7 +311,7 @@ def _fetch_all(
             overwrite=overwrite,
             only=only,
             nbytes=sum(source.files[suffix].nbytes for suffix in suffixes),
-            drops=("copy",) if resumable else (),
+            drops=("copy",) if head else (),
         )
     try:
         for suffix in suffixes:

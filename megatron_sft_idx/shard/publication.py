@@ -108,22 +108,22 @@ def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
     return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
-def with_present_columns(paths: ShardPaths, head: JournalHead | None = None) -> ShardPaths:
+def with_present_columns(paths: ShardPaths) -> ShardPaths:
     """``paths``, with the columns that lie at the prefix, temporary files of columns included; scans the folder once.
 
-    A column is recognised by its magic. A temporary file is taken for that of a column if it is empty, or named by the
-    journal whose ``head`` is given.
+    A column is recognised by its magic, a temporary file of one by its name if it is empty.
     """
     folder, name = os.path.split(paths.prefix)
+    found: list[str] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
         for entry in entries:
-            if not entry.name.startswith(name + ".") or ".col" not in entry.name:
+            may_be = entry.name.startswith(name + ".") and ".col" in entry.name
+            if not may_be or not entry.is_file(follow_symlinks=False):
                 continue
             path = paths.prefix + entry.name.removeprefix(name)
-            extended = paths.with_columns_of([path])
-            if extended != paths and entry.is_file(follow_symlinks=False):
-                paths = extended if (is_column(path) if column_of(path) else _is_named_or_empty(path, head)) else paths
-    return paths
+            if is_column(path) if column_of(path) else _is_named_or_empty(path, None):
+                found.append(path)
+    return paths.with_columns_of(found)
 
 
 def _is_named_or_empty(path: str, head: JournalHead | None) -> bool:
