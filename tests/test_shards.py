@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import pickle
 import random
 from pathlib import Path
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packs import Sample, assert_is, demo_samples, samples, write_samples
+from packs import Sample, assert_holds, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
@@ -170,6 +173,19 @@ def test_the_fingerprint_is_of_content_and_order_not_of_paths(tmp_path: Path) ->
     first, second = ShardSet.open(tmp_path / "x"), ShardSet.open(tmp_path / "y")
     assert first.fingerprint == second.fingerprint
     assert ShardSet(first.prefixes[::-1]).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EPERM])
+def test_shards_are_read_where_the_process_gets_no_more_maps(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = write(tmp_path, {"a": 3, "b": 4})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert_holds(ShardSet.open(tmp_path), packs)
 
 
 # ---- what does not go together ----

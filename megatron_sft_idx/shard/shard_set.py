@@ -385,8 +385,8 @@ class ShardSet:
             try:
                 shard = self._open(number, options)
             except OSError as error:
-                # The system may refuse the process one more map.
-                if options.backend != "mmap" or error.errno != errno.ENOMEM:
+                # The system may refuse the process one more map, and so may a cluster's file system.
+                if options.backend != "mmap" or error.errno not in (errno.ENOMEM, errno.EPERM):
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
             self._shards[number] = shard
