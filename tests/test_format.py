@@ -17,7 +17,14 @@ from packs import Sample, assert_is, demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, num_rows_in
-from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT, MAX_HEADER_NBYTES, SUFFIXES, encode_metadata
+from megatron_sft_idx.layout.files import (
+    MAX_CAPACITY,
+    MAX_COUNT,
+    MAX_HEADER_NBYTES,
+    SUFFIXES,
+    decode_metadata,
+    encode_metadata,
+)
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 
 ROOT = Path(__file__).parent.parent
@@ -304,6 +311,9 @@ def test_metadata_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
 
 def test_metadata_is_stored_in_canonical_form() -> None:
     assert encode_metadata({"b": [1, 2.5], "a": {"ü": None}}) == '{"a":{"ü":null},"b":[1,2.5]}'.encode()
+    numbered = encode_metadata({"steps": {9: "a", 10: "b"}})
+    assert numbered == b'{"steps":{"10":"b","9":"a"}}'
+    assert decode_metadata(numbered) == {"steps": {"9": "a", "10": "b"}}
 
 
 # ---- one test a rule that writers keep ----

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from packs import assert_holds, demo_samples, write_samples
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.cli.options import nbytes
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.storage.progress import show_progress
 
 ROOT = Path(__file__).parent.parent
@@ -42,10 +43,15 @@ def test_globs_and_names_keep_the_order_of_the_command(tmp_path: Path) -> None:
 
 def test_a_pattern_that_the_shell_expanded_names_every_shard_once(tmp_path: Path) -> None:
     write_numbered(tmp_path)
+    for name in ("part-8", "part-9"):
+        write_column(tmp_path / name, "notes", np.arange(2), per="pack")
     files = sorted(str(path) for path in tmp_path.glob("part-?.*"))
-    assert len(files) == 10
+    assert len(files) == 12
     assert main(["merge", *files, "--output-prefix", str(tmp_path / "m")]) == 0
     assert_holds(Shard(tmp_path / "m"), demo_samples(8)[:4])
+    assert main(["copy", *files, f"{tmp_path}/copies/"]) == 0
+    assert main(["convert", *files, f"{tmp_path}/converted", "--to", "sft-idx"]) == 0
+    assert_holds(Shard(tmp_path / "converted"), demo_samples(8)[:4])
     twice = [str(tmp_path / "part-8")] * 2
     assert main(["merge", *twice, "--output-prefix", str(tmp_path / "n")]) == 0
     assert_holds(Shard(tmp_path / "n"), demo_samples(8)[:2] * 2)

@@ -19,6 +19,7 @@ from megatron_sft_idx.storage.publish import (
     Place,
     check_place,
     head_of,
+    make_folders,
     new_file,
     new_folder,
     require_apart,
@@ -202,6 +203,17 @@ def test_a_folder_that_holds_the_working_folder_is_not_replaced(
     with pytest.raises(FormatError):
         new_folder(name, PAGE, overwrite=True)
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "gs://bucket/x"])
+def test_no_folder_is_made_that_has_the_name_of_a_store(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write in (lambda: write_file(path, OURS, PAGE, overwrite=False), lambda: make_folders(path)):
+        with pytest.raises(FormatError, match=path):
+            write()
+    assert os.listdir(tmp_path) == []
 
 
 def test_links_above_are_followed_and_long_names_have_room(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from megatron_sft_idx.layout.column import (
     FIXED_NBYTES,
     PAIR,
     ColumnHeader,
-    broken_column_rules,
     is_source,
     num_column_rows,
     torn_pairs,
@@ -37,8 +36,6 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     SEQ_IDX,
-    BrokenRule,
-    broken_header_rules,
     column_of,
     data_nbytes,
     idx_places,
@@ -199,23 +196,15 @@ class HeaderClaims:
 
 def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     """Hold the header of ``.seq.idx`` to rules H1 to H8, and return its claims; None if it cannot be read at all."""
-
-    def add(broken: BrokenRule, remedy: str | None = None) -> None:
-        findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
-
     raw = file.read(0, HEADER_FIXED_NBYTES)
-    if outline := SEQ_IDX.broken_outline(raw):
-        add(outline, _UPGRADE if outline.rule == "H2" else None)
+    raw += file.read(len(raw), SEQ_IDX.stated_nbytes(raw) - len(raw))
+    broken = list(SEQ_IDX.broken_rules(raw))
+    for each in broken:
+        remedy = _UPGRADE if each.rule == "H2" else None
+        findings.add(each.rule, file.path, each.offset, each.found, each.expected, remedy=remedy)
+    if SEQ_IDX.broken_outline(raw) or len(raw) < SEQ_IDX.stated_nbytes(raw):
         return None
     values = SEQ_IDX.values(raw)
-    size = int(values["header_nbytes"])
-    raw += file.read(len(raw), size - len(raw))
-    if len(raw) < size:
-        findings.add("H3", file.path, len(raw), "a file that ends inside the header", f"{size} bytes of it")
-        return None
-    broken = list(broken_header_rules(raw, values))
-    for rule in broken:
-        add(rule)
     metadata = SEQ_IDX.metadata(raw)
     if metadata is not None and not isinstance(metadata.get("format_writer"), int):
         findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a number")
@@ -416,7 +405,7 @@ def check_column(
         findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
         return
     raw += file.read(len(raw), COLUMN.stated_nbytes(raw) - len(raw))
-    if broken := list(broken_column_rules(raw)):
+    if broken := list(COLUMN.broken_rules(raw)):
         for breach in broken:
             add(breach.rule, breach.offset, breach.found, breach.expected)
         return

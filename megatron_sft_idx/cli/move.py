@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_staging, add_verb, declare, local_path, nbytes
 from megatron_sft_idx.formats.registry import places
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
@@ -130,26 +128,13 @@ def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: 
     add_log_interval(parser, "MiB")
 
 
-def _one_source_a_shard(sources: Sequence[str]) -> list[str]:
-    """The sources, where several files of one shard count once: a pattern that a shell expands names all five."""
-    distinct, seen_prefixes = [], set()
-    for source in sources:
-        if source.endswith(SUFFIXES):
-            prefix = ShardPaths.of(source).prefix
-            if prefix in seen_prefixes:
-                continue
-            seen_prefixes.add(prefix)
-        distinct.append(source)
-    return distinct
-
-
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     from megatron_sft_idx.tokenize import (
         Destination,  # imported late: it brings tokenizers and templates, which copy does not need
     )
 
     output = Destination(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
-    prefixes = find_prefixes(_one_source_a_shard(arguments.sources))
+    prefixes = find_prefixes(arguments.sources)
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
     report = merge(
         prefixes,

@@ -24,7 +24,7 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
+from megatron_sft_idx.shard.shard_set import distinct, find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, require_local
 from megatron_sft_idx.storage.publish import Place, check_place, describe, head_of, places_at, resolve
 
@@ -126,7 +126,8 @@ def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[s
     """The format of what ``source`` names, and the paths to open: one or more, all of that format.
 
     A folder that no format recognises stands for its entries, a glob for its matches, both in numeric-aware order of
-    their names. A list keeps its order. A path with or without one of a shard's suffixes stands for the shard.
+    their names. A list keeps its order. A path with or without one of a shard's suffixes stands for the shard, and
+    several files of one shard in a list for the shard once.
 
     Args:
         source: path, glob, folder, or a list of these.
@@ -136,7 +137,7 @@ def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[s
         ShardNotFoundError: nothing at all has this name.
         FormatError: no format recognises a path, several do, or paths are of different formats.
     """
-    entries = [source] if isinstance(source, str | os.PathLike) else list(source)
+    entries = [source] if isinstance(source, str | os.PathLike) else distinct(source)
     if not entries:
         raise FormatError("an empty list of paths; name at least one")
     if name is not None:

@@ -8,18 +8,35 @@ header, which so stands for the whole file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import MAX_COUNT, BrokenRule, Checks, Header, HeaderForm, require_dtype
+from megatron_sft_idx.layout.files import MAX_COUNT, Check, Header, HeaderForm, require_dtype
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
+
+
+def _checks(values: Mapping[str, Any]) -> list[Check]:
+    """Rule C4."""
+    alignments = tuple(_ALIGNMENTS.values()) if values["per"] == PER["token"] else (0,)
+    return [
+        ("per", "C4", values["per"] in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
+        ("dtype", "C4", values["dtype"] in COLUMN_DTYPES, f"1 to {len(COLUMN_DTYPES)}"),
+        ("alignment", "C4", values["alignment"] in alignments, " or ".join(map(str, alignments))),
+        ("zero", "C4", not values["zero"], "0"),
+        ("width", "C4", 1 <= values["width"] <= MAX_WIDTH, f"1 to {MAX_WIDTH}"),
+        ("rows", "C4", values["rows"] < MAX_COUNT, f"below {MAX_COUNT}"),
+        ("zeros", "C4", not any(values["zeros"]), "zeros"),
+        ("reserved", "C4", not any(values["reserved"]), "zeros"),
+    ]
+
 
 COLUMN = HeaderForm(
     "a column",
@@ -27,7 +44,8 @@ COLUMN = HeaderForm(
     1,
     "magic 8s, version I, header_nbytes I, shard_id 16s, per B, dtype B, alignment B, zero B, width I, rows Q,"
     "json_nbytes I, zeros 4s, checksum 16s, reserved 56s",
-    ("C1", "C1", "C2", "C3", "C4", "C4"),
+    ["C1", "C1", "C2", "C3", "C4", "C4"],
+    _checks,
 )
 COLUMN_MAGIC, FIXED_NBYTES = COLUMN.magic, COLUMN.fixed_nbytes
 MAX_WIDTH = 1 << 16
@@ -76,7 +94,7 @@ class ColumnSpec:
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
-        COLUMN.nbytes(self.metadata)  # refuses metadata that cannot be stored
+        _ = self.header_nbytes  # refuses metadata that cannot be stored
 
     @classmethod
     def of(
@@ -90,7 +108,7 @@ class ColumnSpec:
         """The spec of a column that has the values of an array, [rows] or [rows, width]."""
         return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, alignment, metadata or {})
 
-    @property
+    @cached_property
     def header_nbytes(self) -> int:
         """Bytes of the file before the values."""
         return COLUMN.nbytes(self.metadata)
@@ -212,36 +230,16 @@ class ColumnHeader:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
-        """The header in the first bytes of a file; ``raw`` must hold ``COLUMN.stated_nbytes`` bytes or more.
+        """The header in the first bytes of a file; ``raw`` is as for ``HeaderForm.broken_rules``.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken (C1 to C4).
             UnsupportedVersionError: another version.
         """
-        COLUMN.raise_broken(raw, path, next(broken_column_rules(raw), None), "restore it")
+        COLUMN.require_sound(raw, path, "restore it")
         values = COLUMN.values(raw)
         per = next(name for name, code in PER.items() if code == values["per"])
         alignment: Alignment = "label" if values["alignment"] == _ALIGNMENTS["label"] else "token"
         dtype, metadata = COLUMN_DTYPES[values["dtype"]], COLUMN.metadata(raw)
         spec = ColumnSpec(per, dtype, values["width"], alignment, metadata or {})
         return cls(spec, values["shard_id"], values["rows"], values["checksum"])
-
-
-def broken_column_rules(raw: bytes) -> Iterator[BrokenRule]:
-    """The rules C1 to C4 that the header of a column breaks. After one of C1 or C2, no others are looked for."""
-    if broken := COLUMN.broken_outline(raw):
-        yield broken
-        return
-    values = COLUMN.values(raw)
-    alignments = tuple(_ALIGNMENTS.values()) if values["per"] == PER["token"] else (0,)
-    checks: Checks = (
-        ("per", "C4", values["per"] in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
-        ("dtype", "C4", values["dtype"] in COLUMN_DTYPES, f"1 to {len(COLUMN_DTYPES)}"),
-        ("alignment", "C4", values["alignment"] in alignments, " or ".join(map(str, alignments))),
-        ("zero", "C4", not values["zero"], "0"),
-        ("width", "C4", 1 <= values["width"] <= MAX_WIDTH, f"1 to {MAX_WIDTH}"),
-        ("rows", "C4", values["rows"] < MAX_COUNT, f"below {MAX_COUNT}"),
-        ("zeros", "C4", not any(values["zeros"]), "zeros"),
-        ("reserved", "C4", not any(values["reserved"]), "zeros"),
-    )
-    yield from COLUMN.broken_rules(raw, values, checks)

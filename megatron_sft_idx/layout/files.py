@@ -14,7 +14,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -211,9 +211,6 @@ MAX_COUNT = 2**56
 
 ARRAY_ALIGNMENT = 64
 
-# Megatron writes uint16 for vocabularies below this (DType.optimal_dtype).
-_UINT16_VOCABULARY = 65500
-
 
 def align(offset: int, alignment: int = ARRAY_ALIGNMENT) -> int:
     """The first multiple of ``alignment`` at or after ``offset``, in bytes."""
@@ -222,7 +219,7 @@ def align(offset: int, alignment: int = ARRAY_ALIGNMENT) -> int:
 
 def token_dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
     """The token dtype that Megatron itself would choose: uint16 for vocabularies below 65500 ids, else int32."""
-    return TOKEN_DTYPES[8] if vocab_size < _UINT16_VOCABULARY else TOKEN_DTYPES[4]
+    return TOKEN_DTYPES[8 if vocab_size < 65500 else 4]
 
 
 def token_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
@@ -325,23 +322,24 @@ class BrokenRule(NamedTuple):
     expected: str
 
 
-# For each field that a rule is about: the field's name, the rule, whether the header keeps it, and what is expected.
-Checks = Iterable[tuple[str, str, bool, str]]
+# For a field that a rule is about: the field's name, the rule, whether the header keeps it, and what is expected.
+Check = tuple[str, str, bool, str]
+Checks = Callable[[Mapping[str, Any]], Iterable[Check]]
 
-# Version and size of the header follow the eight bytes of the magic, in headers of every form.
-_VERSION_AND_SIZE = struct.Struct("<II")
+_as_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 class HeaderForm:
     """The form of the headers of one kind of file, ``.seq.idx`` or columns: which fixed fields, under which rules.
 
     Args:
-        file_kind: what error messages call the file.
+        kind: what error messages call the file.
         magic: the first eight bytes.
         version: the version that is written, and the only one that is read.
         fields: names and ``struct`` formats of the fixed fields, in their order.
         rules: numbers of the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and
             checksum, and the JSON block.
+        checks: the rules about values of the fixed fields, which it is given by name.
 
     Attributes:
         fields: the fixed fields with their offsets.
@@ -349,8 +347,8 @@ class HeaderForm:
         offsets: offsets of the fixed fields by name.
     """
 
-    def __init__(self, file_kind: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
-        self.file_kind, self.magic, self.version, self.rules = file_kind, magic, version, rules
+    def __init__(self, kind: str, magic: bytes, version: int, fields: str, rules: list[str], checks: Checks) -> None:
+        self.kind, self.magic, self.version, self.rules, self._checks = kind, magic, version, rules, checks
         self.fields: tuple[Field, ...] = ()
         self.fixed_nbytes = 0
         for entry in fields.split(","):
@@ -388,8 +386,7 @@ class HeaderForm:
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
         """The JSON block of a header; see ``decode_metadata``."""
-        (nbytes,) = struct.unpack_from("<I", raw, self.offsets["json_nbytes"])
-        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
+        return decode_metadata(raw[self.fixed_nbytes :][: self.values(raw)["json_nbytes"]])
 
     def broken_outline(self, raw: bytes) -> BrokenRule | None:
         """The first rule about magic, version or size of the header that a file breaks; None if it keeps all three.
@@ -398,27 +395,32 @@ class HeaderForm:
         """
         magic, version, rule = self.rules[:3]
         if raw[: len(self.magic)] != self.magic:
-            return BrokenRule(
-                0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.file_kind} of a packed SFT shard"
-            )
+            return BrokenRule(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.kind} of a packed SFT shard")
         if len(raw) < self.fixed_nbytes:
             found = f"a file that ends after {len(raw)} bytes"
             return BrokenRule(len(raw), rule, found, f"at least {self.fixed_nbytes}")
-        (format_version, size), least = _VERSION_AND_SIZE.unpack_from(raw, 8), self.fixed_nbytes + CHECKSUM_NBYTES
-        if format_version != self.version:
-            return BrokenRule(self.offsets["version"], version, f"format version {format_version}", str(self.version))
-        if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
+        values, least = self.values(raw), self.fixed_nbytes + CHECKSUM_NBYTES
+        if (given := values["version"]) != self.version:
+            return BrokenRule(self.offsets["version"], version, f"format version {given}", str(self.version))
+        if (size := values["header_nbytes"]) % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
             expected = f"a multiple of {ARRAY_ALIGNMENT} from {align(least)} to {MAX_HEADER_NBYTES}"
             return BrokenRule(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
         return None
 
     def stated_nbytes(self, raw: bytes) -> int:
         """The size that a header gives for itself; ``fixed_nbytes`` if a rule of its outline is broken."""
-        return self.fixed_nbytes if self.broken_outline(raw) else int(_VERSION_AND_SIZE.unpack_from(raw, 8)[1])
+        return self.fixed_nbytes if self.broken_outline(raw) else int(self.values(raw)["header_nbytes"])
 
-    def broken_rules(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[BrokenRule]:
-        """All rules that a header breaks, except those of its outline, which the caller must have checked."""
+    def broken_rules(self, raw: bytes) -> Iterator[BrokenRule]:
+        """All rules that a header breaks; if it breaks one of its outline, or ends too early, that one alone.
+
+        ``raw`` must be the first ``stated_nbytes`` bytes of the file, or more, or all of a shorter file.
+        """
+        if outline := self.broken_outline(raw):
+            yield outline
+            return
         _, _, size_rule, checksum_rule, zeros_rule, json_rule = self.rules
+        values = self.values(raw)
         if len(raw) < (size := values["header_nbytes"]):
             yield BrokenRule(len(raw), size_rule, "a file that ends inside the header", f"{size} bytes of it")
             return
@@ -427,7 +429,7 @@ class HeaderForm:
         if stored != computed:
             found = f"header checksum {stored.hex()}"
             yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum_rule, found, f"{computed.hex()} by its bytes")
-        for name, rule, ok, expected in checks:
+        for name, rule, ok, expected in self._checks(values):
             if not ok:
                 shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
                 yield BrokenRule(self.offsets[name], rule, f"{name} {shown}", expected)
@@ -442,9 +444,9 @@ class HeaderForm:
             expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
             yield BrokenRule(self.fixed_nbytes, json_rule, "another JSON block", expected)
 
-    def raise_broken(self, raw: bytes, path: str, broken: BrokenRule | None, remedy: str) -> None:
-        """Raise the error about a broken rule, UnsupportedVersionError or CorruptShardError; do nothing for None."""
-        if broken is None:
+    def require_sound(self, raw: bytes, path: str, remedy: str) -> None:
+        """UnsupportedVersionError or CorruptShardError about the first of the ``broken_rules``, if there is one."""
+        if (broken := next(self.broken_rules(raw), None)) is None:
             return
         if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
@@ -455,13 +457,12 @@ class HeaderForm:
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError: a value has no JSON form."""
     try:
-        return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
-    except (TypeError, ValueError) as error:
+        # Twice, because keys that are numbers were sorted as numbers, and are text now.
+        return _as_json(json.loads(_as_json(metadata))).encode()
+    except (RecursionError, TypeError, ValueError) as error:
         raise FormatError(
-            f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts"
-        ) from error
+            f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts, not nested too deeply"
+        ) from None
 
 
 # The last block is cached: it is decoded when it is checked and when it is used, and shards often have the same one.
@@ -470,7 +471,7 @@ def decode_metadata(block: bytes) -> dict[str, Any] | None:
     """The object in a JSON block; None if that is not in canonical form. The caller must not change the object."""
     try:
         metadata = json.loads(block.decode("utf-8"))
-        return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
+        return metadata if isinstance(metadata, dict) and _as_json(metadata).encode() == block else None
     except (ValueError, RecursionError):
         return None
 
@@ -498,6 +499,39 @@ def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_St
 # The only alignment on disk: loss_mask[j] says whether predicting token j + 1 of the same sequence is trained on.
 LABEL_ALIGNED = 1
 FLAG_REBUILT = 1
+
+
+def _checks(values: Mapping[str, Any]) -> Iterator[Check]:
+    """Rules H5, H6 and H8, and F2 for the sizes in the header."""
+    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
+    longest, most_in_pack, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
+    few = f"below {MAX_COUNT}, and 0 only with 0 packs"
+    yield from (
+        ("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)"),
+        ("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)"),
+        ("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)"),
+        ("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)"),
+        ("reserved", "H5", not any(values["reserved"]), "zeros"),
+        ("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown"),
+        ("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}"),
+        ("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}"),
+        ("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), few),
+        ("num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences"),
+        ("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}"),
+        ("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more"),
+        ("capacity", "H6", capacity <= MAX_CAPACITY, f"at most {MAX_CAPACITY}"),
+        ("longest_pack", "H6", longest <= capacity and (longest > 0) == (packs > 0), "1 to capacity"),
+        ("most_sequences", "H6", most_in_pack <= longest and (most_in_pack > 0) == (packs > 0), "1 to longest_pack"),
+    )
+    derived = data_nbytes(values)
+    for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
+        if suffix in derived:
+            ok = values[f"{name}_nbytes"] == derived[suffix]
+            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
+    shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
+    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"
+
+
 SEQ_IDX = HeaderForm(
     "the .seq.idx",
     b"\x89SFTIDX\n",
@@ -508,7 +542,8 @@ SEQ_IDX = HeaderForm(
     "sequence_multiple I, capacity I, longest_pack I, most_sequences I, json_nbytes I, pad_id q,"
     "tokens_nbytes Q, tokens_checksum 16s, loss_nbytes Q, loss_checksum 16s,"
     "idx_nbytes Q, idx_checksum 16s, starts_nbytes Q, starts_checksum 16s, arrays_checksum 16s, reserved 40s",
-    ("H1", "H2", "H3", "H4", "H5", "H7"),
+    ["H1", "H2", "H3", "H4", "H5", "H7"],
+    _checks,
 )
 FIELDS, MAGIC, HEADER_FIXED_NBYTES = SEQ_IDX.fields, SEQ_IDX.magic, SEQ_IDX.fixed_nbytes
 _DIGESTS = ("tokens", "loss", "idx", "starts")
@@ -624,16 +659,15 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> Header:
-        """The header in the first bytes of a file; ``raw`` must hold ``SEQ_IDX.stated_nbytes`` bytes or more.
+        """The header in the first bytes of a file; ``raw`` is as for ``HeaderForm.broken_rules``.
 
         Raises:
             CorruptShardError: a rule of FORMAT.md is broken.
             UnsupportedVersionError: another format version.
         """
         remedy = ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
-        SEQ_IDX.raise_broken(raw, path, SEQ_IDX.broken_outline(raw), remedy)
+        SEQ_IDX.require_sound(raw, path, remedy)
         values = SEQ_IDX.values(raw)
-        SEQ_IDX.raise_broken(raw, path, next(broken_header_rules(raw, values), None), remedy)
         plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         plain |= {
             "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
@@ -663,38 +697,3 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
         if values[name] in dtypes:
             sizes[suffix] = values["num_tokens"] * dtypes[values[name]].itemsize
     return sizes
-
-
-def broken_header_rules(raw: bytes, values: dict[str, Any]) -> Iterator[BrokenRule]:
-    """The rules H4 to H8 that a header breaks, and F2 for the sizes in it; those of its outline must be kept."""
-    return SEQ_IDX.broken_rules(raw, values, _checks(values))
-
-
-def _checks(values: dict[str, Any]) -> Checks:
-    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
-    longest, most_in_pack, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
-    few = f"below {MAX_COUNT}, and 0 only with 0 packs"
-    yield from (
-        ("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)"),
-        ("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)"),
-        ("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)"),
-        ("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)"),
-        ("reserved", "H5", not any(values["reserved"]), "zeros"),
-        ("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown"),
-        ("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}"),
-        ("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}"),
-        ("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), few),
-        ("num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences"),
-        ("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}"),
-        ("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more"),
-        ("capacity", "H6", capacity <= MAX_CAPACITY, f"at most {MAX_CAPACITY}"),
-        ("longest_pack", "H6", longest <= capacity and (longest > 0) == (packs > 0), "1 to capacity"),
-        ("most_sequences", "H6", most_in_pack <= longest and (most_in_pack > 0) == (packs > 0), "1 to longest_pack"),
-    )
-    derived = data_nbytes(values)
-    for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
-        if suffix in derived:
-            ok = values[f"{name}_nbytes"] == derived[suffix]
-            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
-    shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
-    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"

@@ -166,7 +166,6 @@ def check_free(
             would be too long.
         OSError: too little space on the disk, or too few inodes.
     """
-    require_local(paths.prefix, "writing a shard")
     paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
     replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
     head = read_journal(paths)
@@ -189,6 +188,7 @@ def check_free(
 
 def _check_room(paths: ShardPaths, *, overwrite: bool, only: Collection[str] | None, nbytes: int) -> dict[str, int]:
     """``check_free`` but for what other files hold, and for columns that are not among ``paths``."""
+    require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
     if max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all) > MAX_NAME_NBYTES:
         raise FormatError(
@@ -430,7 +430,6 @@ class Publication:
         lock: int | None = None,
     ) -> None:
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
-        require_local(paths.prefix, "writing a shard")
         _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)

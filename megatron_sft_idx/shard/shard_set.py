@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import check_column_name
+from megatron_sft_idx.layout.files import SUFFIXES, check_column_name, column_of
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import read_header, require_same
@@ -64,7 +64,8 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
 
     A folder names the shards that lie in it, but not in folders below; if it holds none, a shard beside it that has its
     name. A glob names the shards whose prefix, or one of whose files, it matches, and those in the folders that it
-    matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order. In an object
+    matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order, and files of
+    one shard in it count once (``distinct``). In an object
     store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is returned
     whether a shard is there or not: opening it says what is missing. ``incomplete`` also finds shards that lack files,
     and interrupted builds on a disk. ShardNotFoundError: a folder or a glob names no shard. FormatError: an empty list.
@@ -72,7 +73,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     if not isinstance(source, str | os.PathLike):
         if not len(source):
             raise FormatError("an empty list of shards; name at least one")
-        return [prefix for entry in source for prefix in find_prefixes(entry, incomplete=incomplete)]
+        return [prefix for entry in distinct(source) for prefix in find_prefixes(entry, incomplete=incomplete)]
     path, suffixes = os.fspath(source), _PARTIAL_SUFFIXES if incomplete else _WHOLE_SUFFIXES
     remote, is_glob = is_remote(path), glob.has_magic(path)
     is_folder = path.endswith("/") if remote else os.path.isdir(path)
@@ -102,6 +103,17 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     if is_glob:
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
     return [prefix]
+
+
+def distinct(sources: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The paths of a list, but of several files of one shard the first alone: a shell makes such a list of a glob."""
+    paths: list[str] = []
+    first_files: dict[str, str] = {}
+    for path in [os.fspath(source) for source in sources]:
+        is_file = path.endswith(SUFFIXES) or column_of(path) is not None
+        if not is_file or first_files.setdefault(ShardPaths.of(path).prefix, path) == path:
+            paths.append(path)
+    return paths
 
 
 def _prefix(path: str) -> str:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.local import OutputFile, name_in_errors, sync_folder
+from megatron_sft_idx.storage.local import OutputFile, name_in_errors, require_local, sync_folder
 
 Identity = tuple[int, int]
 """Device and inode of what is at a path, links not followed."""
@@ -77,6 +77,7 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
         FormatError: nothing can be written under that name, or what should be a folder above it is none.
     """
     text = os.fspath(path)
+    require_local(text, "writing", _OTHER_NAME)
     what = "a folder" if folder else "a file"
     if not text or "\0" in text:
         raise FormatError(f"{text!r}: expected the name of {what}")
@@ -226,6 +227,7 @@ def _files_in(folder: str, kind: Kind) -> list[str]:
 
 def make_folders(path: str) -> None:
     """Make the folder that a path lies in, and those above it. FormatError if something else has one of their names."""
+    require_local(path, "writing a shard")
     parent = os.path.dirname(path) or "."
     try:
         os.makedirs(parent, exist_ok=True)
