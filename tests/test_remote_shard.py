@@ -220,6 +220,23 @@ def test_an_object_that_is_gone_is_an_error(folder: Path, url: str) -> None:
     assert caught.value.missing
 
 
+def test_what_killed_processes_have_fetched_is_taken_by_the_next(folder: Path, url: str, tmp_path: Path) -> None:
+    write_samples(folder / "x", demo_samples())
+    cache = tmp_path / "named"
+    Shard(f"{url}/x", index_cache=str(cache))
+    for copy in list(cache.iterdir()):
+        copy.rename(cache / f".{copy.name}.tmp")
+    assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_shard_copied_onto_itself_keeps_its_files(folder: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_samples(folder / "x", demo_samples())  # whose objects have no checksums, so that nothing tells they are right
+    assert main(["copy", f"{url}/x", url + "/", "--overwrite"]) == 1
+    assert "both SRC and DST" in capsys.readouterr().err
+    assert_holds(Shard(f"{url}/x"), demo_samples())
+
+
 def test_a_cache_that_cannot_be_written_is_said(folder: Path, url: str, tmp_path: Path) -> None:
     write_samples(folder / "x", demo_samples())
     (tmp_path / "file").write_text("")
@@ -262,6 +279,8 @@ def test_shards_of_a_set_are_opened_at_once(folder: Path, url: str) -> None:
 
 
 def test_folders_globs_and_lists(folder: Path, url: str) -> None:
+    write_samples(folder / "top", demo_samples())
+    assert find_prefixes(url) == find_prefixes(f"{url}/") == [f"{url}/top"]
     for name in ("a/t-10", "a/t-9", "b/t-1", "b/deep/t-1", "a/u-1"):
         write_samples(folder / name, demo_samples(3))
     (folder / "a/notes.txt").write_text("no shard")

@@ -51,6 +51,8 @@ def upload(
         StorageError: the store cannot be reached, or refuses these credentials.
     """
     new = _Upload(source, prefix, on_progress)
+    if new.prefix == source.paths.prefix:  # its .seq.idx would be removed before its other files are read
+        raise FormatError(f"{prefix}: is both SRC and DST; choose another prefix")
     if new.is_published(overwrite=overwrite):
         on_progress(source.nbytes)
         return Copied(new.prefix, 0, source.nbytes, 0, source.notes)

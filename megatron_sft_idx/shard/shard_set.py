@@ -28,6 +28,7 @@ from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import read_header, require_same
 from megatron_sft_idx.shard.reader import Pack, Shard, checked_packs, extents_of
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
+from megatron_sft_idx.storage.remote import RemotePath
 from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
 from megatron_sft_idx.storage.remote.transport import request_pool
 
@@ -76,7 +77,7 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         return [prefix for entry in distinct(source) for prefix in find_prefixes(entry, incomplete=incomplete)]
     path, suffixes = os.fspath(source), _PARTIAL_SUFFIXES if incomplete else _WHOLE_SUFFIXES
     remote, is_glob = is_remote(path), glob.has_magic(path)
-    is_folder = path.endswith("/") if remote else os.path.isdir(path)
+    is_folder = path.endswith("/") or not RemotePath.of(path).key if remote else os.path.isdir(path)
     if not is_folder:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
         if not (remote or is_glob):

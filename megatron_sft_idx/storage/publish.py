@@ -268,10 +268,10 @@ class PendingOutput:
     ) -> None:
         self.abandon()
 
-    def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
+    def open(self, name: str = "") -> OutputFile:
         """Open the file, or a new file ``name`` in the folder, for writing. ``publish`` and ``abandon`` close it."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
-        self._files.append(OutputFile(path, durable=durable, append=not self._folder))
+        self._files.append(OutputFile(path, append=not self._folder))
         return self._files[-1]
 
     def sync(self) -> None:

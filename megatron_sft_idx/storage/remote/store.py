@@ -441,9 +441,9 @@ class ObjectFile(io.RawIOBase):
 # of the new one. A file of another content that has such a name is neither used nor removed.
 _VARIABLE = "SFT_IDX_CACHE"
 _REMEDY = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
-# No file is recognised as one that may be replaced.
-_INDEX_COPY = Kind("an index file of a shard", lambda path: False)
 _COPY_NAME = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
+# No copy is ever replaced. What a killed process has fetched of one is recognised by its name.
+_INDEX_COPY = Kind("an index file of a shard", lambda path: path.endswith(".index.tmp"))
 _DAY_SECONDS = 86_400
 # A copy that no process has opened for so long is removed.
 _MAX_UNUSED_DAYS = 30
@@ -477,7 +477,7 @@ def cached_copy(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with new_file(copy, _INDEX_COPY, overwrite=False) as new:
-            file = HashedFile(new.open(durable=False))
+            file = HashedFile(new.open())
             for chunk in fetch():
                 file.write(chunk)
             if file.digest() != digest:
