@@ -136,8 +136,9 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     listed.write_bytes(b'{"a":1}\n')
     with pytest.raises(FormatError, match="no such file"):
         create_raw_index(tmp_path / "missing.jsonl")
-    with pytest.raises(FormatError, match="every one has an index of its own"):
-        create_raw_index(tmp_path)
+    for folder in (tmp_path, "."):
+        with pytest.raises(FormatError, match="every one has an index of its own"):
+            create_raw_index(folder)
     with pytest.raises(FormatError, match="is both the index and the file to be indexed"):
         create_raw_index(listed.rename(tmp_path / "rows.idx"), overwrite=True)
     (tmp_path / "rows.idx").rename(listed)

@@ -83,3 +83,15 @@ def test_pack_repacks_packs_without_tokens_lost(tmp_path):
     # The corpus packed now is the shard that preprocess made then.
     assert command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code == 0
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--packing", "none", "--packing-effort", "high"], "--packing-effort high goes with --packing auto, not none"),
+        (["--sequence-multiple", "512"], "--seq-length 256 is below --sequence-multiple 512"),
+    ],
+)
+def test_options_that_no_plan_can_keep_are_told_before_anything_is_tokenised(tmp_path, options, said):
+    refused = preprocess(tmp_path / "x", *options, rows=LONG, capacity=256)
+    assert (refused.code, said in refused.err, remains(tmp_path)) == (2, True, []), refused

@@ -119,10 +119,10 @@ def create_raw_index(
         OSError: the system refuses, such as on a full disk.
     """
     name = os.fspath(path)
-    target = _index_path(name, index_path)
-    require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
     if not os.path.isfile(name):
         raise FormatError(f"{name}: no such file; name one JSON-lines file, every one has an index of its own")
+    target = _index_path(name, index_path)
+    require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
     (file,) = expand_inputs([name])
     if file.kind != "lines" or file.compression:
         raise FormatError(

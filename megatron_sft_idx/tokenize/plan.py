@@ -238,6 +238,9 @@ class PackOptions:
         max_sequences_per_pack: None for no limit.
         seed: of every shuffle and lot.
         selection: of rows and sequences; None takes all.
+
+    Raises:
+        FormatError: no sequence would fit a pack, or ``effort`` does not go with ``method``.
     """
 
     capacity: int
@@ -249,13 +252,22 @@ class PackOptions:
     seed: int = 0
     selection: Selection | None = None
 
+    def __post_init__(self) -> None:
+        if self.sequence_multiple > self.capacity:
+            raise FormatError(
+                f"--seq-length {self.capacity} is below --sequence-multiple {self.sequence_multiple}: no sequence fits;"
+                " raise it"
+            )
+        if self.effort == "high" and self.method != "auto":
+            raise FormatError(f"--packing-effort high goes with --packing auto, not {self.method}: leave one out")
+
     def describe(self) -> dict[str, Any]:
         """All attributes for headers; ``selection`` only where there is one."""
         return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits a pack after rounding up; 0 where none does."""
+        """Tokens of the longest sequence that fits a pack after rounding up."""
         return self.capacity // self.sequence_multiple * self.sequence_multiple
 
 
@@ -325,7 +337,7 @@ def plan_packs(
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: pairs would be torn, no sequence fits a pack or is left, or there are fewer packs than shards.
+        FormatError: pairs would be torn, no sequence is left, or there are fewer packs than shards.
     """
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
@@ -377,10 +389,6 @@ def _overlong(
 ) -> NDArray[np.bool_]:
     """Which sequences do not fit a pack, alone or with the other one of their pair; errors as of ``plan_packs``."""
     longest, multiple = options.longest_sequence, options.sequence_multiple
-    if not longest:
-        raise FormatError(
-            f"--seq-length {options.capacity} is below --sequence-multiple {multiple}: no sequence fits; raise it"
-        )
     positions, units, per_unit, remedies = lengths, "sequences", 1, "drop, truncate or split"
     if groups is not None:
         if options.overlong in ("truncate", "split"):
