@@ -158,11 +158,9 @@ def test_no_stream_at_all(world: World, calm: dict[str, Left], text: str) -> Non
     assert without_seconds(found.made) == without_seconds(wanted.made)
 
 
-def test_a_closed_stdin_is_no_empty_input(world: World) -> None:
-    text = (
-        "produce --input - --tokenizer-model <tok> --seq-length 16 --workers 0 --catalog [live] --tokens-per-shard 20"
-    )
-    found = run(world, text, stdin="closed")
+@pytest.mark.parametrize("verb", ["produce --catalog [live] --tokens-per-shard 20", "preprocess --output-prefix [out]"])
+def test_a_closed_stdin_is_no_empty_input(world: World, verb: str) -> None:
+    found = run(world, f"{verb} --input - --tokenizer-model <tok> --seq-length 16 --workers 0", stdin="closed")
     assert found.code == 1
     assert "standard input" in found.err
 

@@ -480,6 +480,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
             return
         if len(paths) > 1:
             raise FormatError("--input - takes everything from the pipe: name it alone")
+        if sys.stdin is None:
+            raise FormatError("standard input: closed; pipe the rows to the command, or name a file")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as temporary:
