@@ -262,6 +262,18 @@ def test_room_is_looked_for_before_the_work(tmp_path: Path, monkeypatch: pytest.
     require_space(str(tmp_path / "x"), 1, files=4)
 
 
+@pytest.mark.parametrize("before", [b"", OURS])
+def test_a_file_that_is_written_to_meanwhile_is_left_alone(tmp_path: Path, before: bytes) -> None:
+    place = tmp_path / "x"
+    place.write_bytes(before)
+    with new_file(place, PAGE, overwrite=True) as new:
+        new.open().write(OURS)
+        place.write_bytes(b"notes")  # the inode stays
+        with pytest.raises(FormatError, match="begins with b'notes'"):
+            new.publish()
+    assert everything(tmp_path) == {"x": b"notes"}
+
+
 def test_what_a_killed_writer_left_is_taken_and_a_living_one_is_not_disturbed(tmp_path: Path) -> None:
     left = tmp_path / ".x.tmp"
     left.write_bytes(OURS + b"half")

@@ -129,7 +129,7 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_a_bound_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_IDX_STORAGE_SECONDS", text)
     with pytest.raises(FormatError, match="SFT_IDX_STORAGE_SECONDS"):

@@ -294,6 +294,9 @@ class PendingOutput:
             OSError: of the disk.
         """
         self.sync()
+        if not self._folder and identity(self.path) == self._replaced:
+            # The file may have been written to, or be another one, which took the inode of one that was removed.
+            check_place(self.path, self._kind, overwrite=True)
         old_folder = move_into_place(self.temporary, self.path, self._replaced)
         self._close()
         if old_folder is None:

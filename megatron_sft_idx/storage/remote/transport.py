@@ -93,7 +93,7 @@ class RetryPolicy(NamedTuple):
         if not (text := os.environ.get(_SECONDS, "")):
             return cls()
         with contextlib.suppress(ValueError):
-            if (seconds := float(text)) >= 0:
+            if 0 <= (seconds := float(text)) <= 1e9:  # libraries refuse much more
                 return cls(total_seconds=seconds)
         raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
 
