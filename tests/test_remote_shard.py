@@ -265,6 +265,18 @@ def test_a_cache_on_a_full_disk_is_said_and_nothing_is_left(folder: Path, url: s
         assert_holds(Shard(f"{url}/x", index_cache=str(disk)), demo_samples(400))
 
 
+def test_a_full_disk_under_an_upload_is_named(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples(tmp_path / "x", demo_samples(400))
+    with mounted("size=1m") as disk:
+        monkeypatch.setattr("tempfile.tempdir", str(disk))
+        with filled(disk, 0):
+            assert main(["copy", str(tmp_path / "x"), f"{url}/x"]) == 1
+        assert f"error: {disk}/megatron-sft-idx-" in capsys.readouterr().err
+    assert not list(folder.iterdir())
+
+
 def test_shards_of_a_set_are_opened_at_once(folder: Path, url: str) -> None:
     for number in range(40):
         write_samples(folder / f"s-{number}", demo_samples(1 + number % 3))

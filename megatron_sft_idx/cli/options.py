@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packs.buckets import STAGING
-from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, require_local
 from megatron_sft_idx.storage.publish import resolve
 
 _UNITS = {"": 1} | {
@@ -178,13 +178,9 @@ def writable(text: str) -> str:
 def local_path(text: str) -> str:
     """A path on a local disk, for verbs that do not work inside an object store."""
     try:
-        remote = is_remote(text)
+        require_local(text, "this command")
     except FormatError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if remote:
-        raise argparse.ArgumentTypeError(
-            f"{text}: this works on local files; bring the shard here and back with megatron-sft-idx copy SRC DST"
-        )
     return text
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage.local import name_in_errors
 from megatron_sft_idx.storage.remote.transport import (
     CHECKSUM,
     AccessDenied,
@@ -80,9 +81,9 @@ class MultiStorage:
         del nbytes, seconds
         # The library sends parts of a file only. So all data is also checked before the first byte is sent.
         with tempfile.NamedTemporaryFile(prefix="megatron-sft-idx-") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
+            with name_in_errors(file.name):
+                file.writelines(chunks)
+                file.flush()
             _translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
 
     def create(self, key: str, data: bytes, checksum: str) -> None:
