@@ -363,6 +363,10 @@ def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> Non
     assert Shard(tmp_path / "y").header.capacity == 99
     with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --capacity is 11"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
+    write_samples(tmp_path / "m", demo_samples(5), sequence_multiple=8)
+    with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, the capacity is 16 .rule P5"):
+        convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=16))
+    assert convert(str(tmp_path / "m"), str(tmp_path / "z"), "memmap", ConvertOptions(capacity=32)).spec.capacity == 32
 
 
 # ---- the command ----
@@ -445,6 +449,15 @@ def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multip
         return
     with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert what it was made from"):
         convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
+
+
+def test_the_id_of_padding_need_not_fit_a_narrow_source(tmp_path: Path) -> None:
+    """Of several, one in uint16 and one in int32, which is the dtype of the result."""
+    for name, dtype in (("x", np.uint16), ("y", np.int32)):
+        write_samples(tmp_path / name, demo_samples(3), capacity=64, token_dtype=dtype)
+    options, target = ConvertOptions(padding=Padding(4, 70_000)), tmp_path / "z.parquet"
+    convert([str(tmp_path / "x"), str(tmp_path / "y")], str(target), "parquet", options)
+    assert_holds(open_dataset(target), 2 * [padded(pack, 4, 70_000) for pack in demo_samples(3)])
 
 
 def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from format_trips import assert_reads
+from format_trips import assert_reads, run_of
 from memmap_folders import ARRAYS, WHOLE, expected_arrays, loaded
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.memmap import MemmapShardWriter, Reader
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.packs.run import Column
 
 
 def write_bins(writer: Any, packs: Sequence[Sample]) -> Any:
@@ -75,6 +78,18 @@ def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
         Reader(tmp_path / "x", mask_alignment="token")
     with pytest.raises(FormatError, match="'rolled', choose one of label, token, rolled-right"):
         MemmapShardWriter(tmp_path / "y", 1, 9, 2, mask_alignment="rolled")  # type: ignore[arg-type]
+
+
+def test_packs_come_with_the_columns_that_the_writer_was_opened_for(tmp_path: Path) -> None:
+    """Their arrays have their whole length from the start, and would read as zeros."""
+    pack = Sample([5, 6, 7], [0, 1, 1], [0, 2])
+    column = Column(ColumnSpec("sequence", np.float32), np.array([1.5, 2.5], np.float32))
+    with MemmapShardWriter(tmp_path / "x", 1, 9, 2, columns={"grade": column.spec}) as writer:
+        with pytest.raises(FormatError, match="other columns than were announced"):
+            write_bins(writer, [pack])
+        writer.write(dataclasses.replace(run_of([pack]), columns={"grade": column}))
+        writer.finalize()
+    assert np.load(tmp_path / "x/grade.col.npy").tolist() == [1.5, 2.5]
 
 
 GOOD: dict[str, Any] = {"bin_id": 0, "input_ids": [5, 6, 7], "loss_mask": [0, 1, 0], "seq_start_id": [0, 2]}

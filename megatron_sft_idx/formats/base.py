@@ -243,6 +243,8 @@ class PackedWriter(ABC):
     is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
+    # Specs of the columns that every run must come with, where the format can hold any.
+    _columns: Mapping[str, ColumnSpec] = {}
     _output: PendingOutput
 
     def __init__(
@@ -258,10 +260,12 @@ class PackedWriter(ABC):
         self._counts, self._changed_weights = PackCounts(), 0
         self._is_complete = self._is_published = False
         self.lost: dict[str, str] = {}
+        if spec is not None:
+            self._columns = spec.columns
         try:
             self._begin(**options)
-            if spec is not None and spec.columns and not self.stores_columns:
-                self._drop_columns(spec.columns)
+            if self._columns and not self.stores_columns:
+                self._drop_columns(self._columns)
         except BaseException:
             self.abandon()
             raise
@@ -298,8 +302,7 @@ class PackedWriter(ABC):
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
-        announced = {} if self._spec is None else self._spec.columns
-        if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != announced:
+        if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != self._columns:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
         if self.binary_masks and run.loss_mask.dtype != np.uint8:
             run = dataclasses.replace(run, loss_mask=self._binary_mask(run))

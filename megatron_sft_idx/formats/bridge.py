@@ -63,12 +63,12 @@ class Padding:
             name: Column(spec, spread(values) if spec.per == "token" else values)
             for name, (spec, values) in run.columns.items()
         }
-        pack_lengths = _sums_by_pack(padded_lengths, run)
+        pack_lengths = sums_by_pack(padded_lengths, run)
         starts = padded_starts - np.repeat(np.cumsum(pack_lengths) - pack_lengths, run.pack_sequences)
         return PackRun(tokens, spread(run.loss_mask), starts, pack_lengths, run.pack_sequences, run.unplaced, columns)
 
 
-def _sums_by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
+def sums_by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
     """Sums of the values of each pack's sequences: int64 [packs]."""
     sums: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(values))[run.sequence_offsets])
     return sums
@@ -115,7 +115,7 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
     shortest_pack = spec.capacity
     for run in runs:
         positions = padding.positions(run.sequence_lengths())
-        pack_positions = _sums_by_pack(positions, run)
+        pack_positions = sums_by_pack(positions, run)
         if (too_long := pack_positions > spec.capacity).any():
             pack = int(np.argmax(too_long))
             raise SequenceError(

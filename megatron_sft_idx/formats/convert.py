@@ -28,6 +28,7 @@ from megatron_sft_idx.formats.bridge import (
     measure_padded,
     publish_with_summary,
     summary_path,
+    sums_by_pack,
 )
 from megatron_sft_idx.formats.registry import (
     JoinedReader,
@@ -184,9 +185,10 @@ def convert(
     with create(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
     ) as writer:
-        runs = reader_of_all.runs() if padding is None else map(padding.pad, reader_of_all.runs())
-        for read in runs_of_pass(runs, "converting"):
-            run = _as_written(read, spec)
+        # Padded only in the dtype of the output: that of a single source may not hold the id that is padded with.
+        runs = (_as_written(run, spec) for run in reader_of_all.runs())
+        for run in runs_of_pass(runs if padding is None else map(padding.pad, runs), "converting"):
+            _require_room(run, spec, paths[0], content.num_packs)
             writer.write(run)
             content.add(run)
         writer.complete()
@@ -236,8 +238,8 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
         SequenceError: a pack is longer than the capacity that was asked for.
     """
     spec = source.spec
-    for number, path in enumerate(source.paths):
-        if (padding := source.reader(number).spec.metadata.get(BRIDGE_PADDING_KEY)) is not None:
+    for path, single in zip(source.paths, source.specs, strict=True):
+        if (padding := single.metadata.get(BRIDGE_PADDING_KEY)) is not None:
             multiple = padding.get("multiple") if isinstance(padding, dict) else padding
             raise FormatError(
                 f"{path}: its sequences are filled up to multiples of {multiple} for Megatron-Bridge, and where their"
@@ -266,6 +268,21 @@ def _as_written(run: PackRun, spec: PackedSpec) -> PackRun:
     mask = run.loss_mask.astype(spec.mask_dtype, copy=False)
     columns = {name: run.columns[name] for name in spec.columns}
     return dataclasses.replace(run, tokens=tokens, loss_mask=mask, columns=columns)
+
+
+def _require_room(run: PackRun, spec: PackedSpec, path: str, first_pack: int) -> None:
+    """SequenceError unless packs keep a capacity that was asked for with sequences rounded up, as the spec promises."""
+    if (multiple := spec.sequence_multiple) == 1:
+        return
+    positions = sums_by_pack(-(-run.sequence_lengths() // multiple) * multiple, run)
+    if (too_long := positions > spec.capacity).any():
+        pack = int(np.argmax(too_long))
+        raise SequenceError(
+            path,
+            first_pack + pack,
+            f"{positions[pack]} positions with sequences rounded up to multiples of {multiple}, the capacity is"
+            f" {spec.capacity} (rule P5); raise --capacity, or pack the result again (the pack verb)",
+        )
 
 
 def _verify(

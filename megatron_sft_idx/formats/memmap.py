@@ -322,7 +322,7 @@ class MemmapShardWriter(PackedWriter):
             so that readers shift them once. None states nothing.
         overwrite: replace a folder of this format.
         extra: further keys of the manifest, with JSON values.
-        columns: specs of the columns that runs come with; ``write_bin`` takes no values of columns.
+        columns: specs of the columns that every run of ``write`` comes with; ``write_bin`` refuses packs then.
 
     Raises:
         FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.

@@ -286,7 +286,7 @@ class Reader(PackedReader):
         longest = self._stated_longest
         if longest is None:
             # By the masks, the field that takes least to decode.
-            offsets = (batch.column(0).offsets.to_numpy() for batch in self._batches(["loss_mask"]))
+            offsets = (batch.column("loss_mask").offsets.to_numpy() for batch in self._batches(["loss_mask"]))
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")

@@ -360,21 +360,21 @@ class JoinedReader:
         return reader
 
     @cached_property
-    def spec(self) -> PackedSpec:
-        """The spec of all files together.
-
-        Raises:
-            FormatError: they come from different tokenizers.
-        """
-        return joined_spec(self.paths[0], [self.reader(number).spec for number in range(len(self.paths))])
+    def specs(self) -> list[PackedSpec]:
+        """The spec of each file, which may cost one pass over it."""
+        return [self.reader(number).spec for number in range(len(self.paths))]
 
     @cached_property
+    def spec(self) -> PackedSpec:
+        """The spec of all files together. FormatError where they come from different tokenizers."""
+        return joined_spec(self.paths[0], self.specs)
+
+    @property
     def unjoinable_columns(self) -> dict[str, str]:
         """Why columns of single files are not columns of all of them together: a sentence for each, by name."""
-        columns_of_files = [self.reader(number).columns for number in range(len(self.paths))]
-        joined, reasons = columns_in_common(columns_of_files), {}
-        for path, columns in zip(self.paths, columns_of_files, strict=True):
-            for name in columns.keys() - joined.keys():
+        reasons = {}
+        for path, spec in zip(self.paths, self.specs, strict=True):
+            for name in spec.columns.keys() - self.spec.columns.keys():
                 remedy = "sources with it are converted one by one, or made one shard first (merge)"
                 reasons[name] = f"{path}: column {name} is not that of all sources, or counts anew in each; {remedy}"
         return dict(sorted(reasons.items()))
