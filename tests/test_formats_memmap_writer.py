@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -222,10 +223,11 @@ def test_a_folder_of_the_format_may_be_replaced(tmp_path: Path) -> None:
     assert "first" not in json.loads((tmp_path / "x" / "manifest.json").read_text())
     assert (folder_of(tmp_path), folder_of(tmp_path / "x")) == (["x"], WHOLE)
     # An array that the manifest does not speak of is another's, and without a manifest so are all.
-    np.save(tmp_path / "x" / "embeddings.npy", np.ones(3))
-    with pytest.raises(FormatError, match=r"x: holds embeddings\.npy, a file of"):
-        write_good(tmp_path / "x", overwrite=True)
-    (tmp_path / "x" / "embeddings.npy").unlink()
+    for name in ("embeddings.npy", "grade.col.npy"):
+        np.save(tmp_path / "x" / name, np.ones(3))
+        with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of"):
+            write_good(tmp_path / "x", overwrite=True)
+        (tmp_path / "x" / name).unlink()
     (tmp_path / "x" / "manifest.json").unlink()
     with pytest.raises(FormatError, match=r"x: holds input_ids\.npy, a file of"):
         write_good(tmp_path / "x", overwrite=True)

@@ -264,11 +264,13 @@ _BUFFER_NBYTES = 1 << 16
 
 
 def _is_file_of_folder(path: str) -> bool:
-    """Whether a file is the manifest of such a folder, or an array in a folder that has such a manifest."""
+    """Whether a file is the manifest of such a folder, one of its arrays, or one that the manifest has a checksum of."""
     folder, name = os.path.split(path)
-    if not recognise(folder):
+    try:
+        checksums = read_manifest(folder).get("checksums")
+    except (FormatError, OSError, ValueError):
         return False
-    is_array = name.removesuffix(".npy") in ARRAYS or name.endswith(_COLUMN_SUFFIX)
+    is_array = name.removesuffix(".npy") in ARRAYS or (isinstance(checksums, dict) and name in checksums)
     return name == MANIFEST or (is_array and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
 
 
