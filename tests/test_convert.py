@@ -122,6 +122,19 @@ def test_weights_are_refused_where_a_format_has_none(tmp_path: Path, name: str) 
     assert open_dataset(place(tmp_path, name, "y"))[0]["loss_mask"].tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize(("name", "wrong"), [("memmap", "loss masks"), ("pbin", "sequence lengths, packs")])
+def test_what_is_kept_beside_a_loss_is_compared(
+    tmp_path: Path, name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks that became 0 and 1, and packs that became documents, are known before they are read again."""
+    write_samples(tmp_path / "x", [Sample([1, 2, 3], [0, 0.5, 1], [0, 2])], mask_dtype=np.float32)
+    write_samples(tmp_path / "other", [Sample([1, 2, 3], [0, 0, 0], [0, 2] if name == "memmap" else [0])])
+    source = open_reader(str(tmp_path / "other"), "sft-idx")
+    monkeypatch.setattr(registry._module(name).Writer, "reread", lambda self: source)
+    with pytest.raises(FormatError, match=f"its .*{wrong} are not those"):
+        convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(allow_loss=True))
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     write_samples(tmp_path / "x", demo_samples(9), metadata={"tokenizer": {"fingerprint": "abc"}})
@@ -430,7 +443,7 @@ def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multip
         with pytest.raises(SequenceError, match=f"--sequence-multiple {multiple}"):
             convert(str(tmp_path / "x"), str(target), "parquet", options)
         return
-    report = convert(str(tmp_path / "x"), str(target), "parquet", options)
+    report = convert(str(tmp_path / "x"), target, "parquet", options)
     assert report.verified
     stored = open_dataset(target)
     assert stored.capacity == max(capacity, *(len(pack.tokens) for pack in expected))

@@ -49,8 +49,6 @@ ALIGNMENT_NOTES = {
     "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
     " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
 }
-# The key of ``PackedSpec.metadata`` where packs are stored with padding (``bridge.Padding``).
-BRIDGE_PADDING_KEY = "bridge_padding"
 _MAX_JSON_NBYTES = 64 << 20
 
 
@@ -231,6 +229,7 @@ class PackedWriter(ABC):
         stores_columns: whether the format can hold columns.
         lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
             ``"columns"`` that the format could not hold.
+        columns: specs of the columns that are written.
 
     Raises:
         FormatError: something is at ``path``, or the format has no such option, or cannot hold what the spec announces.
@@ -243,8 +242,7 @@ class PackedWriter(ABC):
     is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
-    # Specs of the columns that every run must come with, where the format can hold any.
-    _columns: Mapping[str, ColumnSpec] = {}
+    columns: Mapping[str, ColumnSpec] = {}
     _output: PendingOutput
 
     def __init__(
@@ -261,11 +259,12 @@ class PackedWriter(ABC):
         self._is_complete = self._is_published = False
         self.lost: dict[str, str] = {}
         if spec is not None:
-            self._columns = spec.columns
+            self.columns = spec.columns
         try:
             self._begin(**options)
-            if self._columns and not self.stores_columns:
-                self._drop_columns(self._columns)
+            if self.columns and not self.stores_columns:
+                self._drop_columns(self.columns)
+                self.columns = {}
         except BaseException:
             self.abandon()
             raise
@@ -291,23 +290,24 @@ class PackedWriter(ABC):
             )
         self.lost["columns"] = f"columns {names}: the format has no place for them"
 
-    def write(self, run: PackRun) -> None:
-        """Append packs.
+    def write(self, run: PackRun) -> PackRun:
+        """Append packs, and return them as the format gives them back: without what it has no place for.
 
         Raises:
             FormatError: the format cannot hold columns, or loss weights other than 0 and 1, and loss is not allowed;
-                or the run has other columns than the spec.
+                or the run has other columns than were announced.
             SequenceError: a pack does not fit what the spec announced.
         """
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
-        if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != self._columns:
+        if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != self.columns:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
         if self.binary_masks and run.loss_mask.dtype != np.uint8:
             run = dataclasses.replace(run, loss_mask=self._binary_mask(run))
         self._append(run)
         self._counts.add(run)
+        return run
 
     def _binary_mask(self, run: PackRun) -> NDArray[np.uint8]:
         """The mask as 0 and 1. FormatError where that changes a weight and loss is not allowed."""

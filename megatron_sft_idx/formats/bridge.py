@@ -6,7 +6,7 @@ end-of-sequence id (``Padding``), and a summary has to say the longest sequence 
 (``measure_padded``). Both count positions of Bridge's batches, which cut the last token off every sequence: a sequence
 of n tokens takes n - 1 positions.
 
-Only ``convert`` uses this module, and only where it writes Parquet.
+Only ``convert`` pads, and only where it writes Parquet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import BRIDGE_PADDING_KEY, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter
 from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.storage.publish import Identity, Kind, check_place, head_of, new_file, remove_file, resolve
+
+# The key of ``PackedSpec.metadata`` where packs are stored with padding (``Padding``).
+BRIDGE_PADDING_KEY = "bridge_padding"
 
 
 @dataclass(frozen=True)

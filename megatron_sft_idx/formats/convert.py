@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import (
-    BRIDGE_PADDING_KEY,
-    MaskAlignment,
-    PackCounts,
-    PackedReader,
-    PackedSpec,
-)
+from megatron_sft_idx.formats.base import MaskAlignment, PackCounts, PackedReader, PackedSpec
 from megatron_sft_idx.formats.bridge import (
+    BRIDGE_PADDING_KEY,
     Padding,
     check_summary_place,
     measure_padded,
@@ -39,6 +34,7 @@ from megatron_sft_idx.formats.registry import (
     places,
     resolve_source,
 )
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Update
@@ -58,30 +54,28 @@ class ContentHash(PackCounts):
     def __init__(self) -> None:
         super().__init__()
         self.num_trained_tokens = 0
-        # By two names of each array: what ``PackedWriter.lost`` calls it, and what people call it.
-        self._hashes: dict[tuple[str, str], StreamHash] = {}
+        self._hashes: dict[str, StreamHash] = {}  # by what people call each array
 
     def add(self, run: PackRun) -> None:
         """Count and hash the next packs."""
         super().add(run)
         self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
-        for lost_name, shown, values, dtype in (
-            ("tokens", "token ids", run.tokens, "<i4"),
-            ("masks", "loss masks", run.loss_mask, "<f4"),
-            ("sequences", "sequence lengths", run.sequence_lengths(), "<i8"),
-            ("packs", "packs", run.pack_sequences, "<i8"),
-            *(("columns", f"column {name}", values, spec.dtype) for name, (spec, values) in run.columns.items()),
+        for name, values, dtype in (
+            ("token ids", run.tokens, "<i4"),
+            ("loss masks", run.loss_mask, "<f4"),
+            ("sequence lengths", run.sequence_lengths(), "<i8"),
+            ("packs", run.pack_sequences, "<i8"),
+            *((f"column {name}", values, spec.dtype) for name, (spec, values) in run.columns.items()),
         ):
-            array_hash = self._hashes.setdefault((lost_name, shown), StreamHash())
+            array_hash = self._hashes.setdefault(name, StreamHash())
             array_hash.update(np.ascontiguousarray(values, dtype).reshape(-1))
 
-    def differences(self, other: ContentHash, ignored: Collection[str] = ()) -> list[str]:
-        """What people call the arrays that differ; ``ignored`` has keys of ``PackedWriter.lost``."""
+    def differences(self, other: ContentHash) -> list[str]:
+        """What people call the arrays that differ."""
         ours, theirs = (
-            {shown: array_hash.checksum() for (name, shown), array_hash in one._hashes.items() if name not in ignored}
-            for one in (self, other)
+            {name: array_hash.checksum() for name, array_hash in one._hashes.items()} for one in (self, other)
         )
-        return [shown for shown in ours | theirs if ours.get(shown) != theirs.get(shown)]
+        return [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class ConvertReport:
 
 def convert(
     source: Source,
-    destination: str,
+    destination: str | os.PathLike[str],
     to: str,
     options: ConvertOptions | None = None,
     *,
@@ -161,7 +155,7 @@ def convert(
             that the destination's format cannot hold, or a result that differs from the source.
         SequenceError: a pack breaks a rule.
     """
-    options = options or ConvertOptions()
+    options, destination = options or ConvertOptions(), os.fspath(destination)
     padding, content = options.padding, ContentHash()
     name, paths = resolve_source(source, options.source_format)
     _check_places(name, paths, destination, to, options)
@@ -189,12 +183,11 @@ def convert(
         runs = (_as_written(run, spec) for run in reader_of_all.runs())
         for run in runs_of_pass(runs if padding is None else map(padding.pad, runs), "converting"):
             _require_room(run, spec, paths[0], content.num_packs)
-            writer.write(run)
-            content.add(run)
+            content.add(writer.write(run))
         writer.complete()
         if options.verify:
             reread = writer.reread()
-            _verify(reread, runs_of_pass(reread.runs(), "verifying"), destination, writer.lost, content, spec)
+            _verify(reread, runs_of_pass(reread.runs(), "verifying"), destination, content, writer.columns)
         if to == "parquet":
             publish_with_summary(writer, destination, summary, overwrite=options.overwrite)
     lost = [*unjoinable.values(), *writer.lost.values()]
@@ -289,16 +282,15 @@ def _verify(
     reread: PackedReader,
     runs: Iterable[PackRun],
     path: str,
-    lost: Collection[str],
     expected: ContentHash,
-    spec: PackedSpec,
+    columns: Mapping[str, ColumnSpec],
 ) -> None:
-    """FormatError unless the runs of ``reread``, which reads what was written, are as expected but for what is lost."""
+    """FormatError unless the runs of ``reread``, which reads what was written, and its columns are as expected."""
     found = ContentHash()
     for run in runs:
         found.add(run)
-    different = expected.differences(found, lost)
-    if "columns" not in lost and reread.columns != spec.columns:
+    different = expected.differences(found)
+    if reread.columns != columns:
         different.append("kinds of columns")
     if different:
         raise FormatError(

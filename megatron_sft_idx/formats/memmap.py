@@ -264,7 +264,7 @@ _BUFFER_NBYTES = 1 << 16
 
 
 def _is_file_of_folder(path: str) -> bool:
-    """Whether a file is the manifest of such a folder, one of its arrays, or one that the manifest has a checksum of."""
+    """Whether a file is the manifest of such a folder, one of its arrays, or has a checksum in the manifest."""
     folder, name = os.path.split(path)
     try:
         checksums = read_manifest(folder).get("checksums")
@@ -361,7 +361,7 @@ class MemmapShardWriter(PackedWriter):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
                 raise FormatError(f"{path}: {argument} {value!r}, expected a whole number from {minimum} to {maximum}")
         self._num_bins, self._pack_size, self._total_sequences = int(num_bins), int(pack_size), int(total_seq_starts)
-        self._columns = columns or {}
+        self.columns = columns or {}
         self._manifest: dict[str, Any] = {
             "version": _VERSION,
             "format": NAME,
@@ -388,14 +388,14 @@ class MemmapShardWriter(PackedWriter):
             "seq_starts.npy": (_INDEX, sizes[2:]),
             **{
                 f"{name}{_COLUMN_SUFFIX}": (spec.dtype, _column_shape(spec, *sizes))
-                for name, spec in self._columns.items()
+                for name, spec in self.columns.items()
             },
         }
         self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
         self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
         # For each array with a row a pack, one row that is filled anew for every pack.
         rows = {name: np.zeros(self._pack_size, kinds[name][0]) for name in ("input_ids.npy", "loss_mask.npy")}
-        for name, spec in self._columns.items():
+        for name, spec in self.columns.items():
             if spec.per == "token":
                 rows[f"{name}{_COLUMN_SUFFIX}"] = np.zeros(spec.shape(self._pack_size), spec.dtype)
         self._rows = rows

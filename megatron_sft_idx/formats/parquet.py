@@ -39,7 +39,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import (
-    BRIDGE_PADDING_KEY,
     PackCounts,
     PackedReader,
     PackedSpec,
@@ -50,6 +49,7 @@ from megatron_sft_idx.formats.base import (
     require_same_length,
     spec_fields,
 )
+from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, count_fitting, fewer_tokens

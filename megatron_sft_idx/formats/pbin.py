@@ -384,8 +384,13 @@ class Reader(PackedReader):
     def _run(self, first: int, last: int) -> PackRun:
         lengths, starts = self._lengths[first:last], self._starts[first:last]
         tokens = native_tokens(self.path, first, joined_ranges(self._tokens, starts, starts + lengths))
-        ones = np.ones(last - first, np.int64)
-        return PackRun(tokens, all_trained_mask(lengths), ones - 1, lengths, ones)
+        return _run_of_documents(tokens, lengths)
+
+
+def _run_of_documents(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRun:
+    """Documents end to end as packs of one sequence, each trained as a whole; ``lengths`` are in tokens."""
+    ones = np.ones_like(lengths)
+    return PackRun(tokens, all_trained_mask(lengths), ones - 1, lengths, ones)
 
 
 class Writer(PackedWriter):
@@ -411,6 +416,11 @@ class Writer(PackedWriter):
         self._lengths: list[NDArray[np.int64]] = []
         self._file = self._make_output(token_nbytes * self._spec.num_tokens + 8 * self._spec.num_sequences).open()
         self._file.write(encode_header(0, token_nbytes))
+
+    def write(self, run: PackRun) -> PackRun:
+        """Append packs, and return their sequences as documents. Raises as ``PackedWriter.write``."""
+        super().write(run)
+        return _run_of_documents(run.tokens, run.sequence_lengths())
 
     def _append(self, run: PackRun) -> None:
         self._require_ids_fit(run, self._dtype)
