@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ import numpy as np
 from megatron_sft_idx.errors import SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, windows
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, Window, read_window, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.opening import column_names, read_header, require_same
+from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage.publish import require_space
 
@@ -54,7 +53,7 @@ def spec_of(header: Header) -> PackedSpec:
 
 
 class Reader(PackedReader):
-    """One shard; its header is read at once, its other files when they are needed.
+    """One shard, open.
 
     Args:
         path: the shard's prefix, or one of its files; or the paths of a shard that is not published yet.
@@ -73,19 +72,12 @@ class Reader(PackedReader):
         super().__init__(self._paths.prefix, mask_alignment=mask_alignment, **options)
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
-        self.header = read_header(self._paths)
+        self.shard = Shard(self._paths)
+        self.header = self.shard.header
         self.identity = self.header.shard_id.hex()
         self._dtypes = self.header.token_dtype, self.header.mask_dtype
-        self._chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
-        if self._chosen:
-            self.columns = {name: self.shard.columns.open(name).spec for name in self._chosen}
-
-    @cached_property
-    def shard(self) -> Shard:
-        """The shard, opened on first use. FormatError where another one is at the prefix by then."""
-        shard = Shard(self._paths, columns=self._chosen)
-        require_same(self.path, shard.shard_id, self.header.shard_id)
-        return shard
+        names = column_names(self._paths, self.header) if columns is None else columns
+        self.columns = {name: self.shard.columns.open(name).spec for name in names}
 
     @property
     def spec(self) -> PackedSpec:
@@ -97,18 +89,14 @@ class Reader(PackedReader):
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the mapped files."""
-        return self.shard[index]
+        return self._run_of(read_window(self.shard, index, index + 1, columns=self.columns)).pack(0)
 
     def _runs(self) -> Iterator[PackRun]:
-        for window in windows(self.shard, RUN_TOKENS, self.columns):
-            yield self._checked_run(
-                window.first_pack,
-                *window.content(),
-                window.starts(),
-                np.diff(window.pack_bounds),
-                np.diff(window.sequence_offsets),
-                columns=window.columns,
-            )
+        return map(self._run_of, windows(self.shard, RUN_TOKENS, self.columns))
+
+    def _run_of(self, window: Window) -> PackRun:
+        counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
+        return self._checked_run(window.first_pack, *window.content(), window.starts(), *counts, columns=window.columns)
 
 
 class Writer(PackedWriter):
