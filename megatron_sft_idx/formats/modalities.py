@@ -32,13 +32,13 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity, first_bad_range
 from megatron_sft_idx.formats.pbin import Framing, native_tokens, read_document_index, require_framings
 from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
+from megatron_sft_idx.layout.files import IDX_MAGIC
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
 from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
 
 _BLOCK_NBYTES = 1 << 23
 _JSON_SPACE = b" \t\r\n"
-_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _NEWLINE = 10
 
 
@@ -83,7 +83,7 @@ def _read_index(path: str) -> NDArray[np.int64]:
     """Offset and length of each row in bytes, int64 [rows, 2], as the index at ``path`` says. FormatError if none."""
     size = os.stat(path).st_size
     raw = np.asarray(open_array(path, np.dtype(np.uint8), size, nbytes=size))
-    if raw[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC:
+    if raw[: len(IDX_MAGIC)].tobytes() == IDX_MAGIC:
         raise FormatError(f"{path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
     return read_pairs(path, raw)
 

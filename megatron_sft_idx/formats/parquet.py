@@ -52,7 +52,7 @@ from megatron_sft_idx.formats.base import (
 from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, count_fitting, fewer_tokens
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, count_fitting, fewer_tokens, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import name_in_errors, open_regular
 from megatron_sft_idx.storage.publish import Kind
@@ -378,18 +378,11 @@ class Reader(PackedReader):
 
     def _groups_at_once(self) -> Iterator[tuple[list[int], int]]:
         """Row groups that are read together, with the rows of a batch: small groups together, each large one alone."""
-        groups: list[int] = []
-        tokens = packs = 0
         max_tokens = fewer_tokens(RUN_TOKENS, self.columns)
-        for group, count in enumerate(self._num_values["input_ids"]):
-            if groups and tokens + count > max_tokens:
-                yield groups, max(1, packs * max_tokens // max(tokens, max_tokens))
-                groups, tokens, packs = [], 0, 0
-            groups.append(group)
-            tokens += count
-            packs += self._first_packs[group + 1] - self._first_packs[group]
-        if groups:
-            yield groups, max(1, packs * max_tokens // max(tokens, max_tokens))
+        offsets = [0, *accumulate(self._num_values["input_ids"])]
+        for first, last in run_bounds(np.array(offsets), max_tokens):
+            tokens, packs = offsets[last] - offsets[first], self._first_packs[last] - self._first_packs[first]
+            yield [*range(first, last)], max(1, packs * max_tokens // max(tokens, max_tokens))
 
     def _runs(self) -> Iterator[PackRun]:
         """All packs; memory is bounded by the mean length of the packs in a row group, not by its size."""

@@ -89,10 +89,7 @@ def create(
         FormatError: no such format, one that is only read, an option that it does not have, or something is at
             ``path`` already.
     """
-    if name not in WRITABLE:
-        raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
-    require_local(path, f"writing {name}")
-    writer_class = _module(name).Writer
+    writer_class = _writer_class(path, name)
     if unknown := sorted(options.keys() - _keywords(writer_class) - _keywords(writer_class._begin)):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
     writer: PackedWriter = writer_class(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
@@ -101,12 +98,20 @@ def create(
 
 def check_destination(path: str, name: str, *, overwrite: bool) -> None:
     """FormatError where ``create`` would refuse the path; called early, as sources are read for minutes before it."""
+    writer_class = _writer_class(path, name)
     if name == "sft-idx":
         check_free(ShardPaths.of(path), overwrite=overwrite)
-    elif name in WRITABLE:
-        writer_class = _module(name).Writer
+    else:
         folder = writer_class.is_folder
         check_place(resolve(path, folder=folder), writer_class.kind, overwrite=overwrite, folder=folder)
+
+
+def _writer_class(path: str, name: str) -> Any:
+    """The ``Writer`` of a format. FormatError where the format is only read, or the path is in an object store."""
+    if name not in WRITABLE:
+        raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
+    require_local(path, f"writing {name}")
+    return _module(name).Writer
 
 
 def recognise(path: str) -> list[str]:
@@ -264,11 +269,9 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         role: of the path in error messages, such as "the destination".
         written: whether the path is going to be written; a folder is one place then.
     """
-    if name not in _PREFIX_FORMATS:
-        return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
-    if written:
-        return places_of(path, role, written=True)
-    return [Place(file, role) for file in ShardPaths.of(path).all]
+    if name in _PREFIX_FORMATS:
+        return places_of(path, role, written=written)
+    return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
 
 
 # An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.

@@ -24,13 +24,12 @@ from megatron_sft_idx.formats.base import (
     joined_ranges,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
+from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, IDX_MAGIC, idx_nbytes
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import open_array, open_regular
 
 MaskRule = Literal["all"]
 
-_MAGIC = pack_idx_header(0, 0)[:9]
 # Megatron's dtype codes (megatron.core.datasets.indexed_dataset.DType).
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
@@ -40,11 +39,11 @@ def recognise(path: str) -> bool:
     try:
         paths = ShardPaths.of(path)
         with open_regular(paths.idx) as file:
-            head = file.read(len(_MAGIC))
+            head = file.read(len(IDX_MAGIC))
     except (FormatError, OSError):
         return False
     # With any of the other three files it is a shard, complete or not.
-    return head == _MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
+    return head == IDX_MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.i
     size = os.path.getsize(path)
     with open_regular(path) as file:
         head = file.read(IDX_HEADER_NBYTES)
-        if len(head) < IDX_HEADER_NBYTES or head[: len(_MAGIC)] != _MAGIC:
-            raise FormatError(f"{path}: begins with {head[:9]!r}, expected {_MAGIC!r}; it is no index of Megatron's")
+        if len(head) < IDX_HEADER_NBYTES or head[: len(IDX_MAGIC)] != IDX_MAGIC:
+            raise FormatError(f"{path}: begins with {head[:9]!r}, expected {IDX_MAGIC!r}; it is no index of Megatron's")
         _, version, code, items, documents = IDX_HEADER.unpack(head)
         if version != 1 or code not in _DTYPES:
             raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")

@@ -179,12 +179,12 @@ class ShardPaths:
 # Magic, version, code of the token dtype, number of sequences (packs), length of the array of documents.
 IDX_HEADER = struct.Struct("<9sQBQQ")
 IDX_HEADER_NBYTES = IDX_HEADER.size
-_MAGIC = b"MMIDIDX\x00\x00"
+IDX_MAGIC = b"MMIDIDX\x00\x00"
 
 
 def pack_idx_header(dtype_code: int, num_packs: int) -> bytes:
     """The first 34 bytes of ``.idx``, before its arrays."""
-    return IDX_HEADER.pack(_MAGIC, 1, dtype_code, num_packs, num_packs + 1)
+    return IDX_HEADER.pack(IDX_MAGIC, 1, dtype_code, num_packs, num_packs + 1)
 
 
 def idx_nbytes(num_packs: int) -> int:
