@@ -150,10 +150,13 @@ def test_tokens_and_masks_cannot_be_derived_but_the_rest_is(tmp_path: Path, suff
     assert "cannot be derived; restore it from a copy" in outcome.out
 
 
-def test_starts_of_an_unpacked_shard_are_zeros(tmp_path: Path) -> None:
+@pytest.mark.parametrize("also_lost", [None, ".idx", ".seq.idx"])
+def test_starts_of_an_unpacked_shard_are_zeros(tmp_path: Path, also_lost: str | None) -> None:
     packs = [sample_of([1 + i % 4], lambda p: 1, lambda p: p) for i in range(9)]
     before = small(tmp_path / "x", packs)
     os.unlink(tmp_path / "x.seq.bin")
+    if also_lost:
+        damage(tmp_path / f"x{also_lost}", -1)
     assert rebuild(tmp_path / "x").whole
     assert five_files(tmp_path / "x") == before
 

@@ -18,8 +18,10 @@ from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, open
 
 from megatron_sft_idx.check import Advance, rebuild, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, read_header
+from megatron_sft_idx.shard.journal import read_journal
 from megatron_sft_idx.shard.publication import Publication
 
 ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
@@ -76,6 +78,26 @@ def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str
     assert step > 4
     if len(broken) < 2:  # else lengths may come from the .idx that the first run brought back
         assert len(results) == 1
+
+
+@pytest.mark.parametrize("lost", [".bin", ".seq.bin"])
+def test_killed_at_any_step_of_bringing_back_a_part_it_can_be_run_again(tmp_path: Path, lost: str) -> None:
+    for step in range(100):
+        prefix = tmp_path / str(step) / "x"
+        write_samples(prefix, demo_samples())
+        before = five_files(prefix)
+        os.unlink(f"{prefix}{lost}")
+        break_index(Path(f"{prefix}.idx"), "damaged")
+        finished = not killed_at(step, lambda prefix=prefix: rebuild(prefix))  # type: ignore[misc]
+        if (head := read_journal(ShardPaths.of(prefix))) is not None and head.replaced_inodes is not None:
+            with pytest.raises(FormatError, match="left by a rebuild that was interrupted; run it again"):
+                rebuild(prefix, dry_run=True)
+        assert [file.path for file in rebuild(prefix).files if file.state == "lost"] == [f"{prefix}{lost}"]
+        assert Path(f"{prefix}.idx").read_bytes() == before[".idx"]
+        assert folder_of(prefix.parent) == sorted({*WHOLE, "x.idx.damaged"} - {f"x{lost}"})
+        if finished:
+            break
+    assert step > 4
 
 
 @pytest.mark.parametrize("broken", ALL_LOSSES)

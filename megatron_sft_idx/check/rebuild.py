@@ -26,7 +26,13 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import column_of, listed_columns
 from megatron_sft_idx.shard.journal import lock_journal, read_journal
 from megatron_sft_idx.shard.opening import read_header, where_to_look
-from megatron_sft_idx.shard.publication import inode_of, locked_prefix, with_named_columns, with_present_columns
+from megatron_sft_idx.shard.publication import (
+    inode_of,
+    interrupted_error,
+    locked_prefix,
+    with_named_columns,
+    with_present_columns,
+)
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -113,7 +119,8 @@ def rebuild(
     Raises:
         ShardNotFoundError: nothing of a shard is at the prefix.
         FormatError: the files that are left do not tell enough, and the message says what is missing. Or another writer
-            is at work. Or every file is what its writer wrote, and breaks a rule all the same.
+            is at work, or a dry run finds a rebuild that was killed among its renames. Or every file is what its writer
+            wrote, and breaks a rule all the same.
         UnsupportedVersionError: the ``.seq.idx`` is of a later version, which may be good.
         OSError: of the disk.
     """
@@ -121,37 +128,51 @@ def rebuild(
     require_local(paths.prefix, "rebuild")
     if copied and not dry_run:
         adopt_remains(paths)
-    journal = read_journal(paths)
-    # An empty journal is only a lock, and that of a rebuild which was killed before its renames names no packs.
-    if os.path.lexists(paths.journal) and os.lstat(paths.journal).st_size:
-        is_rebuild = journal is not None and journal.work == "rebuild" and journal.replaced_inodes is None
-        if not is_rebuild and (remains := find_remains(prefix)) is not None:
-            return _recover_build(paths, remains, dry_run, watch)
+    journal, is_rebuild = read_journal(paths), False
+    if journal is not None and journal.work == "rebuild":
+        # Its renames are finished, or its files removed, before the shard is read: it may be whole only in part.
+        is_rebuild = True
+        if dry_run and journal.replaced_inodes is not None:
+            raise interrupted_error(paths, journal)
+    elif (
+        os.path.lexists(paths.journal)
+        and os.lstat(paths.journal).st_size  # an empty journal is only a lock
+        and (remains := find_remains(prefix)) is not None
+    ):
+        return _recover_build(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
-    if dry_run:  # only look at the lock
-        with contextlib.suppress(FileNotFoundError):
+    facts = facts or GivenFacts()
+    if dry_run:
+        with contextlib.suppress(FileNotFoundError):  # only look at the lock
             os.close(lock_journal(paths, create=False, shared=True))
-    with contextlib.nullcontext() if dry_run else locked_prefix(paths) as lock:
-        header, error = _read_header(paths)
-        if header is None or paths.missing():
-            _refuse_links(paths)  # before every byte is read, which may take hours
-        faults, report = _faults(paths, header, error, watch)
-        if not faults:
-            return _all_good(paths, header, report, dry_run)
-        _refuse_links(paths)
-        with contextlib.closing(Repair(paths, faults, facts or GivenFacts(), watch, lock)) as repair:
-            how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
-            kept = repair.publish()
-        note = ""
-        if not dry_run and faults.keys() <= how_restored.keys():
-            report = _verified(paths, watch, "verifying")
-            _require_rules(paths, report, "rebuilt")
-            if header is None:
-                header = read_header(paths)
-                if columns := with_present_columns(paths).columns:
-                    note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
-        return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
+        return _rebuild_files(paths, facts, watch, None)
+    with locked_prefix(paths, overwrite=is_rebuild) as lock:
+        return _rebuild_files(paths, facts, watch, lock)
+
+
+def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int | None) -> Rebuilt:
+    """``rebuild`` where no killed build is in the way; ``lock`` is that of the prefix, None for a dry run."""
+    dry_run = lock is None
+    header, error = _read_header(paths)
+    if header is None or paths.missing():
+        _refuse_links(paths)  # before every byte is read, which may take hours
+    faults, report = _faults(paths, header, error, watch)
+    if not faults:
+        return _all_good(paths, header, report, dry_run)
+    _refuse_links(paths)
+    with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
+        how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
+        kept = repair.publish()
+    note = ""
+    if not dry_run and faults.keys() <= how_restored.keys():
+        report = _verified(paths, watch, "verifying")
+        _require_rules(paths, report, "rebuilt")
+        if header is None:
+            header = read_header(paths)
+            if columns := with_present_columns(paths).columns:
+                note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
+    return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
 
 
 # ---- what is wrong ----
@@ -305,4 +326,5 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
     files = tuple(
         FileState(path, "rebuilt", remedy="from the journal") for path in with_named_columns(paths, remains.head).all
     )
-    return Rebuilt(paths.prefix, files, note=f"from the journal of a build that was {state}: {counts}", dry_run=dry_run)
+    note = f"from the journal of a {remains.head.work} that was {state}: {counts}"
+    return Rebuilt(paths.prefix, files, note=note, dry_run=dry_run)

@@ -181,8 +181,8 @@ def _give_second_name(path: str) -> str:
 def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
     """Write each missing or damaged file for which the files that are left give the header's checksum.
 
-    The arrays of ``.seq.idx`` come from ``.seq.bin`` and pack lengths, which several sources may have; ``.idx`` comes
-    from ``.seq.idx``; ``.seq.bin`` comes from ``.seq.idx`` if every pack is one sequence.
+    ``.seq.bin`` is zeros if every pack is one sequence, and cannot be derived otherwise. The arrays of ``.seq.idx``
+    come from ``.seq.bin`` and pack lengths, which several sources may have; ``.idx`` comes from ``.seq.idx``.
 
     Returns:
         How each file came back, by path.
@@ -197,12 +197,18 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
         else:
             repair.reject(path)
 
-    packs: PackChunk | None
+    if paths.starts in faults and header.num_sequences == header.num_packs:
+        out = HashedFile(repair.create(paths.starts))
+        out.write(np.zeros(header.num_packs, "<u4"))
+        accept(paths.starts, out.digest(), "one sequence a pack")
+    packs: PackChunk | None = None
     if paths.seq_idx not in faults:
         lengths = offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs)
         packs = PackChunk(lengths, offset_lengths(paths.seq_idx, header.nbytes, header.num_packs))
-    else:
-        packs, origin = _restore_arrays(repair, header)
+    elif paths.starts not in faults or paths.starts in how_restored:
+        is_new = paths.starts in how_restored
+        starts = np.zeros(header.num_packs, np.uint32) if is_new else read_starts(paths.starts)
+        packs, origin = _restore_arrays(repair, header, starts)
         if packs is not None:
             how_restored[paths.seq_idx] = f"from {origin} and .seq.bin, {_EXACT}"
     if packs is None:
@@ -212,22 +218,15 @@ def restore_under_header(repair: Repair, header: Header) -> dict[str, str]:
         code = token_dtype_of(dtype)[0]
         digest = write_idx(repair.create(paths.idx), [packs], code, dtype.itemsize, header.num_packs)
         accept(paths.idx, digest, "from .seq.idx")
-    if paths.starts in faults and header.num_sequences == header.num_packs:
-        out = HashedFile(repair.create(paths.starts))
-        out.write(np.zeros(header.num_packs, "<u4"))
-        accept(paths.starts, out.digest(), "one sequence a pack")
     return how_restored
 
 
-def _restore_arrays(repair: Repair, header: Header) -> tuple[PackChunk | None, str]:
-    """Write ``.seq.idx`` anew; return its packs, and where their lengths come from.
+def _restore_arrays(repair: Repair, header: Header, starts: NDArray[np.uint32]) -> tuple[PackChunk | None, str]:
+    """Write ``.seq.idx`` anew, by the starts of all packs; return its packs, and where their lengths come from.
 
     The packs are None if no source of lengths gives the header's checksum.
     """
     paths, eod_id = repair.paths, repair.facts.eod_id
-    if paths.starts in repair.faults:
-        return None, ""
-    starts = read_starts(paths.starts)
     # The most likely source first. A damaged file may be tried too, because the checksum decides.
     sources: list[tuple[str, Callable[[], NDArray[np.int64]]]] = [
         (".idx", lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0]),
