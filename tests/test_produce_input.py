@@ -133,6 +133,13 @@ def test_files_that_are_done_may_be_removed(scene):
     assert [scene.next(), scene.next()] == ["b.jsonl", "end"]
 
 
+def test_where_the_list_of_files_was_lost_they_are_taken_again(scene):
+    for name in ("a.jsonl", "b.jsonl", "_END"):
+        scene.put(name)
+    scene.restart(first=1)
+    assert [scene.next(), scene.next()] == ["b.jsonl", "end"]
+
+
 def test_a_file_that_grows_after_it_was_taken_is_an_error(scene):
     scene.put("a.jsonl")
     scene.put("b.jsonl")
@@ -145,11 +152,15 @@ def test_a_file_that_grows_after_it_was_taken_is_an_error(scene):
 
 
 @pytest.mark.parametrize("then", ["nothing", "b.jsonl", "_END"])
-def test_a_file_that_grows_after_it_settled_is_an_error(scene, then):
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_file_that_grows_after_it_settled_is_an_error(scene, then, restarted):
     """All of it was read, and its writer had only paused: what came then must not be lost without a word."""
     scene.put("a.jsonl")
     assert [scene.next(), scene.next(6)] == [None, "a.jsonl"]
     assert scene.next() is None
+    if restarted:
+        scene.restart()
+        assert [scene.next(), scene.next()] == ["a.jsonl", None]
     scene.put("a.jsonl")
     if then != "nothing":
         scene.put(then)

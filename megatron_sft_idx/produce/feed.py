@@ -217,8 +217,8 @@ class GrowingFolder:
         self._names = {file.name for file in taken.files}
         # Names of whole files that the last listing found, in order; a listing takes long where files are many.
         self._whole: deque[str] = deque()
-        # The last file, where it was taken for its age alone.
-        self._settled: TakenFile | None = None
+        # The last file, where it was taken for its age alone; of an earlier job's, nobody knows.
+        self._settled = taken.files[-1] if taken.files else None
         # How long the first file that is not taken has been the same; when anything was last new; the last listing.
         self._first = Unchanged(clock)
         self._news_at, self._looked_at = clock(), float("-inf")
@@ -236,6 +236,7 @@ class GrowingFolder:
                     continue
                 self._names.add(file.name)
                 self._taken.add(file)
+                continue  # where the list was lost, files before the first one are taken again
             yield self._pieces(self._taken.files[number])
             number += 1
             self._news_at = self._clock()
