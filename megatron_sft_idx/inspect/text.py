@@ -257,8 +257,9 @@ def _token_at(ids: NDArray[Any], decode: Decode, at: int) -> int:
     def text_of(token: int) -> str:
         return decode(ids[: token + 1].tolist())
 
-    # A character that is not whole yet is shown by one or more replacement characters, which are left out.
+    # A character that is not whole yet is shown by one or more replacement characters, which are left out, as are those
+    # that the text itself ends with: so this is the token, or one behind it.
     token = bisect_right(range(len(ids) - 1), at, key=lambda token: len(text_of(token).rstrip("\ufffd")))
-    while token > 0 and text_of(token - 1).endswith("\ufffd"):
+    while token > 0 and len(text_of(token - 1)) > at:
         token -= 1
     return token
