@@ -54,6 +54,7 @@ def test_one_changed_mask_bit_is_found_and_named(
     sequence = max(i for i, start in enumerate(packs[pack].starts) if start <= at)
     value = int(packs[pack].label_mask[at])
 
+    assert not compare_shards(Shard(tmp_path / "here"), Shard(tmp_path / "there"), max_named=0).same
     found = json.loads(command("inspect", tmp_path / "here", "--diff", tmp_path / "there", "--json").out)
     assert (found["same"], found["differing_packs"], found["masks"], found["tokens"]) == (False, 1, 1, 0)
     assert found["first"] == [

@@ -20,7 +20,7 @@ from megatron_sft_idx.check import Advance, rebuild, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, read_header
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, read_header, remove_shard
 from megatron_sft_idx.shard.journal import read_journal
 from megatron_sft_idx.shard.publication import Publication
 
@@ -388,6 +388,21 @@ def test_a_build_killed_between_renames_is_finished(tmp_path: Path) -> None:
             assert five_files(prefix) == five_files(tmp_path / "whole")
         assert folder_of(prefix.parent) == WHOLE
     assert step > 10
+
+
+def test_what_a_killed_removal_left_stays(tmp_path: Path) -> None:
+    for step in range(100):
+        prefix = tmp_path / str(step) / "x"
+        write_samples(prefix, demo_samples())
+        assert killed_at(step, lambda prefix=prefix: remove_shard(ShardPaths.of(prefix)))  # type: ignore[misc]
+        if not Path(f"{prefix}.journal").stat().st_size:  # all is removed
+            break
+        before = all_files(prefix.parent)
+        for dry_run in (True, False):
+            with pytest.raises(FormatError, match="left by a removal of the shard that was interrupted; run"):
+                rebuild(prefix, dry_run=dry_run)
+        assert all_files(prefix.parent) == before
+    assert step > 5
 
 
 def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def rebuild(
     Raises:
         ShardNotFoundError: nothing of a shard is at the prefix.
         FormatError: the files that are left do not tell enough, and the message says what is missing. Or another writer
-            is at work, or a dry run finds a rebuild that was killed among its renames. Or every file is what its writer
-            wrote, and breaks a rule all the same.
+            is at work, or was killed while it removed the shard, or a dry run finds a rebuild that was killed among its
+            renames. Or every file is what its writer wrote, and breaks a rule all the same.
         UnsupportedVersionError: the ``.seq.idx`` is of a later version, which may be good.
         OSError: of the disk.
     """
@@ -129,10 +129,10 @@ def rebuild(
     if copied and not dry_run:
         adopt_remains(paths)
     journal, is_rebuild = read_journal(paths), False
-    if journal is not None and journal.work == "rebuild":
+    if journal is not None and journal.work in ("rebuild", "removal"):
         # Its renames are finished, or its files removed, before the shard is read: it may be whole only in part.
-        is_rebuild = True
-        if dry_run and journal.replaced_inodes is not None:
+        is_rebuild = journal.work == "rebuild"
+        if not is_rebuild or (dry_run and journal.replaced_inodes is not None):
             raise interrupted_error(paths, journal)
     elif (
         os.path.lexists(paths.journal)

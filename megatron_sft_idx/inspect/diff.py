@@ -168,6 +168,7 @@ def _compare_windows(here: Window, there: Window, result: Comparison, max_named:
         elif not np.array_equal(bounds, other_bounds):
             starts, other_starts = bounds[:-1][:9].tolist(), other_bounds[:-1][:9].tolist()
             found.append(Difference("boundaries", pack, None, None, None, starts, other_starts))
+        num_before = result.reshaped + result.tokens + result.masks
         if found:
             result.reshaped += 1
         else:
@@ -184,7 +185,7 @@ def _compare_windows(here: Window, there: Window, result: Comparison, max_named:
                     token, values = position - int(bounds[sequence]), (ours[position].item(), theirs[position].item())
                     found.append(Difference(what, pack, sequence, token, position, *values))
             found.sort(key=lambda one: one.position or 0)
-        result.differing_packs += bool(found)
+        result.differing_packs += result.reshaped + result.tokens + result.masks > num_before
         result.first += found[: max_named - len(result.first)]
 
 

@@ -59,6 +59,8 @@ _INTERRUPTED = {
     "build": f"left by a build that was interrupted; {_START_ANEW}, or recover its packs: megatron-sft-idx rebuild",
     "copy": f"left by a copy that was interrupted; run the same copy again, or {_START_ANEW}:",
     "rebuild": "left by a rebuild that was interrupted; run it again: megatron-sft-idx rebuild",
+    "removal": "left by a removal of the shard that was interrupted; run the command that removed it again, which"
+    " finishes it, or, to keep what is left, move this journal away and run megatron-sft-idx rebuild",
 }
 
 
