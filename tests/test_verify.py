@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_all_shards_are_told_of_and_the_exit_code_is_1(tmp_path: Path) -> None:
     assert done.code == 1
     assert "missing: no shard here" in done.err
     assert done.out.splitlines()[-1] == "2 shards: 1 NOT ok, 1 ok"
+
+
+def test_a_folder_of_many_shards_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        write_samples(tmp_path / f"s{number}", demo_samples())
+    looks = []
+    for name in ("listdir", "scandir"):
+        look = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *path, look=look: looks.append(path) or look(*path))
+    assert command("verify", tmp_path).code == 0
+    assert len(looks) < 8
 
 
 def test_what_a_path_holds_does_not_reach_the_terminal(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ column. No check trusts what it reads, and none changes a file.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +35,11 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     SEQ_IDX,
-    column_of,
     data_nbytes,
     idx_places,
     listed_columns,
     pack_idx_header,
 )
-from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote import open_store
 
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
 _DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
@@ -361,25 +357,19 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
 
 
 def open_columns(
-    paths: ShardPaths, claims: HeaderClaims | None, findings: Findings, stack: ExitStack
+    paths: ShardPaths, beside: Collection[str], claims: HeaderClaims | None, findings: Findings, stack: ExitStack
 ) -> dict[str, CheckedFile]:
     """Open every file that has the name of a column of the shard, whatever it holds; ``stack`` closes them.
 
-    A listed column that is missing breaks rule C8, and what is no regular file breaks rule C1.
+    ``beside`` are the names of those columns. A listed one that is missing breaks rule C8, and what is no regular file
+    breaks rule C1.
     """
     listed = {} if claims is None else claims.listed
-    folder, base = os.path.split(paths.prefix)
-    if is_remote(paths.prefix):
-        store, base = open_store(paths.prefix)
-        entries: Iterable[str] = (info.key for info in store.list(base + "."))
-    else:
-        entries = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
-    present = {column[1] for column in map(column_of, entries) if column and column[0] == base}
-    for name in sorted(listed.keys() - present):
+    for name in sorted(listed.keys() - beside):
         path = paths.column(name)
         findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
     files: dict[str, CheckedFile] = {}
-    for name in sorted(present):
+    for name in sorted(beside):
         path = paths.column(name)
         try:
             files[name] = stack.enter_context(closing(CheckedFile(path)))

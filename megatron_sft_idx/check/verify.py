@@ -9,7 +9,7 @@ for the checksum.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES
 from megatron_sft_idx.shard.journal import is_journal
-from megatron_sft_idx.shard.opening import where_to_look
+from megatron_sft_idx.shard.opening import columns_beside, where_to_look
 from megatron_sft_idx.storage.progress import Advance
 
 _DEFAULT_MOST = 10
@@ -100,6 +100,7 @@ def verify_shard(
     full: bool = False,
     vocab_size: int | None = None,
     most: int = _DEFAULT_MOST,
+    beside: Collection[str] | None = None,
     advance: Advance = lambda nbytes: None,
 ) -> Report:
     """Hold the files at a prefix to the rules of FORMAT.md, and report all that are broken.
@@ -113,6 +114,7 @@ def verify_shard(
             takes milliseconds for any size.
         vocab_size: with ``full``, every id must be below it. None for the size in the JSON block, if that has one.
         most: findings kept of each rule; the others are counted.
+        beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
         advance: called with ``full`` by two threads, one at a time, with the bytes read since the last call: at most a
             MiB.
 
@@ -140,7 +142,10 @@ def verify_shard(
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
         # Opened before any file is read to its end, which may take hours.
-        columns = open_columns(paths, claims, findings, stack) if files else {}
+        columns: dict[str, CheckedFile] = {}
+        if files:
+            names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
+            columns = open_columns(paths, names, claims, findings, stack)
         meter = Meter(advance) if full else None
         if claims is not None:
             _check_files(paths, files, claims, findings, vocab_size or claims.vocab_size, meter)
@@ -176,14 +181,8 @@ def _open_files(paths: ShardPaths, findings: Findings, stack: ExitStack) -> dict
 
 def _remains(paths: ShardPaths) -> list[str]:
     """Names of the files at the prefix that a killed build leaves: its journal, and those under temporary names."""
-    folder, name = os.path.split(paths.prefix)
-    temporary = tuple(f"{name}{suffix}.tmp" for suffix in SUFFIXES)
-    try:
-        entries = os.listdir(folder or ".")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    journal = [f"{name}.journal"] if is_journal(paths.journal) else []
-    return sorted(journal + [entry for entry in entries if entry.startswith(temporary)])
+    journal = [paths.journal] if is_journal(paths.journal) else []
+    return sorted(map(os.path.basename, [*journal, *paths.unpublished.present()]))
 
 
 def _check_files(

@@ -20,6 +20,7 @@ from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.packs.transfer import shard_nbytes
+from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Advance, Progress, show_progress, unwatched
 
@@ -118,11 +119,19 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         parser.error("--vocab-size: ids are only read with --full")
     results: list[dict[str, Any]] = []
     watch = show_progress(_LINE_MIB) if arguments.full else unwatched
-    for prefix in dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)):
+    prefixes = list(dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)))
+    beside: dict[str, dict[str, set[str]]] = {}  # names of columns, by folder and prefix: each folder is listed once
+    for prefix in prefixes:
+        folder = os.path.dirname(prefix)
         try:
+            if folder not in beside:
+                beside[folder] = columns_beside(each for each in prefixes if os.path.dirname(each) == folder)
+            columns = beside[folder][prefix]
             total = shard_nbytes(prefix) if arguments.full else 0
             with watch(f"verifying {os.path.basename(prefix)}", total) as advance:
-                report = verify_shard(prefix, full=arguments.full, vocab_size=arguments.vocab_size, advance=advance)
+                report = verify_shard(
+                    prefix, full=arguments.full, vocab_size=arguments.vocab_size, beside=columns, advance=advance
+                )
         except (SFTIndexError, OSError) as error:
             # One shard that cannot be read does not keep the others from being verified.
             results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
