@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats import jsonl_chunks
 from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, line_bounds, recognise
 
 
@@ -354,6 +355,15 @@ def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
         with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of {len(content)} bytes"):
             Writer(tmp_path / "x", spec_of(packs), overwrite=True)
         assert (tmp_path / "x" / name).read_bytes() == content
+
+
+def test_a_first_line_of_any_length_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a long pack with wide columns of tokens: it is not read to its end."""
+    monkeypatch.setattr(jsonl_chunks, "_MAX_HEAD_NBYTES", 300)
+    path = write_chunk(tmp_path / "x" / "chunk_00000.jsonl", [produced(PACK, columns={"topk": [[1] * 99] * 6})])
+    assert recognise(str(path))
+    write_packs(Writer, tmp_path / "x", demo_samples(), overwrite=True)
+    assert not recognise(str(write_chunk(tmp_path / "chats.jsonl", [{"messages": ["input_ids, labels"] * 99}])))
 
 
 def test_identity_is_of_all_chunks(tmp_path: Path) -> None:

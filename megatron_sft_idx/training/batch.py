@@ -215,6 +215,7 @@ class BatchAssembler(Dataset[Tensors]):
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         padding_mask: whether batches have a padding mask, for MoE routers.
         columns: names of the source's columns that batches have.
+        files: what the column ``source`` numbers first, where it numbers files alike for several assemblers.
         fetch_nbytes: how many bytes ``will_need`` may fetch ahead of remote shards.
 
     Raises:
@@ -233,6 +234,7 @@ class BatchAssembler(Dataset[Tensors]):
         form: Form = "wide",
         padding_mask: bool = False,
         columns: Sequence[str] = (),
+        files: Sequence[dict[str, Any]] = (),
         fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         if seq_length % sequence_multiple:
@@ -256,7 +258,7 @@ class BatchAssembler(Dataset[Tensors]):
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
         self.form: Form = form
-        self.padding_mask = padding_mask
+        self.padding_mask, self._first_files = padding_mask, files
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
         # The positions of columns among the arrays of a shard; those of tokens are read together with the tokens.
@@ -288,9 +290,9 @@ class BatchAssembler(Dataset[Tensors]):
         return self._files.files
 
     @cached_property
-    def _files(self) -> _SourceFiles | None:
+    def _files(self) -> SourceFiles | None:
         """How ``source`` is renumbered; None where it is a column of another kind, which stays as it is."""
-        return _SourceFiles.of(self.source.columns["source"])
+        return SourceFiles.of(self.source.columns["source"], self._first_files)
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
         """Where the sequences of these packs lie, for ``fill`` and ``will_need``."""
@@ -442,13 +444,13 @@ class BatchAssembler(Dataset[Tensors]):
         return [self.source.arrays(shard) for shard in used], slots
 
 
-class _SourceFiles(NamedTuple):
+class SourceFiles(NamedTuple):
     """The files that the column ``source`` names: shards number them each for itself, batches number all of them.
 
     Attributes:
         files: the files of all shards, each once.
-        numbers: int64, for the files of the shards' tables end to end, their positions in ``files``; None where all
-            shards have the same table.
+        numbers: int64, for the files of the shards' tables end to end, their positions in ``files``; None where these
+            are the numbers that every shard gives them.
         firsts: int64 [shards + 1], the position in ``numbers`` at which the table of each shard begins.
     """
 
@@ -457,12 +459,15 @@ class _SourceFiles(NamedTuple):
     firsts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, specs: Sequence[ColumnSpec]) -> _SourceFiles | None:
-        """The files by the specs of the column in all shards; None where it is of another kind, or has no table."""
+    def of(cls, specs: Sequence[ColumnSpec], first: Sequence[dict[str, Any]] = ()) -> SourceFiles | None:
+        """The files by the specs of the column in all shards, behind those in ``first``, which are all different.
+
+        None where the column is of another kind, or has no table.
+        """
         tables = [spec.metadata.get("files") for spec in specs]
         if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
             return None
-        positions: dict[str, int] = {}
+        positions = {json.dumps(file, sort_keys=True): number for number, file in enumerate(first)}
         by_table: dict[str, list[int]] = {}  # thousands of shards mostly have one table
         by_shard = []
         for table in tables:
@@ -470,7 +475,8 @@ class _SourceFiles(NamedTuple):
                 files = [json.dumps(file, sort_keys=True) for file in table or ()]
                 by_table[key] = [positions.setdefault(file, len(positions)) for file in files]
             by_shard.append(by_table[key])
-        numbers = np.concatenate([np.array(each, np.int64) for each in by_shard]) if len(by_table) > 1 else None
+        are_positions = all(each == list(range(len(each))) for each in by_table.values())
+        numbers = None if are_positions else np.concatenate([np.array(each, np.int64) for each in by_shard])
         return cls([json.loads(file) for file in positions], numbers, np.cumsum([0, *map(len, by_shard)]))
 
     def renumber(self, values: NDArray[np.uint32], segments: Segments) -> None:

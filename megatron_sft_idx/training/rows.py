@@ -171,6 +171,7 @@ class PackedRows(Rows):
         width: int | None = None,
         pad_id: int | None = None,
         padding_mask: bool = False,
+        files: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.source: StoredPacks | PlannedPacks = source
         self.order, self.num_samples = EpochOrder(source.num_packs, seed, split, source.fingerprint), num_samples
@@ -180,6 +181,7 @@ class PackedRows(Rows):
             "width": width,
             "pad_id": pad_id,
             "padding_mask": padding_mask,
+            "files": files,
         }
 
     def __reduce__(self) -> tuple[Any, ...]:

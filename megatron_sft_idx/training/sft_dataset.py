@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
-from megatron_sft_idx.training.batch import Batch
+from megatron_sft_idx.training.batch import Batch, SourceFiles
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_judged
 
@@ -137,6 +137,9 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         # What the shards of each path agree on, those of all paths do.
         together = ShardSet.joined(list(self._opened.values()))
         together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
+        # All data sets of a blend number files alike, so that it does not matter which of them a row is read from.
+        united = SourceFiles.of(together.columns["source"]) if "source" in self.columns else None
+        self.source_files = united.files if united and len(self._opened) > 1 else []
         if not self.index_only_packing:
             remedy = "pack them again for one --seq-length, or set index_only_packing"
             together.agree_on("capacity is", lambda header: header.capacity or None, remedy)
@@ -361,6 +364,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
                 width=width,
                 pad_id=next((pad for pad in pad_ids if pad is not None and pad >= 0), None),
                 padding_mask=self.config.padding_mask,
+                files=self.config.source_files,
             )
         return self._rows
 
