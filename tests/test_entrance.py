@@ -24,7 +24,7 @@ from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset,
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.layout.column import PAIR
 from megatron_sft_idx.shard import Pack, Shard, ShardWriter
-from megatron_sft_idx.tokenize import available_cpus
+from megatron_sft_idx.tokenize import Summary, available_cpus
 
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
 USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "whole", "workers": 0, "log_interval": 0}
@@ -124,6 +124,7 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),
         (np.zeros((2, 3)), SequenceError, "rows:1: .* a ndarray, expected a dict"),
         ([], FormatError, "no input"),
+        (["chats.jsonl", ROWS[0]], FormatError, "rows: a dict among paths"),
     ],
 )
 def test_what_are_no_rows_is_said(rows: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -361,13 +362,18 @@ def test_judged_answers_have_no_place_in_labels(tmp_path: Path, opened: Callable
 
 @pytest.mark.parametrize("given", ["rows", "pipe"])
 def test_a_bad_row_is_named_by_what_was_given_and_not_by_a_file_that_is_gone(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows: Any = [{"messages": []}]
-    name = "rows"
-    if given == "pipe":
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"messages": []}\n')))
-        rows, name = "-", "standard input"
+    rows: list[Any] = [{"messages": []}, ROWS[0]]
+    name = "rows" if given == "rows" else "standard input"
+
+    def run(on_bad_row: Literal["error", "skip"]) -> Summary:
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        return preprocess(rows if given == "rows" else "-", out=tmp_path / "x", on_bad_row=on_bad_row, **USUAL)
+
     with pytest.raises(SequenceError, match=f"^{name}:1: messages is empty"):
-        preprocess(rows, out=tmp_path / "x", **USUAL)
+        run("error")
     assert not list(tmp_path.glob("x.rows*"))
+    assert run("skip").to_dict()["corpus"]["bad_rows"] == [f"{name}:1: messages is empty"]
+    assert capsys.readouterr().err == f"skipped {name}:1: messages is empty\n"

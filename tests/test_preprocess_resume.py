@@ -16,8 +16,8 @@ from chats import CHATS, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
 
-from megatron_sft_idx.shard import find_remains, read_header
-from megatron_sft_idx.tokenize import gather, parts
+from megatron_sft_idx.shard import Shard, find_remains, read_header
+from megatron_sft_idx.tokenize import gather, parts, pipeline
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,34 @@ def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus
     assert case.run(prefix, "--overwrite", "--seed", 3).code == 0
     assert read_header(prefix).metadata["packing"]["seed"] == 3
     assert case.counts_of(prefix)["corpus"]["reused"]
+
+
+@pytest.mark.parametrize(("recovered", "more"), [("x", ()), ("x.unpacked", ("--keep-corpus",))])
+def test_packs_that_rebuild_recovered_are_not_taken_for_all(case, prefix, recovered, more):
+    def dies():
+        write_packs = gather.write_packs
+
+        def dying(reader, run, writer, *_):
+            write_packs(reader, run.window(0, 3), writer)
+            writer.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        gather.write_packs = pipeline.write_packs = dying
+        case.run(prefix, *more)
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    assert command("rebuild", prefix.parent / recovered).code == 0
+    refused = case.run(prefix, "--resume", *more)
+    assert (refused.code, f"{recovered}: a " in refused.err, "may lack packs" in refused.err) == (1, True, True)
+    assert case.run(prefix, "--overwrite", *more).code == 0
+    assert files_of(prefix) == case.files
+
+
+def test_a_corpus_that_is_asked_for_later_is_made(case, prefix):
+    assert case.run(prefix).code == 0
+    assert case.run(prefix, "--resume", "--keep-corpus").code == 0
+    assert files_of(prefix) == case.files
+    assert len(Shard(f"{prefix}.unpacked")) == len(case.corpus)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_dry_run_refuses_what_the_run_would_refuse(tmp_path, name):
     assert [(done.code, done.err.splitlines()[-1]) for done in refused] == [(1, refused[0].err.splitlines()[-1])] * 2
 
 
+@pytest.mark.parametrize("options", [("--input-weight", "other.jsonl=2"), ("--output-shards", 2)])
+def test_dry_run_refuses_options_that_the_run_would_refuse(tmp_path, options):
+    assert preprocess(tmp_path / "x", "--output-shards", 3).code == 0
+    refused = [preprocess(tmp_path / "x", *options, *more) for more in ((), ("--dry-run",))]
+    assert [(done.code, done.err) for done in refused] == [(1, refused[0].err)] * 2
+
+
 def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, chats):
     good, bad = write_rows(tmp_path / "good.jsonl", chats), write_rows(tmp_path / "bad.jsonl", [{"messages": []}])
     given = ("--input", good, bad, "--seq-length", 64)
@@ -77,7 +84,8 @@ def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, ch
 def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_would_be(tmp_path, chats, monkeypatch):
     monkeypatch.setattr(dry_run, "_MAX_FILE_NBYTES", 2000)
     monkeypatch.setattr(cut, "PIECE_NBYTES", 1500)
-    source = write_rows(tmp_path / "rows.jsonl", [*chats, {"messages": []}])
+    first_token_masked = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
+    source = write_rows(tmp_path / "rows.jsonl", [*chats, first_token_masked, {"messages": []}])
     assert "would stop" not in preprocess(tmp_path / "x", "--input", source, "--dry-run").out
     seen = {}
     for workers in (0, 2):
@@ -88,8 +96,8 @@ def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_wou
     done = preprocess(tmp_path / "x", "--input", source, "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
     assert done.code == 0
     packing = json.loads((tmp_path / "s.json").read_text())["packing"]
-    counts = f"{packing['sequences']:,} sequences, {packing['tokens']:,} tokens, "
-    assert f"  all rows      {len(chats) + 1} (1 cannot be used): {counts}" in seen[0]
+    counts = f"{packing['sequences']:,} sequences, {packing['tokens']:,} tokens, {packing['trained_tokens']:,} trained"
+    assert f"  all rows      {len(chats) + 2} (1 cannot be used): {counts}" in seen[0]
     assert f"packs           {packing['packs']:,} ({packing['method']}), {100 * packing['fill']:.3f}% filled" in seen[0]
     assert preprocess(tmp_path / "y", "--full").code == 2
 

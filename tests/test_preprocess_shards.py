@@ -89,7 +89,8 @@ def test_new_shards_are_never_beside_those_they_replace(tmp_path):
     assert preprocess(prefix, *THREE).code == 0
     before = {name: files_of(tmp_path / name) for name in PARTS}
     assert killed_over_the_second(prefix, *THREE, *seed, "--overwrite")
-    # The old ones stay until all new ones are whole.
+    # The old ones stay until all new ones are whole, also where a slip of the finger is refused.
+    assert preprocess(prefix, *THREE, "--seed", 5, "--resume").code == 1
     assert {name: files_of(tmp_path / name) for name in PARTS} == before
     assert preprocess(prefix, *THREE, *seed, "--resume").code == 0
     assert preprocess(tmp_path / "calm" / "x", *THREE, *seed).code == 0

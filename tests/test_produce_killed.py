@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from productions import Production, acknowledge, arguments, assert_clean, produc
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.tokenize import gather
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +86,27 @@ def test_a_removal_that_was_cut_short_is_finished(production, catalog):
     assert Catalog(catalog).present() == sorted(range(len(production.shards)))
     assert production.run(catalog).code == 0
     assert Catalog(catalog).present() == [1, *range(3, len(production.shards))]
+
+
+def test_a_shard_that_rebuild_recovered_is_not_gone_on_behind(production, catalog, monkeypatch):
+    """Its header holds the cursor behind packs that it may lack."""
+    write_packs = gather.write_packs
+
+    def dying(reader, run, writer, *_):
+        write_packs(reader, run.window(0, 1), writer)
+        writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gather, "write_packs", dying)
+        assert killed_at(10**9, lambda: production.run(catalog))
+    shard = Catalog(catalog).shard_prefix(0)
+    assert command("rebuild", shard).code == 0
+    refused = production.run(catalog)
+    assert (refused.code, "it may lack packs" in refused.err) == (1, True)
+    for path in catalog.glob(f"{Path(shard).name}.*"):
+        path.unlink()
+    production.assert_ends_the_same(catalog)
 
 
 @pytest.mark.parametrize("limit", [300, 3000])

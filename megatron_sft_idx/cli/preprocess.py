@@ -295,9 +295,9 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         print(run_job(rows, options, staging=arguments.staging, summary=arguments.summary))
         return
     output = Destination(options.prefix, staging=arguments.staging)
-    with inputs_of(rows, output.local) as inputs:
+    with inputs_of(rows, output.local) as (inputs, as_given):
         lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
-    print("\n".join(lines))
+    print(as_given("\n".join(lines)))
     if first is not None:
         print("the first sequence, trained tokens marked:\n")
         print(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))

@@ -19,16 +19,18 @@ from typing import Any, Literal, NamedTuple
 from megatron_sft_idx.chat.inputs import InputFile
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover
+from megatron_sft_idx.packs.split import refuse_other_splits
+from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header
 from megatron_sft_idx.shard.journal import lock_journal
-from megatron_sft_idx.shard.publication import is_set_aside, publish_all
+from megatron_sft_idx.shard.publication import publish_all
+from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.local import read_beginning
-from megatron_sft_idx.storage.publish import Kind, describe, head_of, write_file
+from megatron_sft_idx.storage.publish import Kind, Place, describe, head_of, write_file
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes
+from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
-from megatron_sft_idx.tokenize.plan import PackOptions, file_weights
+from megatron_sft_idx.tokenize.plan import PackOptions, Selection, file_weights
 
 _MAX_NBYTES = 1 << 28
 # Beginnings of what ``differences`` says of options that the fingerprint of a chat template covers too.
@@ -84,6 +86,26 @@ class PreprocessOptions:
         """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""
         weights = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
         return replace(self.encoding, source_weights=weights if set(weights) != {1.0} else ())
+
+    def packing_of(self, files: Sequence[InputFile]) -> PackOptions:
+        """How sequences of these files become packs, their weights included; errors as of ``file_weights``."""
+        if not self.input_weights:
+            return self.packing
+        # By the numbers of the files: headers of shards must not hold paths.
+        weights = file_weights("--input-weight", self.input_weights, [file.path for file in files])
+        if self.encoding.rows.kind == "preference" and max(weights) > 1:
+            raise FormatError(
+                "--input-weight: a preference pair is trained on once, as its number says; ask for 1 at most"
+            )
+        return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
+
+    def require_outputs(self, files: Sequence[InputFile]) -> None:
+        """FormatError where shards or corpus would replace a file of the input, or lie beside a split in other parts."""
+        inputs = [Place(file.path, "the input") for file in files]
+        outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
+        require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
+        if self.output_shards > 1:
+            refuse_other_splits(self.prefix, self.output_shards)
 
     @property
     def has_valid(self) -> bool:
@@ -317,9 +339,12 @@ def _content_differences(header: Header, job: Job) -> list[str]:
     return [] if earlier == now else [f"the content of the input was {earlier}, is {now}"]
 
 
-def _shard_differences(metadata: Mapping[str, Any], job: Job) -> list[str]:
-    """How the options differ from those in a packed shard's header; the input is not read."""
-    return packing_differences(metadata, job.options.packing) or option_differences(metadata, job.encoder)
+def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list[str]:
+    """How a shard, which is ``packed`` or a corpus, differs from that of the job; the input is not read."""
+    if header.rebuilt:
+        return ["it was recovered from an interrupted build, and may lack packs"]
+    differs = packing_differences(header.metadata, job.options.packing) if packed else []
+    return differs or option_differences(header.metadata, job.encoder)
 
 
 def _state_differences(earlier: JobState, job: Job, *, packing: bool) -> list[str]:
@@ -366,43 +391,35 @@ def _other_shard_error(path: str, differs: Sequence[str], what: str = "tokenised
 def find_finished(job: Job) -> list[Header]:
     """With ``--resume``, the headers of all packed shards of an earlier job that finished; else none.
 
-    Shards that only had to be renamed when that job was killed are renamed now.
+    None either where a corpus is to be kept and is not there. Shards that only had to be renamed when that job was
+    killed are renamed now, if this job would make all of them.
 
     Raises:
         FormatError: the shards at the prefixes are others, and may not be replaced.
     """
-    if not job.options.resume:
+    options = job.options
+    if not options.resume:
         return []
     paths = [ShardPaths.of(prefix) for prefix in job.outputs]
-    set_aside = [each for each in paths if is_set_aside(each)]
-    renamed: list[str] = []
-    if set_aside and all(each in set_aside or not each.missing() for each in paths):
-        # Shards of a job appear together.
-        publish_all(set_aside)
-        renamed.append(job.options.prefix)
-    for prefix in job.outputs:
-        if (
-            not is_set_aside(ShardPaths.of(prefix))
-            and (remains := _remains(prefix)) is not None
-            and remains.is_complete
-        ):
-            recover(prefix, overwrite=True)  # the killed job might replace what is there
-            renamed.append(prefix)
-    for prefix in renamed:
-        job.log(f"resuming: {prefix} was complete but for renames, which are done now")
-    if any(each.missing() for each in paths) or (job.folder.has_state and job.folder.read().overwrite):
+    complete = [each for each in paths if (remains := _remains(each.prefix)) is not None and remains.is_complete]
+    if any(each.missing() and each not in complete for each in paths):
         return []
-    headers = [read_header(prefix) for prefix in job.outputs]
+    if len(complete) < len(paths) and job.folder.has_state and job.folder.read().overwrite:
+        return []  # some may be those that are to be replaced
+    headers = [complete_header(each) if each in complete else read_header(each) for each in paths]
     first, differs = headers[0].metadata.get("sources"), list[str]()
-    for metadata in (header.metadata for header in headers):
-        differs = differs or _shard_differences(metadata, job)
-        differs = differs or [*differences(metadata.get("sources"), first, "sources")]
+    for header in headers:
+        differs = differs or _shard_differences(header, job)
+        differs = differs or [*differences(header.metadata.get("sources"), first, "sources")]
     if differs := differs or _content_differences(headers[0], job):
         raise _other_shard_error(job.outputs[0], differs, _SHARD)
-    return headers
+    if complete:
+        publish_all(complete)
+        job.log(f"resuming: {options.prefix} was complete but for renames, which are done now")
+    return [] if options.keep_corpus and ShardPaths.of(job.corpus).missing() else headers
 
 
-def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
+def begin(job: Job) -> tuple[JobState, Shard | None]:
     """Find out with what the job can go on, refuse what is in its way, and write ``run.json``.
 
     The caller must hold the lock of the folder of parts.
@@ -419,8 +436,7 @@ def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
         a shard                 refused                is replaced in the end is kept, if this job would make it
 
     Returns:
-        What ``run.json`` says now; the corpus, None where it must be made; and whether parts whose input has changed
-        are made anew.
+        What ``run.json`` says now; and the corpus, None where it must be made.
 
     Raises:
         FormatError: something is in the way and may not be replaced, or an interrupted job had other input or options.
@@ -434,21 +450,25 @@ def begin(job: Job) -> tuple[JobState, Shard | None, bool]:
     corpus = _find_corpus(job, overwrite=replaces)
     if resume and corpus is not None:
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
-    elif resume and earlier is None:
-        if orphans := [job.corpus] if _remains(job.corpus) is not None else unfinished:
+    elif resume:
+        orphans = unfinished if earlier is None else []
+        if (earlier is None or options.keep_corpus) and _remains(job.corpus) is not None:
+            orphans = [job.corpus]
+        if orphans:
             raise FormatError(
                 f"{ShardPaths.of(orphans[0]).journal}: left by an interrupted build that is not of this command: there"
-                f" are no parts at {folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
+                f" are no parts of it at {folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
                 " --overwrite to start anew"
             )
-        job.log(f"{options.prefix}: nothing to resume, starting from the beginning")
+        if earlier is None:
+            job.log(f"{options.prefix}: nothing to resume, starting from the beginning")
     tokenized = earlier is not None and earlier.tokenized and not differs
-    if earlier is None or not (tokenized or resume) or (corpus is not None and not resume):
-        folder.clear()
+    if earlier is None or corpus is not None or not (tokenized or resume):
+        folder.remove_parts()
     state = replace(job.state(overwrite=replaces), tokenized=tokenized)
-    if state != earlier or not folder.has_state:
+    if state != earlier:
         folder.write(state)
-    return state, corpus, options.overwrite
+    return state, corpus
 
 
 def _interrupted_job(job: Job) -> tuple[JobState | None, list[str]]:
@@ -488,7 +508,7 @@ def _unfinished_shards(job: Job, *, replaces: bool) -> list[str]:
         # A shard that is there may be of this job, as far as its options tell; its input was not read yet.
         if not replaces and paths.missing():
             job.check_free(prefix, overwrite=False)
-        elif not replaces and (differs := _shard_differences(read_header(prefix).metadata, job)):
+        elif not replaces and (differs := _shard_differences(read_header(prefix), job)):
             raise _other_shard_error(prefix, differs, _SHARD)
     if not job.options.resume and not replaces:
         for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
@@ -513,8 +533,8 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
     if is_there:
         with contextlib.suppress(SFTIndexError, OSError):
             shard = Shard(job.corpus)
-            metadata = shard.header.metadata
-            differs = option_differences(metadata, job.encoder) or ["it is packed"] * ("packing" in metadata)
+            differs = _shard_differences(shard.header, job, packed=False)
+            differs = differs or ["it is packed"] * ("packing" in shard.header.metadata)
             if not (differs := differs or _content_differences(shard.header, job)):
                 return shard
     if job.options.keep_corpus:

@@ -85,6 +85,8 @@ def preview(
         SFTIndexError: an input or an option that cannot be used, or files at the prefix that may not be replaced.
     """
     files = expand_inputs(options.inputs)
+    options.require_outputs(files)
+    options = replace(options, packing=options.packing_of(files))
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     for prefix in output_prefixes(options.prefix, options.output_shards, valid=options.has_valid):
         check_free(ShardPaths.of(prefix).with_columns(encoder.options.columns), overwrite=options.overwrite)
@@ -144,10 +146,12 @@ def _preview_stretch(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) 
         bad, lengths = len(encoded.bad_rows), encoded.lengths
         preview = _FilePreview(stretch.number, piece.num_bytes, encoded.rows, bad, lengths=lengths)
         preview.bad_rows = [str(error) for error in encoded.bad_rows[:_MAX_SHOWN]]
-        preview.trained_tokens = int(np.count_nonzero(encoded.loss_mask))
+        # As labels: nothing predicts a first token.
+        labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
+        labels[np.cumsum(lengths) - 1] = 0
+        preview.trained_tokens = int(np.count_nonzero(labels))
         if len(lengths):
-            mask = encoded.loss_mask[: lengths[0]]
-            preview.first = encoded.input_ids[: len(mask)].copy(), np.append(mask[1:], mask.dtype.type(0))
+            preview.first = encoded.input_ids[: lengths[0]].copy(), labels[: lengths[0]].copy()
         previews.append(preview)
     return _FilePreview.of(previews)
 

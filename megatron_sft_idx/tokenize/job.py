@@ -265,16 +265,18 @@ def run_job(
         overwrite=options.overwrite,
         summary=path,
     )
-    with inputs_of(rows, output.local) as inputs:
+    with inputs_of(rows, output.local) as (inputs, as_given):
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
         nbytes = sum(sizes) // _MAX_INPUT_PER_OUTPUT
         output.prepare(reads, beside=[corpus], columns=options.encoding.columns, resume=resume, nbytes=nbytes)
         report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
-            log=lambda line: print(line, file=sys.stderr, flush=True),
+            log=lambda line: print(as_given(line), file=sys.stderr, flush=True),
         )
     output.publish()
+    if report.corpus is not None:
+        report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
     report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
     if path is not None:
         report.write(path, overwrite=replaces)
@@ -455,8 +457,11 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
 
 
 @contextmanager
-def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
+def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[str], str]]]:
     """Paths of the input. Rows that are no paths are written beside ``prefix``, and removed when the context ends.
+
+    The second value is a function that has a message name what was given, instead of a file that is gone when the
+    message is read.
 
     Args:
         rows: of ``preprocess``; ``-`` alone stands for standard input.
@@ -474,9 +479,15 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
     entries: Iterator[Any] = iter([rows] if isinstance(rows, (str, os.PathLike)) else rows)
     head = list(itertools.islice(entries, 1))
     if all(isinstance(entry, (str, os.PathLike)) for entry in head):
-        paths = [os.fspath(entry) for entry in [*head, *entries]]
+        paths = []
+        for entry in [*head, *entries]:
+            if not isinstance(entry, (str, os.PathLike)):
+                raise FormatError(
+                    f"rows: a {type(entry).__name__} among paths; name the files alone, or pass rows alone"
+                )
+            paths.append(os.fspath(entry))
         if "-" not in paths:
-            yield paths
+            yield paths, str
             return
         if len(paths) > 1:
             raise FormatError("--input - takes everything from the pipe: name it alone")
@@ -485,21 +496,19 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as temporary:
+        name = "rows"
         if hasattr(rows, "save_to_disk"):
             rows.save_to_disk(path := os.path.join(temporary, "dataset"))
         elif isinstance(head[0], (str, os.PathLike)):  # the pipe, as other paths are through
+            name = "standard input"
             with open(path := os.path.join(temporary, "stdin"), "xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         else:
             _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries))
         try:
-            yield [path]
+            yield [path], lambda message: message.replace(path, name)
         except SequenceError as error:
-            if not error.source.startswith(temporary):
-                raise
-            # The file is gone when the error is read.
-            name = "standard input" if os.path.basename(path) == "stdin" else "rows"
-            raise SequenceError(name + error.source[len(path) :], error.position, error.reason) from None
+            raise SequenceError(error.source.replace(path, name), error.position, error.reason) from None
 
 
 def _write_rows(path: str, rows: Iterable[Any]) -> None:

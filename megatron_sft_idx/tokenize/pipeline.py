@@ -27,30 +27,25 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import expand_inputs, total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
-from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import Place
-from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, corpus_prefix, find_finished
+from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, find_finished
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
     PartsReader,
     PartsTable,
-    drop_build,
     make_packs,
-    output_prefixes,
     pack_shard,
-    require_outputs_apart,
     write_packs,
 )
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartSettings, make_parts, parts_of, remember_encoder
-from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, file_weights, select_rows
+from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, select_rows
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 
@@ -67,8 +62,6 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not go.
         OSError: of the file system.
     """
-    if options.output_shards > 1:
-        refuse_other_splits(options.prefix, options.output_shards)
     try:
         with contextlib.ExitStack() as stack:
             return _Preprocessing(options, log, stack).run()
@@ -82,21 +75,10 @@ class _Preprocessing:
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
         self.start = time.monotonic()
         files = expand_inputs(options.inputs)
+        options.require_outputs(files)
+        self.options = options = replace(options, packing=options.packing_of(files))
         # Which rows are packed: all of them where the options ask for no selection.
-        self.selection = options.packing.selection or Selection()
-        if options.input_weights:
-            # By the numbers of the files: headers of shards must not hold paths.
-            weights = file_weights("--input-weight", options.input_weights, [file.path for file in files])
-            if options.encoding.rows.kind == "preference" and max(weights) > 1:
-                raise FormatError(
-                    "--input-weight: a preference pair is trained on once, as its number says; ask for 1 at most"
-                )
-            self.selection = replace(self.selection, weights=weights)
-            options = replace(options, packing=replace(options.packing, selection=self.selection))
-        self.options, self.log, self.stack = options, log, stack
-        outputs = output_prefixes(options.prefix, options.output_shards, valid=options.has_valid)
-        inputs = [Place(file.path, "the input") for file in files]
-        require_outputs_apart([*outputs, corpus_prefix(options.prefix)], inputs, options.encoding.columns)
+        self.selection, self.log, self.stack = options.packing.selection or Selection(), log, stack
         self.engine: Local | Cluster | None = None
         if options.engine == "local":
             # Workers import their modules while this process goes on.
@@ -117,6 +99,7 @@ class _Preprocessing:
         self.pieces = 0
         self.reused_parts = 0
         self.mask_dtype = "uint8"
+        self.is_tokenized = False  # all of the input
         self.must_keep_parts = False  # even if the job fails
 
     def run(self) -> Summary:
@@ -127,9 +110,9 @@ class _Preprocessing:
             headers, self.report = finished, CorpusReport.of(finished[0])
         else:
             with self.folder.locked():
-                state, corpus, replace_changed = begin(self.job)
+                state, corpus = begin(self.job)
                 try:
-                    headers = self._make(state, corpus, replace_changed=replace_changed)
+                    headers = self._make(state, corpus)
                 except BaseException as error:
                     self._after_failure(error)
                     raise
@@ -165,7 +148,7 @@ class _Preprocessing:
     def _after_failure(self, error: BaseException) -> None:
         """Keep parts or corpus where a later job can use them, and log where; else remove the parts."""
         where, interrupted = self.folder.path, not isinstance(error, Exception)
-        if "tokenising" in self.seconds:
+        if self.is_tokenized:
             kept = where if self.folder.has_parts() else self.job.corpus
             self.log(f"the tokenised corpus is kept at {kept}; the next run with the same input goes on from it")
             if interrupted:
@@ -189,11 +172,11 @@ class _Preprocessing:
         max_rows = self.selection.max_rows
         return max_rows is not None and self.report.rows - self.report.skipped >= max_rows
 
-    def _tokenize(self, engine: Local | Cluster, *, replace_changed: bool) -> None:
+    def _tokenize(self, engine: Local | Cluster) -> None:
         job, report, interval = self.job, self.report, self.options.log_interval
         # Tasks on other machines find the tokenizer by its whole path.
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
-        shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, replace_changed)
+        shared = PartSettings(self.folder.path, encoding, self.encoder.digest, job.cutting, self.options.overwrite)
         remember_encoder(encoding, self.encoder)
         attempts = parts_of(self.folder.path)
         # Lines of each file in the parts so far; and stretches whose parts are not there yet.
@@ -295,18 +278,19 @@ class _Preprocessing:
 
     # ---- gather ----
 
-    def _make(self, state: JobState, corpus: Shard | None, *, replace_changed: bool) -> list[Header]:
+    def _make(self, state: JobState, corpus: Shard | None) -> list[Header]:
         """Tokenise where there is no corpus; make the shards of the parts, or of the corpus where that is kept."""
         options = self.options
         if corpus is not None:
-            self.seconds["tokenising"] = 0.0
+            self.is_tokenized, self.seconds["tokenising"] = True, 0.0
             self.report = CorpusReport.of(corpus.header)
             with self._timed("packing"):
                 return self._pack(corpus, state)
         engine = self.engine or self.stack.enter_context(ray_cluster(options.ray_address, options.workers, self.log))
         with self._timed("tokenising"):
-            self._tokenize(engine, replace_changed=replace_changed)
+            self._tokenize(engine)
             self.folder.write(replace(state, tokenized=True))
+            self.is_tokenized = True
         table, metadata, columns = self._described()
         lengths = np.concatenate(self.lengths).astype(np.int64)
         self.lengths.clear()  # gigabytes in a large job
@@ -320,8 +304,6 @@ class _Preprocessing:
         with self._timed("packing"):
             if not options.keep_corpus:
                 return self._gather(engine, table, lengths, metadata, settings)
-            if options.resume:
-                drop_build(ShardPaths.of(self.job.corpus))
             # Packs of one sequence or pair, in the order of the input.
             numbers, per_pack = np.arange(len(lengths) + 1), 2 if table.pairs else 1
             longest, interval = per_pack * int(lengths.max()), options.log_interval
