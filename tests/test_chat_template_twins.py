@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from template_styles import make, said, talk, user
+from template_styles import call, make, said, talk, user
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.errors import SequenceError
 
 IM = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}(({{ m.content }}<|im_end|>)){% else %}{{ m.content }}<|im_end|>{% endif %}\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -44,10 +45,29 @@ WORDS = st.sampled_from([
 ])  # fmt: skip
 
 
+HERE = {
+    # A call stands in a turn of its own.
+    "calls apart": EACH
+    + "{% if m.role == 'assistant' %}<|im_start|>assistant((: {{ m.content }}<|im_end|>"
+    "{% for c in m.tool_calls or [] %}<|im_start|>assistant to={{ c.function.name }}\n"
+    "{{ c.function.arguments | tojson }}<|im_end|>{% endfor %})){% else %}" + IM + "{% endif %}" + END
+    + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
+    # Calls stand before the words, and nothing tells what a server feeds.
+    "calls before": EACH
+    + "{% if m.role == 'assistant' %}A: (({% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }};{% endfor %}{{ m.content }}</s>)){% else %}Q: {{ m.content }} {% endif %}" + END,
+    # What ends an answer is the tag of whoever asks, who writes none then; answers have no name but a tag.
+    "asking tag": EACH
+    + "{% if m.role == 'assistant' %}<|assistant|>(({{ m.content }}<|user|>))"
+    "{% else %}{% if loop.first %}<|user|>{% endif %}{{ m.content }}{% endif %}" + END
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+}  # fmt: skip
+
+
 @cache
 def twins(name: str, **options: Any) -> tuple[ChatTemplate, ChatTemplate]:
     """The template with markers, and the same without."""
-    source = TEMPLATES[name]
+    source = (TEMPLATES | HERE)[name]
     marked = source.replace("((", "{% generation %}").replace("))", "{% endgeneration %}")
     plain = source.replace("((", "").replace("))", "")
     return make(marked, partial_markers="keep", **options), make(plain, **options)
@@ -84,3 +104,25 @@ def test_reasoning_that_is_not_written_changes_no_mask(name: str, turns: list[tu
     ]
     for template in twins(name, train_on_thinking=False):
         assert outcome(template, talk(*reasoned)) == outcome(template, talk(*silent))
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        *((name, [said("so", tool_calls=[call("look", {"n": 1})])]) for name in ("calls apart", "calls before")),
+        ("calls apart", [said("so", tool_calls=[call("look", {}), call("look", {"at": "me"}), call("go", {})])]),
+        ("asking tag", [said("a"), said("yes")]),
+        *(("prompted", [said(words, reasoning_content="a")]) for words in ("", "hat", "yes")),
+        ("prompted", [said(" ", reasoning_content="<|im_start|>assistant")]),
+    ],
+)
+def test_letters_that_stand_elsewhere_by_chance_are_no_edges(name: str, answers: list[dict[str, Any]]) -> None:
+    row = talk(user("why"), *answers, user("what"), said("done"))
+    marked, plain = twins(name, turns="whole")
+    assert outcome(plain, row) == outcome(marked, row)
+
+
+def test_reasoning_is_not_there_because_its_letters_are() -> None:
+    template = twins("prompted")[1]
+    with pytest.raises(SequenceError, match="leaves out the reasoning"):
+        template.render(talk(user("why"), said("hat", reasoning_content="a")))

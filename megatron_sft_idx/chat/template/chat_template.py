@@ -37,7 +37,7 @@ from megatron_sft_idx.chat.template.words import (
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-REVISION = 7
+REVISION = 8
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -157,7 +157,7 @@ class SpanFinder:
                     f" {self._rules.name} wrote for it; leave it out, or give it weight 0"
                 )
             return [], []
-        found = self._standing(pieces, segments)
+        found = self._standing(message, pieces, segments)
         if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
             self._require_words(message, pieces, segments, found)
         start, stop = self._edges_of(message, segments, found, traced)
@@ -194,10 +194,10 @@ class SpanFinder:
         """
         pieces = utterances_of(self._messages[message])
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
-        found = self._standing(pieces, segments)
+        found = self._standing(message, pieces, segments)
         self._require_words(message, pieces, segments, found)
         blocks = [Segment(start, stop, 0, message) for start, stop in spans]
-        inside = {piece: at + len(piece.text) for at, piece in self._standing(pieces, blocks)}
+        inside = {piece: at + len(piece.text) for at, piece in self._standing(message, pieces, blocks)}
         if self._rules.options.partial_markers == "error":
             self._require_calls(message, pieces, blocks, _OUTSIDE)
             for _, piece in found:
@@ -211,7 +211,7 @@ class SpanFinder:
         """Refuse the row unless all that these assistant messages say stands in the text, no matter where."""
         for message in messages:
             pieces, segments = utterances_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
-            self._require_words(message, pieces, segments, self._standing(pieces, segments))
+            self._require_words(message, pieces, segments, self._standing(message, pieces, segments))
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
@@ -305,14 +305,14 @@ class SpanFinder:
 
     # Whether its words are there
 
-    def _standing(self, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
+    def _standing(self, message: int, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
         """The utterances that stand in these segments letter for letter, each with its first position.
 
-        Reasoning that is found only inside the answer, which repeats it, does not stand there.
+        Reasoning that is found by chance, or only inside the answer, which repeats it, does not stand there.
         """
         found = []
         for piece in pieces:
-            if (at := self._find(piece.text, segments)) >= 0:
+            if (at := self._find(piece.text, segments)) >= 0 and not self._by_chance(message, piece):
                 found.append((at, piece))
         if len(found) > 1 and found[0][1].kind == "reasoning" and found[1][1].kind == "content":
             (at, reasoning), (first, answer) = found[:2]
@@ -321,6 +321,17 @@ class SpanFinder:
             if first <= at <= end - len(reasoning.text) and self._find(reasoning.text, behind) < 0:
                 del found[0]
         return found
+
+    def _by_chance(self, message: int, piece: Utterance) -> bool:
+        """Whether reasoning is so short that its letters may stand anywhere, and the template does not write it."""
+        return piece.kind == "reasoning" and len(piece.text) < 2 * _TELLING and self._is_unwritten(message, piece)
+
+    def _is_unwritten(self, message: int, piece: Utterance) -> bool:
+        """Whether marks tell that the template does not write an utterance, wherever its letters stand."""
+        if self._places is None or not re.search(r"\w", piece.text):
+            return False
+        number = utterances_of(self._messages[message]).index(piece)
+        return not any((place.message, place.utterance) == (message, number) for place in self._places)
 
     def _require_words(
         self, message: int, pieces: list[Utterance], segments: list[Segment], found: list[tuple[int, Utterance]]
@@ -336,7 +347,8 @@ class SpanFinder:
                 for other in standing if piece.kind == "reasoning" else ():
                     text = text.replace(other.text, "\n", 1)  # an answer that repeats the reasoning is not it
                 escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
-                if escaped in text or escape(piece.text) in text or squeezed(piece.text) in squeezed(text):
+                spelt = escaped in text or escape(piece.text) in text or squeezed(piece.text) in squeezed(text)
+                if spelt and not self._by_chance(message, piece):
                     continue
                 if piece.kind == "reasoning":
                     self._reasoning_dropped(message)
@@ -461,17 +473,20 @@ class SpanFinder:
             for place in places
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
-        if places:  # what stands there by chance is not written
-            marked = {place.utterance for place in places if place.message == message}
-            for number, piece in enumerate(utterances_of(self._messages[message])):
-                if piece.kind == "content" and number not in marked and re.search(r"\w", piece.text):
-                    raise self._refused(message, f"the words {_short(piece.text)}")
+        for piece in utterances_of(self._messages[message]):  # what stands there by chance is not written
+            if piece.kind == "content" and places and self._is_unwritten(message, piece):
+                raise self._refused(message, f"the words {_short(piece.text)}")
+        found = [(at, piece) for at, piece in found if piece.kind == "call" or not self._is_unwritten(message, piece)]
         words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # The name of a function may also stand in a header, so a call counts from the start of its arguments.
         first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
+        for at, end in self._names(segments, found, traced):
+            # Arguments without words have no marks. Those of a call before the words stand behind the last header.
+            first = at if first in words and at < first else first
+            said = max(said, end)
         own = first - (self._said_before(message, first) if first in words else 0)
         reasons = any(
             one.kind == "reasoning" and one.field != "content" for one in utterances_of(self._messages[message])
@@ -496,6 +511,22 @@ class SpanFinder:
         self._check(message, segments, start, stop)
         return start, stop, said != stop
 
+    def _names(self, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool) -> Ranges:
+        """Where a message names the functions that it calls, outside other words and control tokens.
+
+        A header before its text may hold a name by chance; one behind it, unless it was traced, the next message's.
+        """
+        names = [piece.text for _, piece in found if piece.kind == "call"]
+        words = [(at, at + len(piece.text)) for at, piece in found if piece.kind != "call"]
+        result: Ranges = []
+        for name in dict.fromkeys(names):
+            pattern = re.compile("|".join([*map(re.escape, self._rules.ends), rf"(?<!\w)({re.escape(name)})(?!\w)"]))
+            matches = (match for one in segments for match in pattern.finditer(self._text, one.start, one.stop))
+            spans = [match.span() for match in matches if match[1]]
+            spans = [(at, end) for at, end in spans if not any(low <= at < high for low, high in words)]
+            result += spans[-names.count(name) :] if traced else spans[: names.count(name)]
+        return result
+
     def _said_before(self, message: int, first: int) -> int:
         """How many characters before ``first`` are the message's own too: a tag that opens reasoning in its content."""
         for piece in utterances_of(self._messages[message]):
@@ -517,7 +548,8 @@ class SpanFinder:
             first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
         head = self._text[low:start] if first == message else ""
         if first != message and (written := self._written.get(first)):
-            words = [
+            words = [place.at for place in self._places or () if place.message == first and place.utterance >= 0]
+            words = words or [
                 at for piece in utterances_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0
             ]
             head = self._text[written[0].start : min(words, default=written[0].stop)]
@@ -582,8 +614,8 @@ class SpanFinder:
     def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
         """Where the utterances of one kind stand: (start, stop), ascending.
 
-        One whose words occur twice in the text of the message, or short reasoning, which may stand there by chance, is
-        looked up by its mark. Where marks cannot be used, the first occurrence is taken and counted in ``notes``.
+        One whose words occur twice in the text of the message is looked up by its mark. Where marks cannot be used, the
+        first occurrence is taken and counted in ``notes``.
         """
         result: Ranges = []
         pieces = utterances_of(self._messages[message])
@@ -593,7 +625,7 @@ class SpanFinder:
                 continue
             at = first
             repeated = self._text.find(piece.text, low) != at or self._text.find(piece.text, at + 1, high) >= 0
-            if repeated or (kind == "reasoning" and len(piece.text) < 2 * _TELLING):
+            if repeated:
                 wanted = (message, pieces.index(piece), False)
                 marked = [
                     place.at
@@ -602,10 +634,10 @@ class SpanFinder:
                 ]
                 if marked:
                     at = marked[0]
-                elif kind == "reasoning" and self._places is not None and re.search(r"\w", piece.text):
+                elif kind == "reasoning" and self._is_unwritten(message, piece):
                     self._reasoning_dropped(message)  # the words stand there by chance
                     continue
-                elif repeated:
+                else:
                     self.notes["words_placed_by_search"] += 1
             result.append((at, at + len(piece.text)))
         return sorted(result)
