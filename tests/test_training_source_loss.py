@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blends import build, config_of
 from packs import Sample
+from torch.utils.data import default_collate
 from training_twin import batch_of, lone_process
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
@@ -23,6 +26,7 @@ from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
 from megatron_sft_idx.training.model import model_inputs, seed_everything
+from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 LENGTH = 64
@@ -57,6 +61,24 @@ def sequences(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, slice]]:
         for a, b in pairwise(starts):
             if a < b and batch["tokens"][row, a] in (1, 2, 3):  # the tail begins with padding
                 yield row, slice(a, b)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_members_of_a_blend_number_files_as_the_blend_does(tmp_path: Path, planned: bool) -> None:
+    """Also where a DataLoader reads rows one by one, and in worker processes."""
+    write_shards(tmp_path)
+    paths = [str(tmp_path / "x-1"), str(tmp_path / "x-0")]
+    options: dict[str, Any] = {"sequence_length": LENGTH, "columns": ("source",), "index_only_packing": planned}
+    blend = build(config_of((paths, None), **options))[0]
+    names = file_names(rows_of(blend).assembler.source_files)
+    assert names == ["c.jsonl", "b.jsonl", "a.jsonl"]
+    members = [*blend.datasets, *(pickle.loads(pickle.dumps(member)) for member in blend.datasets)]
+    for rows in (blend, *members):
+        batch = default_collate([rows[i] for i in range(len(rows))])
+        files = files_of(batch)
+        for row, place in sequences(batch):
+            first = int(batch["tokens"][row, place.start])
+            assert {names[file] for file in files[row, place].tolist()} == {"abc"[first - 1] + ".jsonl"}
 
 
 @pytest.mark.parametrize("multiple", [1, 2])
