@@ -25,7 +25,7 @@ from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
-from megatron_sft_idx.training import Tensors
+from megatron_sft_idx.training import Tensors, parallel_multiple
 
 logger = logging.getLogger("megatron_sft_idx.live")
 
@@ -122,7 +122,8 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     """
     folder = args.data_path[0][len(LIVE) :]
     chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
-    multiple = _sequence_multiple(args)
+    tensor = args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1
+    multiple = parallel_multiple(getattr(args, "context_parallel_size", 1), tensor)
     shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
     if chunks:
         alone = encoding is not None and encoding.masks.turns != "split"
@@ -178,13 +179,6 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     if isinstance(shards, LiveChunks) and args.end_after is not None and leads:
         ending = declaring_end(folder, args.end_after, shards.end_folders)
     return LiveData(lambda: LiveLoader(dataset(), num_workers=workers), ending)
-
-
-def _sequence_multiple(args: argparse.Namespace) -> int:
-    """What sequences are padded to multiples of for the ranks that share them, as ``PackedSFTDatasetConfig`` has it."""
-    context = getattr(args, "context_parallel_size", 1)
-    tensor = args.tensor_model_parallel_size if getattr(args, "sequence_parallel", False) else 1
-    return int((2 * context if context > 1 else 1) * tensor)
 
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:

@@ -5,7 +5,7 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 ``loader``) may import torch and not Megatron.
 """
 
-from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
+from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors, parallel_multiple
 from megatron_sft_idx.training.loader import BatchLoader, Wanted
 from megatron_sft_idx.training.rows import shuffled
 from megatron_sft_idx.training.sources import Arrays, Index, Segments, located, require_judged

@@ -193,6 +193,11 @@ def whole_batch(rows: Any) -> Any:
 # ---- packs to tensors ----
 
 
+def parallel_multiple(context: int | None, sequence: int) -> int:
+    """What sequences are padded to multiples of for ranks that share them; None and 0 are no parallelism, as 1 is."""
+    return (2 * context if context and context > 1 else 1) * max(sequence, 1)
+
+
 class BatchAssembler(Dataset[Tensors]):
     """Assembles micro-batches from a source of packs, in C++ and without holding the interpreter's lock.
 

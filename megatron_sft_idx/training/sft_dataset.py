@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
-from megatron_sft_idx.training.batch import Batch, SourceFiles
+from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_judged
 
@@ -115,8 +115,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         # Not GPTDatasetConfig's, which insists on a tokenizer.
         BlendedMegatronDatasetConfig.__post_init__(self)
         if self.sequence_multiple is None:
-            context = self.context_parallel_size or 1
-            self.sequence_multiple = (2 * context if context > 1 else 1) * max(self.sequence_parallel_size, 1)
+            self.sequence_multiple = parallel_multiple(self.context_parallel_size, self.sequence_parallel_size)
         if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
             raise FormatError(
                 f"sequence_length {self.sequence_length} is no multiple of the sequence multiple"
