@@ -269,6 +269,8 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"blend": (["P", "P"], [1.0, float("nan")])}, "a: blend weight nan"),
         ({"blend": (["P", "P"], [1.0])}, "1 weights for 2 paths"),
         ({"split": "98,1,1"}, "a: the test split is empty, 0.99 to 1 of 40 packs"),
+        ({"split": "1,0,0,0"}, "split '1,0,0,0', or what goes with it: a split is up to three numbers"),
+        ({"split": "9.8.1"}, "split '9.8.1', or what goes with it: could not convert string to float"),
         ({"sequence_length": 31}, "packs of up to 32 tokens, sequence_length is 31"),
         ({"sequence_length": 33, "sequence_multiple": 2}, "33 is no multiple of the sequence multiple 2"),
         ({"sequence_multiple": 2}, "packed for sequence multiple 1, .* multiples of 2"),

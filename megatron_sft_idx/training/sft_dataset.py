@@ -112,8 +112,12 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             self.read = self.read._replace(backend="pread")
         for blend in blends:
             self._check_weights(*blend)
-        # Not GPTDatasetConfig's, which insists on a tokenizer.
-        BlendedMegatronDatasetConfig.__post_init__(self)
+        try:
+            # Not GPTDatasetConfig's, which insists on a tokenizer.
+            BlendedMegatronDatasetConfig.__post_init__(self)
+        except (AssertionError, ValueError) as error:
+            why = str(error) or "a split is up to three numbers, such as 98,1,1"
+            raise FormatError(f"split {self.split!r}, or what goes with it: {why}") from None
         if self.sequence_multiple is None:
             self.sequence_multiple = parallel_multiple(self.context_parallel_size, self.sequence_parallel_size)
         if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
