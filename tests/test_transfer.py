@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chats import MADE, command, preprocess
 from kills import killed_at
 from object_folders import serve_folder
-from packs import demo_samples, five_files, write_samples
+from packs import Sample, demo_samples, five_files, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
+from megatron_sft_idx.packs import transfer
 from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
 from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, remove_shard
+from megatron_sft_idx.shard.publication import is_set_aside
 from megatron_sft_idx.storage.remote import RemoteStore
 
 
@@ -63,6 +66,64 @@ def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path
         copy_shard(shard, str(target), overwrite=True)
         assert five_files(target) == new
         step += 1
+
+
+@pytest.mark.parametrize("work", ["replacing", "removing"])
+def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: str, tmp_path: Path, work: str) -> None:
+    """Of a shard with other masks, all files but these and the header are right."""
+    masked = [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
+
+    def change(target: Path) -> None:
+        if work == "replacing":
+            write_samples(target, masked, overwrite=True, durable=True)
+        else:
+            remove_shard(ShardPaths.of(target))
+
+    step, killed = 0, True
+    while killed:
+        target = tmp_path / f"to-{step}/train"
+        copy_shard(shard, str(target))
+        killed = killed_at(step, lambda target=target: change(target))
+        copy_shard(shard, str(target), overwrite=work == "replacing")
+        assert five_files(target) == five_files(shard)
+        step += 1
+    assert step > 5
+
+
+def test_a_copy_keeps_no_file_that_another_command_changes(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, compare = str(tmp_path / "to"), transfer._compare
+    copy_shard(shard, target)
+    os.unlink(f"{target}.loss.bin")
+
+    def compare_and_replace(*arguments: Any, **options: Any) -> Any:
+        found = compare(*arguments, **options)
+        write_samples(target, demo_samples(3), overwrite=True)
+        return found
+
+    monkeypatch.setattr(transfer, "_compare", compare_and_replace)
+    with pytest.raises(FormatError, match="another command wrote here meanwhile; run this one again"):
+        copy_shard(shard, target)
+    monkeypatch.undo()
+    assert len(Shard(target)) == 3
+    copy_shard(shard, target, overwrite=True)
+    assert five_files(target) == five_files(shard)
+
+
+def test_a_copy_that_lost_a_file_before_its_renames_is_made_anew(shard: str, tmp_path: Path) -> None:
+    step, found = 0, 0
+    while killed_at(step, lambda target=tmp_path / f"{step}/x": copy_shard(shard, str(target))):
+        target, step = tmp_path / f"{step}/x", step + 1
+        if not (lost := Path(f"{target}.loss.bin.tmp")).exists() or not is_set_aside(ShardPaths.of(target)):
+            continue
+        found += 1
+        lost.unlink()
+        with pytest.raises(CorruptShardError, match="with overwrite"):
+            copy_shard(shard, str(target))
+        copy_shard(shard, str(target), overwrite=True)
+        assert five_files(target) == five_files(shard)
+    assert found > 1
 
 
 def test_progress_ends_at_the_size_of_the_shard_whatever_was_there(shard: str, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import read_journal
 from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
-from megatron_sft_idx.shard.publication import Publication, places_of, with_present_columns
+from megatron_sft_idx.shard.publication import Publication, places_of, remove_remains, with_present_columns
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
-from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning
+from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning, stamp_of
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
@@ -253,27 +253,52 @@ def download(
         OSError: the disk says no.
     """
     paths = ShardPaths.of(prefix).with_columns(source.paths.columns)
-    interrupted = read_journal(paths)
-    if interrupted is not None and interrupted.work == "copy" and interrupted.replaced_inodes is not None:
-        recover(paths.prefix, overwrite=overwrite)
+    _finish_changes(paths, overwrite=overwrite)
     right, obsolete = _compare(source, paths, overwrite=overwrite)
     if missing := [suffix for suffix in source.files if suffix not in right]:
         # Without its other files there is no shard, so a right .seq.idx is written anew, behind them.
         rewritten = [".seq.idx"] if ".seq.idx" in right and {*missing} - source.attached else []
-        _fetch_all(source, paths, missing + rewritten, obsolete, overwrite or bool(rewritten), on_progress)
-        right -= {*rewritten}
-    nbytes = sum(source.files[suffix].nbytes for suffix in right)
+        kept = {paths.prefix + suffix: stamp for suffix, stamp in right.items() if suffix not in rewritten}
+        _fetch_all(source, paths, missing + rewritten, kept, obsolete, overwrite or bool(rewritten), on_progress)
+        missing += rewritten
+    nbytes = sum(content.nbytes for suffix, content in source.files.items() if suffix not in missing)
     on_progress(nbytes)
     return Copied(paths.prefix, source.nbytes - nbytes, nbytes, notes=source.notes)
 
 
-def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
-    """Suffixes of the files that are right at the target, and paths of the columns of a shard that is replaced.
+def _finish_changes(paths: ShardPaths, *, overwrite: bool) -> None:
+    """Let be done what an interrupted writer had begun to rename or to remove, since that changes what is compared.
+
+    A copy that only lacks renames is finished. FormatError: that may not replace what is there, or lacks a file.
+    """
+    head = read_journal(paths)
+    if head is None or (head.replaced_inodes is None and head.work != "removal"):
+        return
+    if head.work == "copy":
+        try:
+            recover(paths.prefix, overwrite=overwrite)
+        except FormatError:
+            if not overwrite:
+                raise
+    if overwrite or head.work == "removal":
+        remove_remains(paths)
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    return stamp_of(os.stat(path)) if os.path.exists(path) else None
+
+
+_Stamps = Mapping[str, tuple[int, ...] | None]  # of files, by suffix or path
+
+
+def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[_Stamps, list[str]]:
+    """The files that are right at the target, by suffix, and paths of the columns of a shard that is replaced.
 
     FormatError: files of something else are at the target, and ``overwrite`` is False.
     """
     targets = {suffix: paths.prefix + suffix for suffix in source.files}
-    right = {suffix for suffix, path in targets.items() if source.files[suffix].is_at(path)}
+    stamps = {suffix: _stamp(path) for suffix, path in targets.items()}  # before the files are read
+    right = {suffix: stamp for suffix, stamp in stamps.items() if source.files[suffix].is_at(targets[suffix])}
     obsolete = []
     if ".seq.idx" not in right:
         beside = [path for path in with_present_columns(ShardPaths(paths.prefix)).all if path not in targets.values()]
@@ -291,11 +316,15 @@ def _fetch_all(
     source: CopySource,
     paths: ShardPaths,
     suffixes: list[str],
+    kept: _Stamps,
     obsolete: list[str],
     overwrite: bool,
     on_progress: Advance,
 ) -> None:
-    """Copy files under temporary names, then publish them and remove the columns at the paths ``obsolete``."""
+    """Copy files under temporary names, then publish them and remove the columns at the paths ``obsolete``.
+
+    FormatError: a file that was to be ``kept`` (its stamp by its path) has changed since it was compared.
+    """
     content = {"shard_id": source.header.shard_id.hex()}
     only = [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
     head = read_journal(paths)
@@ -314,6 +343,8 @@ def _fetch_all(
             drops=("copy",) if head else (),
         )
     try:
+        if any(_stamp(path) != stamp for path, stamp in kept.items()):
+            raise FormatError(f"{paths.prefix}: another command wrote here meanwhile; run this one again")
         for suffix in suffixes:
             # What an earlier attempt left may be damaged; then the file is copied from its beginning.
             if not any(_fetch(source, suffix, new, keep, on_progress) for keep in (True, False)):
