@@ -69,7 +69,10 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
     with pytest.raises(ShardNotFoundError, match="no shard of its own"):
         find_prefixes(f"{tmp_path}/x/")
     write_samples(tmp_path / "x/y", demo_samples(1))
-    assert find_prefixes(tmp_path / "x") == [f"{tmp_path}/x/y"]
+    with pytest.raises(FormatError, match=r"name either .*x\.seq\.idx or .*x/"):
+        find_prefixes(tmp_path / "x")
+    assert find_prefixes(f"{tmp_path}/x/") == [f"{tmp_path}/x/y"]
+    assert find_prefixes(f"{tmp_path}/x.seq.idx") == [f"{tmp_path}/x"]
 
 
 def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> None:

@@ -459,10 +459,10 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     try:
         # Twice, because keys that are numbers were sorted as numbers, and are text now.
         return _as_json(json.loads(_as_json(metadata))).encode()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts, not nested too deeply"
-        ) from None
+    except RecursionError:
+        raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"metadata: {error}; JSON stores it: use strings, finite numbers, lists, dicts") from None
 
 
 # The last block is cached: it is decoded when it is checked and when it is used, and shards often have the same one.

@@ -66,10 +66,13 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     A folder names the shards that lie in it, but not in folders below; if it holds none, a shard beside it that has its
     name. A glob names the shards whose prefix, or one of whose files, it matches, and those in the folders that it
     matches. Shards of a folder or glob come in the order of ``natural_key``; a list keeps its own order, and files of
-    one shard in it count once (``distinct``). In an object
-    store a folder is the beginning of some keys, and may be named without a slash at its end. A prefix is returned
-    whether a shard is there or not: opening it says what is missing. ``incomplete`` also finds shards that lack files,
-    and interrupted builds on a disk. ShardNotFoundError: a folder or a glob names no shard. FormatError: an empty list.
+    one shard in it count once (``distinct``). In an object store a folder is the beginning of some keys, and may be
+    named without a slash at its end. A prefix is returned whether a shard is there or not: opening it says what is
+    missing. ``incomplete`` also finds shards that lack files, and interrupted builds on a disk.
+
+    Raises:
+        ShardNotFoundError: a folder or a glob names no shard.
+        FormatError: an empty list, or the name of both a shard and a folder of shards.
     """
     if not isinstance(source, str | os.PathLike):
         if not len(source):
@@ -94,12 +97,16 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         paths = objects_in_folder(path)
     files_of_shards = (file for file in paths if file.endswith(suffixes))
     # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
-    if prefixes := {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}:
-        return sorted(prefixes, key=natural_key)
+    prefixes = {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}
+    # A shard may have the name of a folder beside it.
+    is_beside = is_folder and not path.endswith("/") and any(os.path.exists(path + suffix) for suffix in suffixes)
+    if is_beside and prefixes:
+        raise FormatError(
+            f"{path}: a shard and a folder of shards have this name; name either {path}.seq.idx or {path}/"
+        )
+    if is_beside or prefixes:
+        return sorted(prefixes or [path], key=natural_key)
     if is_folder and not (remote and is_glob):
-        # A shard may have the name of a folder beside it.
-        if not path.endswith("/") and any(os.path.exists(path + suffix) for suffix in suffixes):
-            return [path]
         raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], "the folder holds no shard of its own")
     if is_glob:
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
