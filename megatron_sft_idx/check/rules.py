@@ -26,7 +26,7 @@ from megatron_sft_idx.layout.column import (
     PAIR,
     ColumnHeader,
     is_source,
-    num_column_rows,
+    num_rows_in,
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import (
@@ -406,7 +406,7 @@ def check_column(
         if column.shard_id != claims.values["shard_id"]:
             found, expected = f"a column of shard {column.shard_id.hex()}", claims.values["shard_id"].hex()
             add("C6", 16, found, expected)
-        rows = num_column_rows(column.spec.per, claims.num_tokens, claims.num_sequences, claims.num_packs)
+        rows = num_rows_in(claims, column.spec.per)
         if column.rows != rows:
             add("C5", 40, f"{column.rows} rows", f"{rows}: one a {column.spec.per}")
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.column import ColumnSpec, num_column_rows
+from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
 from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, integer_array, mask_array, token_array
 from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
@@ -93,8 +93,7 @@ class PackedSpec:
 
     def column_nbytes(self) -> int:
         """Bytes that the values of all columns take."""
-        counts = self.num_tokens, self.num_sequences, self.num_packs
-        return sum(num_column_rows(spec.per, *counts) * spec.row_nbytes for spec in self.columns.values())
+        return sum(num_rows_in(self, spec.per) * spec.row_nbytes for spec in self.columns.values())
 
 
 class PackedReader(ABC):

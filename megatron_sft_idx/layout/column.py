@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import MAX_COUNT, Check, Header, HeaderForm, require_dtype
+from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, require_dtype
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
@@ -175,14 +175,9 @@ def is_source(spec: ColumnSpec) -> bool:
     return names_files and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
-def num_column_rows(per: Per, tokens: int, sequences: int, packs: int) -> int:
-    """How many rows a column has in a shard with so many tokens, sequences and packs."""
-    return {"token": tokens, "sequence": sequences, "pack": packs}[per]
-
-
-def num_rows_in(header: Header, per: Per) -> int:
-    """How many rows a column has in the shard that has this header."""
-    return num_column_rows(per, header.num_tokens, header.num_sequences, header.num_packs)
+def num_rows_in(of: Any, per: Per) -> int:
+    """How many rows a column has in the shard of a ``Header``, or in what an object with its counts describes."""
+    return {"token": int(of.num_tokens), "sequence": int(of.num_sequences), "pack": int(of.num_packs)}[per]
 
 
 # The column ``pair``: the number of a pair, and 0 for its chosen sequence or 1 for its rejected one.

@@ -113,13 +113,10 @@ class RemoteStore:
     @property
     def transport(self) -> S3 | MultiStorage:
         """The transport of this process, made at its first use, by one thread, since it takes longer than a request."""
-        current = self._transport
-        if current is None or current[0] != os.getpid():
-            with _connecting:
-                current = self._transport
-                if current is None or current[0] != os.getpid():
-                    current = self._transport = os.getpid(), self._connect()
-        return current[1]
+        with _connecting:
+            if self._transport is None or self._transport[0] != os.getpid():
+                self._transport = os.getpid(), self._connect()
+            return self._transport[1]
 
     def _connect(self) -> S3 | MultiStorage:
         if self.scheme == "msc":
