@@ -237,11 +237,16 @@ def test_a_shard_copied_onto_itself_keeps_its_files(folder: Path, url: str, caps
     assert_holds(Shard(f"{url}/x"), demo_samples())
 
 
-def test_a_cache_that_cannot_be_written_is_said(folder: Path, url: str, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_said(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_samples(folder / "x", demo_samples())
     (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="SFT_IDX_CACHE"):
-        Shard(f"{url}/x", index_cache=str(tmp_path / "file/inside"))
+    monkeypatch.chdir(tmp_path)
+    for cache in (str(tmp_path / "file/inside"), "s3://bucket/cache"):
+        with pytest.raises(FormatError, match="SFT_IDX_CACHE"):
+            Shard(f"{url}/x", index_cache=cache)
+    assert not Path("s3:").exists()
 
 
 def test_without_a_home_a_folder_that_is_named_serves(

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.layout import FileDigest
-from megatron_sft_idx.storage.local import SCHEME_STARTS, CopiedArray, HashedFile, has_digest, stamp_of
+from megatron_sft_idx.storage.local import SCHEME_STARTS, CopiedArray, HashedFile, has_digest, require_local, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote.transport import (
     AccessDenied,
@@ -463,7 +463,9 @@ def cached_copy(
         CorruptShardError: the fetched bytes have another checksum (rule F3).
         FormatError: the folder cannot be written, or is full; or nothing names a folder, and the user has no home.
     """
-    cache = Path(folder or _default_folder())
+    folder = folder or _default_folder()
+    require_local(folder, "a cache of index files", _REMEDY)
+    cache = Path(folder)
     # A file of another content may have the name of the copy; then the copy takes the next name.
     names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
     for copy in map(cache.joinpath, names):
