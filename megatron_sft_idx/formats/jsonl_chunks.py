@@ -398,7 +398,10 @@ def _begins_packed(path: str) -> bool:
     with open_regular(path) as file:
         if file.read(1) != b"{":
             return False
-        fields = orjson.loads(b"{" + file.readline(_MAX_HEAD_NBYTES))
+        line = b"{" + file.readline(_MAX_HEAD_NBYTES)
+    if len(line) > _MAX_HEAD_NBYTES:  # wide columns, which stand behind the other fields
+        return all(f'"{name}":'.encode() in line for name in FIELDS)
+    fields = orjson.loads(line)
     return all(name in fields for name in FIELDS)
 
 
