@@ -159,7 +159,8 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         _refuse_links(paths)  # before every byte is read, which may take hours
     faults, report = _faults(paths, header, error, watch)
     if not faults:
-        return _all_good(paths, header, report, dry_run)
+        good = Rebuilt(paths.prefix, _states(paths, header, {}, {}, report), dry_run=dry_run)
+        return replace(good, note="nothing to do" if good.whole else "the five files are good, and nothing was rebuilt")
     _refuse_links(paths)
     with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
         how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
@@ -251,6 +252,17 @@ def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
         )
 
 
+# Why a file was not derived, and what the user can do, by suffix.
+_NOT_DERIVED = {
+    ".idx": "restore what is lost first, then run again",
+    ".bin": "tokens cannot be derived; restore it from a copy",
+    ".loss.bin": "loss masks cannot be derived; restore it from a copy",
+    ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
+    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
+    " --eod-id, or move this file away to have it derived from the rest",
+}
+
+
 def _states(
     paths: ShardPaths, header: Header | None, faults: dict[str, str], how_restored: dict[str, str], report: Report
 ) -> tuple[FileState, ...]:
@@ -262,7 +274,7 @@ def _states(
             fault = fault or "not as Megatron writes it (rule I1)"
             states.append(FileState(path, "rebuilt", fault, how_restored[path]))
         elif fault:
-            states.append(FileState(path, "lost", fault, _why_lost(paths, path, header)))
+            states.append(FileState(path, "lost", fault, _NOT_DERIVED[path.removeprefix(paths.prefix)]))
         else:
             states.append(FileState(path, "good"))
     broken = {finding.path: finding for finding in reversed(report.findings)}
@@ -273,30 +285,6 @@ def _states(
         else:
             states.append(FileState(path, "good"))
     return tuple(states)
-
-
-def _all_good(paths: ShardPaths, header: Header | None, report: Report, dry_run: bool) -> Rebuilt:
-    """The result if the five files are good, columns or not."""
-    rebuilt = Rebuilt(paths.prefix, _states(paths, header, {}, {}, report), dry_run=dry_run)
-    verdict = "nothing to do" if rebuilt.whole else "the five files are good, and nothing was rebuilt"
-    return replace(rebuilt, note=verdict)
-
-
-_NOT_DERIVED = {
-    ".bin": "tokens cannot be derived; restore it from a copy",
-    ".loss.bin": "loss masks cannot be derived; restore it from a copy",
-    ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
-    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
-    " --eod-id, or move this file away to have it derived from the rest",
-}
-
-
-def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
-    """Why a file could not be derived, and what the user can do."""
-    suffix = path.removeprefix(paths.prefix)
-    if suffix == ".idx" or (suffix == ".seq.idx" and header is None):
-        return "restore what is lost first, then run again"
-    return _NOT_DERIVED[suffix]
 
 
 # ---- what a killed build left ----

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import shortened
@@ -132,14 +133,14 @@ class SourceCounts:
 
     def add(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
         """Add the sequences of a window, with the number of trained tokens and the hash of the ids of each."""
-        origins = window.columns[SOURCE].values.astype(np.uint64)
+        origins = window.columns[SOURCE].values
         files = np.minimum(origins[:, 0], len(self._names)).astype(np.int64)
         lengths = np.diff(window.bounds)
         self._sequences += self._counted(files)
         self._tokens += self._counted(files, lengths)
         self._cut += self._counted(files, lengths == self._longest)
         self._trained += self._counted(files, trained)
-        rows = _mixed(origins[:, 0] << np.uint64(32) | origins[:, 1])
+        rows = _native.hash_runs(origins.view(np.int32).reshape(-1), np.arange(0, origins.size + 1, 2))
         self._rows.add(_with_file(rows, files), window.first_sequence)
         self._ids.add(_with_file(hashes, files), window.first_sequence)
 
@@ -167,13 +168,6 @@ class SourceCounts:
             if sequences:
                 files.append(FileCounts(name, rows_of_file, sequences, tokens, trained / tokens, *rest))
         return files
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hashes of numbers: the finalizer of splitmix64."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values = (values ^ values >> np.uint64(shift)) * np.uint64(factor)
-    return values ^ values >> np.uint64(31)
 
 
 def _with_file(hashes: NDArray[np.uint64], files: NDArray[np.int64]) -> NDArray[np.uint64]:
