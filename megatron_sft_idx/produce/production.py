@@ -409,7 +409,7 @@ class _Production:
             self._catalog.shard_prefix(number),
             self._options.packing,
             metadata=metadata,
-            identity=cursor.position.fingerprint,
+            packing_metadata={"source": cursor.position.fingerprint},
             settings={
                 "token_dtype": self._encoder.token_dtype,
                 "mask_dtype": np.dtype(table.mask_dtype),

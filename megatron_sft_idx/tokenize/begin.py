@@ -100,7 +100,7 @@ class PreprocessOptions:
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
     def require_outputs(self, files: Sequence[InputFile]) -> None:
-        """FormatError where shards or corpus would replace a file of the input, or lie beside a split in other parts."""
+        """FormatError where shards or corpus would replace a file of the input, or lie beside another split."""
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)

@@ -100,12 +100,12 @@ def cut_input(files: Sequence[InputFile], cutting: Cutting, *, readers: int = 0)
         readers: how many tasks could read at once. Where at least so many files are remote or have no ranges, each of
             them is a stretch, instead of being read by this process; 0 for never. Parts are the same in both cases.
     """
-    not_ranges = [file for file in files if is_remote(file.path) or not _has_ranges(file)]
-    are_whole = bool(readers) and len(not_ranges) >= readers
+    may_be_whole = [is_remote(file.path) or not _has_ranges(file) for file in files]
+    are_whole = 0 < readers <= sum(may_be_whole)
     for number, file in enumerate(files):
         path = file.path if is_remote(file.path) else os.path.abspath(file.path)
         stretch = Stretch(replace(file, path=path), file.path, number)
-        if are_whole and file in not_ranges:
+        if are_whole and may_be_whole[number]:
             yield stretch
         elif _has_ranges(file):
             size, part = file.num_bytes, 0
@@ -201,8 +201,7 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
             yield replace(piece, path=stretch.name)
         return
     path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
-    blocks, nbytes = _blocks(stretch), cutting.piece_nbytes
-    for piece in cut_lines(blocks, path=path, piece_nbytes=nbytes):
+    for piece in cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes):
         yield replace(piece, path=stretch.name)
 
 

@@ -98,35 +98,25 @@ class EncodedPiece:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-class _RowColumns(NamedTuple):
-    """What a row gives to the columns of its sequences.
+class _Row(NamedTuple):
+    """A row on its way.
 
     Attributes:
         position: number of the row in its file.
         label: of KTO, else None.
         content: hash of its content, where the column ``content`` is made.
-    """
-
-    position: int
-    label: int | None
-    content: NDArray[np.uint32] | None
-
-
-class _Row(NamedTuple):
-    """A row on its way.
-
-    Attributes:
-        columns: what it gives to the columns of its sequences.
         conversations: its one conversation, or the two of a pair; none in a row that came tokenised.
         template: the template that renders them.
         tokenized: the row that came tokenised, else None.
         rendered: its rendered texts: one, one a turn, or the two of a pair.
     """
 
-    columns: _RowColumns
+    position: int
+    label: int | None
+    content: NDArray[np.uint32] | None
     conversations: Sequence[Conversation]
     template: ChatTemplate | None
-    tokenized: TokenizedRow | None
+    tokenized: TokenizedRow | None = None
     rendered: Sequence[Rendered] = ()
 
 
@@ -205,7 +195,7 @@ class RowEncoder:
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
         options, rows, waiting = self.options, 0, piece.rows()
-        made: list[tuple[_RowColumns, list[Encoded]]] = []
+        made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         while batch := list(islice(waiting, _BATCH_ROWS)):
             rows += len(batch)
@@ -239,16 +229,17 @@ class RowEncoder:
             sources, label = read_judged(data, options.rows)
         else:
             sources = (to_sequence_source(data, options.rows),)
-        columns = _RowColumns(position, label, row_hash(sources, label) if options.content else None)
+        content = row_hash(sources, label) if options.content else None
         conversations = [source for source in sources if isinstance(source, Conversation)]
         if not conversations:
-            return _Row(columns, [], None, next(source for source in sources if isinstance(source, TokenizedRow)))
+            tokenized = next(source for source in sources if isinstance(source, TokenizedRow))
+            return _Row(position, label, content, [], None, tokenized)
         template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(columns, conversations, template, None)
+        return _Row(position, label, content, conversations, template)
 
     def _rendered(self, piece: Piece, batch: Sequence[tuple[int, Any]], bad_rows: list[SequenceError]) -> list[_Row]:
         """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.
@@ -290,7 +281,7 @@ class RowEncoder:
 
     def _encode_batch(
         self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
-    ) -> Iterator[tuple[_RowColumns, list[Encoded]]]:
+    ) -> Iterator[tuple[_Row, list[Encoded]]]:
         """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for row in batch:
@@ -312,11 +303,12 @@ class RowEncoder:
                             raise ValueError("the row has no tokens; a sequence holds at least one")
                         made.append(outcome)
             except ValueError as error:
-                bad_rows.append(_at(error, piece.path, row.columns.position))
+                bad_rows.append(_at(error, piece.path, row.position))
                 continue
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
-            yield row.columns, made
+            # What columns need is kept; the texts of a whole piece are not.
+            yield row._replace(conversations=(), tokenized=None, rendered=()), made
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""

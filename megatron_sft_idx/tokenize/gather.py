@@ -458,22 +458,21 @@ def make_packs(
     options: PackOptions,
     *,
     metadata: Mapping[str, Any],
-    identity: str,
+    packing_metadata: Mapping[str, Any],
     settings: Mapping[str, Any],
     source: str = "",
     shards: int = 1,
     groups: NDArray[np.integer[Any]] | None = None,
     selected: Selected | None = None,
-    packing_metadata: Mapping[str, Any] | None = None,
     resume: bool = False,
     engine: Local | Cluster | None = None,
     log_interval: int = 0,
 ) -> list[Header]:
     """Plan packs, write them into shards and publish these: the shards to train on, and the one to validate with.
 
-    Headers say ``metadata`` of the sequences; and of the packing ``packing_metadata`` and ``identity``, which is the id
-    of the shard they come from or the fingerprint of the input. ``settings`` are arguments of all writers:
-    ``token_dtype``, ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` writes several shards at a
+    Headers say ``metadata`` of the sequences and ``packing_metadata`` of the packing: its ``source`` is the id of the
+    shard they come from or the fingerprint of the input. ``settings`` are arguments of all writers: ``token_dtype``,
+    ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` writes several shards at a
     time, and needs a ``PartsReader``; without one they are written in this process, one by one. Errors call the
     sequences ``source``, or by the prefix. Arguments else: as of ``pack_shard``, ``plan_packs``, ``publish_shards``.
 
@@ -497,7 +496,7 @@ def make_packs(
             selected=counts,
             reader=reader,
         )
-        packing.metadata.update(packing_metadata or {}, source=identity)
+        packing.metadata.update(packing_metadata)
         outputs += planned_shards(name, packing, number, metadata, **settings)
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
@@ -569,7 +568,7 @@ def pack_shard(
         prefix,
         options,
         metadata=header.metadata,
-        identity=identity,
+        packing_metadata={**left_out, "source": identity},
         settings={
             "token_dtype": header.token_dtype,
             "mask_dtype": header.mask_dtype,
@@ -580,7 +579,6 @@ def pack_shard(
         source=source.prefix,
         shards=shards,
         groups=groups,
-        packing_metadata=left_out,
         resume=resume,
         log_interval=log_interval,
     )

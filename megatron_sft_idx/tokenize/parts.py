@@ -270,11 +270,12 @@ def remember_encoder(options: EncodingOptions | None, encoder: RowEncoder | None
 
 def _encoder_of(options: EncodingOptions) -> RowEncoder:
     """The encoder of this process, made where the one that is kept has other options."""
-    if _encoder is None or _encoder[0] != options:
+    kept = _encoder  # another thread may run a job of its own
+    if kept is None or kept[0] != options:
         remember_encoder(None)  # frees its memory first
-        remember_encoder(options, RowEncoder(options))
-    assert _encoder is not None
-    return _encoder[1]
+        kept = options, RowEncoder(options)
+        remember_encoder(*kept)
+    return kept[1]
 
 
 def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0) -> EncodedPiece:
@@ -313,16 +314,16 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
 def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece], attempts: Sequence[str]) -> MadePart:
     """The part of these pieces: the first of the earlier attempts at it that can be used, or a new one."""
     info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
-    earlier_pieces: list[list[str]] = []
+    earlier_pieces: list[str] = []
     for name in attempts:
         with contextlib.suppress(FileNotFoundError, FormatError):
             part = Part(os.path.join(settings.folder, name), verify=True)
             if part.info.options == settings.digest and part.info.pieces == info.pieces:
                 return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
             if part.info.options == settings.digest:
-                earlier_pieces.append(part.info.pieces)
+                earlier_pieces = earlier_pieces or part.info.pieces
     if earlier_pieces and not settings.replace_changed:
-        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces[0], info.pieces))
+        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces, info.pieces))
         return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
     encoder = _encoder_of(settings.encoding)
     if encoder.digest != settings.digest:

@@ -335,7 +335,7 @@ class _Preprocessing:
             os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
             options.packing,
             metadata=metadata,
-            identity=metadata["sources"]["fingerprint"],
+            packing_metadata={"source": metadata["sources"]["fingerprint"]},
             settings=settings,
             source=options.prefix,
             shards=options.output_shards,

@@ -398,9 +398,8 @@ def _overlong(
             )
         if options.max_sequences_per_pack == 1:
             raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
-        starts, units, per_unit, remedies = _group_starts(groups), "pairs", 2, "drop"
-        sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
-        positions = np.repeat(sizes, np.diff(starts, append=len(lengths)))
+        units, per_unit, remedies = "pairs", 2, "drop"
+        positions = _of_groups(np.add, -(-lengths // multiple) * multiple, groups)
     long: NDArray[np.bool_] = positions > longest
     if options.overlong == "error" and long.any():
         raise SequenceError(
@@ -416,14 +415,13 @@ def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer
     """Which cuts have a token to train on, bool [cuts]; both of a pair have where one has."""
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     trains = reader.are_trained(cuts.numbers, begins, cuts.lengths)
-    if groups is None or not len(trains):
-        return trains
-    starts = _group_starts(groups)
-    return np.repeat(np.logical_or.reduceat(trains, starts), np.diff(starts, append=len(trains)))
+    return trains if groups is None or not len(trains) else _of_groups(np.logical_or, trains, groups)
 
 
-def _group_starts(groups: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    return np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+def _of_groups(reduce: np.ufunc, values: NDArray[Any], groups: NDArray[np.integer[Any]]) -> NDArray[Any]:
+    """For each value, all values of its group reduced to one."""
+    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+    return np.repeat(reduce.reduceat(values, starts), np.diff(starts, append=len(values)))
 
 
 class _Cuts(NamedTuple):
