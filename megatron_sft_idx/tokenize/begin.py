@@ -341,10 +341,18 @@ def _content_differences(header: Header, job: Job) -> list[str]:
 
 def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list[str]:
     """How a shard, which is ``packed`` or a corpus, differs from that of the job; the input is not read."""
-    if header.rebuilt:
+    metadata = header.metadata
+    if "recovered" in metadata:
         return ["it was recovered from an interrupted build, and may lack packs"]
-    differs = packing_differences(header.metadata, job.options.packing) if packed else []
-    return differs or option_differences(header.metadata, job.encoder)
+    if packed:
+        if differs := packing_differences(metadata, job.options.packing):
+            return differs
+        packing = metadata["packing"]
+        if packing.get("source") != header.source or "sources" in packing:
+            return ["it was packed from other packs, or from some of its sources"]
+    elif "packing" in metadata:
+        return ["it is packed"]
+    return option_differences(metadata, job.encoder)
 
 
 def _state_differences(earlier: JobState, job: Job, *, packing: bool) -> list[str]:
@@ -533,9 +541,8 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
     if is_there:
         with contextlib.suppress(SFTIndexError, OSError):
             shard = Shard(job.corpus)
-            differs = _shard_differences(shard.header, job, packed=False)
-            differs = differs or ["it is packed"] * ("packing" in shard.header.metadata)
-            if not (differs := differs or _content_differences(shard.header, job)):
+            differs = _shard_differences(shard.header, job, packed=False) or _content_differences(shard.header, job)
+            if not differs:
                 return shard
     if job.options.keep_corpus:
         if is_there and not overwrite:
