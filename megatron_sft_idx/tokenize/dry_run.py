@@ -173,7 +173,7 @@ def _outlook(options: PreprocessOptions, previews: Sequence[_FilePreview], *, fu
         pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
         try:
             shards, prefix = options.output_shards, options.prefix
-            plan = plan_packs(lengths, options.packing, shards=shards, source=prefix, groups=pairs).plan
+            plan = plan_packs(lengths, options.packing, shards=shards, name=prefix, groups=pairs).plan
             yield f"packs           {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
         except SFTIndexError as error:
             reasons.append(str(error))

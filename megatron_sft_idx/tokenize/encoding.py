@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -312,16 +313,13 @@ class RowEncoder:
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
-
-        def encode(rows: Sequence[Rendered]) -> list[Encoded]:
-            return self.tokenizer.encode(
-                rows,
-                span_by_span=self.options.span_by_span,
-                straddling=self.options.straddling == "include",
-                # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
-                whole_characters=not template.has_generation_markers,
-            )
-
+        encode = partial(
+            self.tokenizer.encode,
+            span_by_span=self.options.span_by_span,
+            straddling=self.options.straddling == "include",
+            # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
+            whole_characters=not template.has_generation_markers,
+        )
         try:
             return [*encode(rendered)]
         except SequenceError:

@@ -342,8 +342,8 @@ def planned_shards(
     planned, packs = [], packing.plan.num_packs
     for number, path in enumerate(output_prefixes(prefix, shards)):
         first, last = packs * number // shards, packs * (number + 1) // shards
-        part = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
-        described = {**metadata, "packing": packing.metadata | ({"part": part} if shards > 1 else {})}
+        share = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
+        described = {**metadata, "packing": packing.metadata | ({"part": share} if shards > 1 else {})}
         run = packing.run.window(first, last)
         planned.append(PlannedShard(path, {**settings, "metadata": described}, run))
     return planned
@@ -429,26 +429,23 @@ def publish_shards(
         FormatError: another shard is at a prefix, and may not be replaced.
     """
     with locked_outputs(prefix) if len(outputs) > 1 else contextlib.nullcontext():
-        headers: dict[int, Header] = {}
-        for number, output in enumerate(outputs):
-            if resume and (header := output.existing_header()) is not None:
-                headers[number] = header
-            else:
-                written = output.paths.with_columns(output.settings["columns"])
-                check_free(written, overwrite=output.settings["overwrite"])
-        missing = [number for number in range(len(outputs)) if number not in headers]
-        for number in missing if resume else ():
-            drop_build(outputs[number].paths)
+        headers = [output.existing_header() if resume else None for output in outputs]
+        missing = [output for output, header in zip(outputs, headers, strict=True) if header is None]
+        for output in missing:
+            settings = output.settings
+            check_free(output.paths.with_columns(settings["columns"]), overwrite=settings["overwrite"])
+        for output in missing if resume else ():
+            drop_build(output.paths)
         try:
-            headers |= zip(missing, write([outputs[number] for number in missing]), strict=True)
+            written = iter([*write(missing)])
         except Exception:  # a KeyboardInterrupt leaves what is set aside, for --resume
-            for number in missing:
+            for output in missing:
                 with contextlib.suppress(FormatError):  # a task on another machine still writes it
-                    if is_set_aside(outputs[number].paths):
-                        remove_remains(outputs[number].paths)
+                    if is_set_aside(output.paths):
+                        remove_remains(output.paths)
             raise
         publish_all([output.paths for output in outputs if is_set_aside(output.paths)])
-    return [headers[number] for number in range(len(outputs))]
+    return [next(written) if header is None else header for header in headers]
 
 
 def make_packs(
@@ -460,7 +457,7 @@ def make_packs(
     metadata: Mapping[str, Any],
     packing_metadata: Mapping[str, Any],
     settings: Mapping[str, Any],
-    source: str = "",
+    name: str = "",
     shards: int = 1,
     groups: NDArray[np.integer[Any]] | None = None,
     selected: Selected | None = None,
@@ -474,7 +471,7 @@ def make_packs(
     shard they come from or the fingerprint of the input. ``settings`` are arguments of all writers: ``token_dtype``,
     ``mask_dtype``, ``pad_id``, ``overwrite`` and ``columns``. An ``engine`` writes several shards at a
     time, and needs a ``PartsReader``; without one they are written in this process, one by one. Errors call the
-    sequences ``source``, or by the prefix. Arguments else: as of ``pack_shard``, ``plan_packs``, ``publish_shards``.
+    sequences ``name``, or by the prefix. Arguments else: as of ``pack_shard``, ``plan_packs``, ``publish_shards``.
 
     Raises:
         SequenceError, FormatError: as of ``plan_packs`` and ``publish_shards``.
@@ -485,19 +482,19 @@ def make_packs(
     settings = {**settings, "capacity": options.capacity, "sequence_multiple": options.sequence_multiple}
     outputs: list[PlannedShard] = []
     counts = {} if selected is None else selected.counts
-    for name, number, chosen in shares:
+    for share_prefix, share_shards, chosen in shares:
         packing = plan_packs(
             lengths,
             options,
-            shards=number,
-            source=source or prefix,
+            shards=share_shards,
+            name=name or prefix,
             groups=groups,
             chosen=chosen,
             selected=counts,
             reader=reader,
         )
         packing.metadata.update(packing_metadata)
-        outputs += planned_shards(name, packing, number, metadata, **settings)
+        outputs += planned_shards(share_prefix, packing, share_shards, metadata, **settings)
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 
@@ -576,7 +573,7 @@ def pack_shard(
             "overwrite": overwrite,
             "columns": {name: column.spec for name, column in reader.columns.items()},
         },
-        source=source.prefix,
+        name=source.prefix,
         shards=shards,
         groups=groups,
         resume=resume,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
@@ -137,7 +137,7 @@ class _Worker:
             self.executor._call_queue._reader.close()  # type: ignore[unreachable]
 
 
-class Local:
+class Local(contextlib.AbstractContextManager["Local"]):
     """A pool of processes; a context manager that ends them.
 
     Args:
@@ -148,12 +148,7 @@ class Local:
         self.workers = workers
         self._pool = [_Worker() for _ in range(workers)]
 
-    def __enter__(self) -> Local:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for worker in self._pool:
             worker.end()
         for worker in self._pool:

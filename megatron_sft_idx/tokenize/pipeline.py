@@ -337,7 +337,7 @@ class _Preprocessing:
             metadata=metadata,
             packing_metadata={"source": metadata["sources"]["fingerprint"]},
             settings=settings,
-            source=options.prefix,
+            name=options.prefix,
             shards=options.output_shards,
             groups=np.arange(len(lengths)) // 2 if table.pairs else None,
             selected=selected,

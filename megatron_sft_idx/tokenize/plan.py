@@ -317,7 +317,7 @@ def plan_packs(
     options: PackOptions,
     *,
     shards: int,
-    source: str,
+    name: str,
     groups: NDArray[np.integer[Any]] | None = None,
     chosen: NDArray[np.int64] | None = None,
     selected: Mapping[str, int] | None = None,
@@ -329,7 +329,7 @@ def plan_packs(
         lengths: tokens of each sequence, int64 [sequences].
         options: how they are packed.
         shards: each must get a pack at least.
-        source: what errors call the sequences.
+        name: what errors call the sequences.
         groups: numbers of pairs, int64 [sequences]; sequences of a pair stay together, and are dropped together.
         chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
         selected: counts of selected rows, for headers.
@@ -341,7 +341,7 @@ def plan_packs(
     """
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
-    cuts = _cut(lengths, _overlong(lengths, groups, options, source), options)
+    cuts = _cut(lengths, _overlong(lengths, groups, options, name), options)
     if groups is not None and cuts.sequences is not None:
         groups = groups[cuts.sequences]
     if chosen is not None:
@@ -355,7 +355,7 @@ def plan_packs(
         why += f", {counts['untrained_sequences']} have no token to train on"
         groups, cuts = None if groups is None else groups[trains], cuts.only(np.flatnonzero(trains))
     if not len(cuts.lengths):
-        raise FormatError(f"{source}: no sequence is left to pack ({why})")
+        raise FormatError(f"{name}: no sequence is left to pack ({why})")
     one_per_pack, max_sequences = options.method == "none", options.max_sequences_per_pack
     plan = pack_sequences(
         cuts.lengths,
@@ -369,7 +369,7 @@ def plan_packs(
     )
     if plan.num_packs < shards:
         raise FormatError(
-            f"{source}: {plan.num_packs} packs cannot fill --output-shards {shards}: stock Megatron opens no empty"
+            f"{name}: {plan.num_packs} packs cannot fill --output-shards {shards}: stock Megatron opens no empty"
             f" shard; ask for {plan.num_packs} or fewer"
         )
     cuts = cuts._replace(lengths=cuts.lengths.astype(np.uint32)).only(plan.sequences)
@@ -385,7 +385,7 @@ def plan_packs(
 
 
 def _overlong(
-    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, source: str
+    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, name: str
 ) -> NDArray[np.bool_]:
     """Which sequences do not fit a pack, alone or with the other one of their pair; errors as of ``plan_packs``."""
     longest, multiple = options.longest_sequence, options.sequence_multiple
@@ -393,17 +393,17 @@ def _overlong(
     if groups is not None:
         if options.overlong in ("truncate", "split"):
             raise FormatError(
-                f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
+                f"{name}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
                 " --overlong drop, which drops both"
             )
         if options.max_sequences_per_pack == 1:
-            raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
+            raise FormatError(f"{name}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
         units, per_unit, remedies = "pairs", 2, "drop"
         positions = _of_groups(np.add, -(-lengths // multiple) * multiple, groups)
     long: NDArray[np.bool_] = positions > longest
     if options.overlong == "error" and long.any():
         raise SequenceError(
-            source,
+            name,
             None,
             f"{long.sum() // per_unit} of {len(lengths) // per_unit} {units} are longer than {longest} tokens, the"
             f" longest has {positions.max()}; choose --overlong {remedies}, or a larger --seq-length",
