@@ -121,6 +121,10 @@ def test_what_stands_beside_a_pair_is_read() -> None:
         ({"messages": said("Q", "A")}, "it has no rejected"),
         ({"prompt": "Q", "rejected": "B"}, "it has no chosen"),
         ({"messages": said("Q", "A", "Q", "B"), "chosen": "", "rejected": "C"}, "chosen: the assistant says nothing"),
+        (
+            {"messages": said("Q", "A"), "chosen": [], "rejected": "C"},
+            "chosen is neither a string, nor a turn, nor a list",
+        ),
         ({"chosen": "A", "rejected": "B"}, "no message is before both"),
         ({"chosen": said("Q", "A"), "rejected": said("P", "B")}, "no message is before both"),
         ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),

@@ -95,7 +95,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
         return _read_tokenized(data, options.mask_alignment)
     if kind == "messages":
         names = [options.messages_key] if options.messages_key else TURNS
-        if (key := _first(data, names)) is None:
+        if (key := first_given(data, names)) is None:
             raise RowError(f"the row has no {' or '.join(names)}")
         messages, weights = _read_list(data[key], key)
     else:
@@ -114,7 +114,7 @@ def require_object(data: Any) -> dict[str, Any]:
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
-    if (media := _filled(data, _MEDIA)) is not None:
+    if (media := first_filled(data, _MEDIA)) is not None:
         raise RowError(f"the row has {media}; only text can be trained on here")
     names = [name for name in (*CHOSEN, *REJECTED) if _is_filled(data.get(name)) and not isinstance(data[name], int)]
     if names and options.messages_key not in names:
@@ -159,7 +159,7 @@ def _read_list(turns: Any, key: str) -> _Turns:
     if not turns:
         raise RowError(f"{key} is empty")
     first = turns[0]
-    is_sharegpt = isinstance(first, dict) and _first(first, ("role", "from")) == "from"
+    is_sharegpt = isinstance(first, dict) and first_given(first, ("role", "from")) == "from"
     messages, weights = [], []
     for i, turn in enumerate(turns):
         message, weight = _read_plain(turn, is_sharegpt), 1.0
@@ -227,7 +227,7 @@ def read_prompt(data: dict[str, Any]) -> tuple[list[Sequence[str]], str]:
 
 def _text_under(data: dict[str, Any], names: Iterable[str]) -> str:
     """The text under the first of these keys whose value is not null; empty where there is none."""
-    key = _first(data, names)
+    key = first_given(data, names)
     return "" if key is None else _typed(data[key], str, key)
 
 
@@ -251,7 +251,7 @@ def _says_something(message: _Message) -> bool:
 
 
 def _put_system_first(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> None:
-    if (key := _filled(data, _SYSTEMS)) is None:
+    if (key := first_filled(data, _SYSTEMS)) is None:
         return
     system = _typed(data[key], str, key)
     if messages[0]["role"] not in ("system", "developer"):
@@ -262,7 +262,7 @@ def _put_system_first(data: dict[str, Any], messages: list[_Message], weights: l
 
 
 def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
-    key = _filled(data, _TOOLS) or "tools"
+    key = first_filled(data, _TOOLS) or "tools"
     given = data.get(key)
     tools = _parsed(given, key) if not isinstance(given, str) or given.strip() else None
     read = []
@@ -354,9 +354,9 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     if role is None:
         raise RowError(f"{what} has the role {given!r:.40}; known are {', '.join(_ROLES)}")
     if not _NOT_TAKEN.isdisjoint(message):
-        if (key := _filled(message, _MEDIA)) is not None:
+        if (key := first_filled(message, _MEDIA)) is not None:
             raise RowError(f"{what} has {key}; only text can be trained on here")
-        if (key := _first(message, _UNREAD)) is not None:
+        if (key := first_given(message, _UNREAD)) is not None:
             raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_fields(message, what)
@@ -393,7 +393,7 @@ def _text_of(content: Any, what: str) -> str:
         kind = _typed(part, dict, f"{what}[{i}]", "a text part").get("type")
         if kind not in _TEXT_PARTS:
             raise RowError(f"{what}[{i}] is of type {kind!r:.40}; only text can be trained on here")
-        key = _first(part, _TEXT_KEYS) or "text"
+        key = first_given(part, _TEXT_KEYS) or "text"
         texts.append(_typed(part.get(key), str, f"{what}[{i}].{key}"))
     return "".join(texts)
 
@@ -415,7 +415,7 @@ def _with_fields(message: _Message, what: str) -> _Message:
     calls: list[Any] = []
     for i, (part, sort) in enumerate(zip(parts, order, strict=True)):
         where = f"{what}.content[{i}]"
-        key = _first(part, (part["type"], *_TEXT_KEYS)) if sort else None
+        key = first_given(part, (part["type"], *_TEXT_KEYS)) if sort else None
         if sort == 0:
             texts.append(part)
         elif sort < 0:
@@ -426,7 +426,7 @@ def _with_fields(message: _Message, what: str) -> _Message:
             calls += parsed if isinstance(parsed, list) else [parsed]
     moved = {"reasoning_content": "\n".join(reasoning), "tool_calls": calls}
     fields = {key: value for key, value in moved.items() if value}
-    if (twice := _filled(message, fields)) is not None:
+    if (twice := first_filled(message, fields)) is not None:
         raise RowError(f"{what} has {twice} beside parts of that kind; keep one")
     return message | fields | {"content": texts or None}
 
@@ -520,7 +520,7 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
         raise RowError(f"input_ids holds {ids[(ids < 0) | (ids > _MAX_ID)][0]}, no token's id")
     if _is_filled(row.get("attention_mask")) and not _numbers(row["attention_mask"], "attention_mask").all():
         raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
-    if (key := _first(row, _MASKS)) is None:
+    if (key := first_given(row, _MASKS)) is None:
         raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
     values = (_integers if key == "labels" else _numbers)(row[key], key)
     if len(values) != len(ids):
@@ -596,12 +596,12 @@ def _is_filled(value: Any) -> bool:
     return value is not None and not (isinstance(value, (str, Sequence, Mapping)) and len(value) == 0)
 
 
-def _filled(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
+def first_filled(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """The first of these keys whose value is neither null nor empty."""
     return next((name for name in names if _is_filled(data.get(name))), None)
 
 
-def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
+def first_given(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """The first of these keys whose value is not null."""
     for name in names:  # a generator takes twice as long, and this is called several times a row
         if data.get(name) is not None:

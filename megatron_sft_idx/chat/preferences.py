@@ -20,7 +20,6 @@ message, or the ``completion``, is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,6 +32,8 @@ from megatron_sft_idx.chat.chat_rows import (
     VERDICTS,
     RowError,
     RowOptions,
+    first_filled,
+    first_given,
     kind_by_keys,
     messages_of_json,
     read_prompt,
@@ -79,10 +80,9 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
 
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, Turns]:
     """The turns that both conversations begin with, and what follows in the chosen and in the rejected one."""
-    turns = _first(data, (options.messages_key, *TURNS))
-    chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
+    turns = first_filled(data, (options.messages_key or TURNS[0], *TURNS))
     # An answer that is there and empty is not one that the messages end with.
-    chosen_in = chosen_in or next((name for name in CHOSEN if data.get(name) == ""), None)
+    chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
     messages = _turns(data[turns]) if turns else None
@@ -117,7 +117,7 @@ def _answer(value: Any, key: str) -> tuple[Turns, bool]:
         return (_transcript(value), True) if value.startswith(_HUMAN) else ([_message("assistant", value)], False)
     if isinstance(value, dict):
         return [without_nulls(value)], False
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+    if not (value and isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
         raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
     return value, value[0].get("role", value[0].get("from")) in _BEGINNERS
 
@@ -140,19 +140,15 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
     return [*turns, _message("user", asked)] if asked else turns
 
 
-def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
-    return next((name for name in names if name and data.get(name)), None)
-
-
 def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
     """RowError where whole conversations stand beside a prompt that they do not begin with."""
     if prompt and prompt == chosen[: len(prompt)]:
         return  # the row's messages are those of the chosen conversation, as UltraFeedback has it
     texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
-    for name in (_first(data, PROMPTS), _first(data, INPUTS)):
+    for name in (first_filled(data, PROMPTS), first_filled(data, INPUTS)):
         if name is not None and data[name] not in texts:
             raise RowError(f"chosen and rejected are whole conversations, in which {name} is not a message of both")
-    if _first(data, TURNS):
+    if first_filled(data, TURNS):
         raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")
 
 
