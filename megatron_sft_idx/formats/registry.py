@@ -269,9 +269,11 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         role: of the path in error messages, such as "the destination".
         written: whether the path is going to be written; a folder is one place then.
     """
-    if name in _PREFIX_FORMATS:
-        return places_of(path, role, written=written)
-    return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
+    if name not in _PREFIX_FORMATS:
+        return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
+    if written:
+        return places_of(path, role, written=True)
+    return [Place(file, role) for file in ShardPaths.of(path).all]
 
 
 # An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
