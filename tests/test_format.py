@@ -21,8 +21,8 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     MAX_HEADER_NBYTES,
+    SEQ_IDX,
     SUFFIXES,
-    decode_metadata,
     encode_metadata,
 )
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
@@ -311,9 +311,12 @@ def test_metadata_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
 
 def test_metadata_is_stored_in_canonical_form() -> None:
     assert encode_metadata({"b": [1, 2.5], "a": {"ü": None}}) == '{"a":{"ü":null},"b":[1,2.5]}'.encode()
-    numbered = encode_metadata({"steps": {9: "a", 10: "b"}})
-    assert numbered == b'{"steps":{"10":"b","9":"a"}}'
-    assert decode_metadata(numbered) == {"steps": {"9": "a", "10": "b"}}
+    raw = SEQ_IDX.encode({}, {"steps": {9: "a", 10: "b"}})
+    assert b'{"steps":{"10":"b","9":"a"}}' in raw
+    decoded = SEQ_IDX.metadata(raw)
+    assert decoded == {"steps": {"9": "a", "10": "b"}}
+    decoded.clear()  # it is the caller's, and no other header loses it
+    assert SEQ_IDX.metadata(raw) == {"steps": {"9": "a", "10": "b"}}
 
 
 # ---- one test a rule that writers keep ----

@@ -385,8 +385,9 @@ class HeaderForm:
         return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
-        """The JSON block of a header; see ``decode_metadata``."""
-        return decode_metadata(raw[self.fixed_nbytes :][: self.values(raw)["json_nbytes"]])
+        """The object in the JSON block of a header, the caller's own; None if the block is not in canonical form."""
+        block = raw[self.fixed_nbytes :][: self.values(raw)["json_nbytes"]]
+        return dict(json.loads(block)) if _is_canonical(block) else None
 
     def broken_outline(self, raw: bytes) -> BrokenRule | None:
         """The first rule about magic, version or size of the header that a file breaks; None if it keeps all three.
@@ -465,15 +466,14 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         raise FormatError(f"metadata: {error}; JSON stores it: use strings, finite numbers, lists, dicts") from None
 
 
-# The last block is cached: it is decoded when it is checked and when it is used, and shards often have the same one.
+# The last answer is kept: a block is decoded when it is checked and when it is used, and shards often have the same.
 @lru_cache(maxsize=1)
-def decode_metadata(block: bytes) -> dict[str, Any] | None:
-    """The object in a JSON block; None if that is not in canonical form. The caller must not change the object."""
+def _is_canonical(block: bytes) -> bool:
     try:
-        metadata = json.loads(block.decode("utf-8"))
-        return metadata if isinstance(metadata, dict) and _as_json(metadata).encode() == block else None
+        metadata = json.loads(block.decode())
+        return isinstance(metadata, dict) and _as_json(metadata).encode() == block
     except (ValueError, RecursionError):
-        return None
+        return False
 
 
 def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
