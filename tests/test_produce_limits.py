@@ -131,6 +131,14 @@ def test_a_limit_in_bytes(rows, catalog):
     assert state_of(folder).state == "failed"
 
 
+def test_a_limit_in_bytes_is_not_for_what_is_dropped(tmp_path, catalog):
+    ids = [[1] * (4000 if number % 10 else 40) for number in range(100)]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row, "loss_mask": [1] * len(row)} for row in ids])
+    options = ("--input", rows, *PACKS, "--overlong", "drop", "--max-ahead-gb", 10_000 / 1e9)
+    assert produced(Path(catalog.folder), *options).code == 0
+    assert sum(map(catalog.shard_nbytes, catalog.numbers())) < 10_000
+
+
 def test_as_many_completed_shards_are_kept_as_were_asked_for(rows, catalog):
     folder = Path(catalog.folder)
     assert produced(folder, "--input", rows, *PACKS).code == 0

@@ -401,8 +401,12 @@ class _Production:
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
         """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
         number = self._keeper.state.published
-        # The packed shard takes about as many bytes as its parts, since its tokens are the same.
-        self._backpressure.wait_for(sum(map(os.path.getsize, table.paths)))
+        # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
+        packing = self._options.packing
+        kept = lengths if packing.overlong == "split" else np.minimum(lengths, packing.longest_sequence)
+        if packing.overlong == "drop":
+            kept = lengths[lengths <= packing.longest_sequence]
+        self._backpressure.wait_for(sum(map(os.path.getsize, table.paths)) * int(kept.sum()) // int(lengths.sum()))
         headers = make_packs(
             PartsReader(table),
             lengths,
