@@ -20,7 +20,7 @@ from megatron_sft_idx.inspect.read_worker import (
     ShardReader,
     run_request,
 )
-from megatron_sft_idx.inspect.text import shown_nbytes
+from megatron_sft_idx.inspect.text import counted, shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Advance
@@ -128,8 +128,8 @@ class ReadingReport:
 
         None where no setting was seen to read from the disk: some file systems do not count it.
         """
-        counted = any(epoch.disk_nbytes for setting in self.settings for epoch in setting.epochs("first"))
-        return median(epoch.amplification for epoch in one.epochs(which)) if counted else None
+        is_told = any(epoch.disk_nbytes for setting in self.settings for epoch in setting.epochs("first"))
+        return median(epoch.amplification for epoch in one.epochs(which)) if is_told else None
 
 
 # ---- measuring ----
@@ -376,13 +376,14 @@ def _heading(report: ReadingReport) -> Iterator[str]:
     medium, limit = subject.medium, options.limit
     ahead = "" if medium.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(medium.read_ahead_nbytes)}"
     room = shown_nbytes(subject.memory_nbytes)
-    yield f"{subject.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"
+    yield f"{subject.prefix}: {counted(subject.num_packs, 'pack')}, {shown_nbytes(subject.nbytes)}"
     yield f"on {medium.filesystem} ({medium.source}{ahead}), memory for the page cache: {room}"
     if limit is not None:
         yield f"under a limit of {shown_nbytes(limit.nbytes)}, set by a control group"
     step = f", one of every {sample.step:,}" if sample.step > 1 else ""
     times = "once" if options.num_rounds == 1 else f"{options.num_rounds} times, of which the median is shown"
-    yield f"read: {len(sample):,} packs from pack {sample.start:,} on{step}, {options.order}; each setting {times}"
+    packs = counted(len(sample), "pack")
+    yield f"read: {packs} from pack {sample.start:,} on{step}, {options.order}; each setting {times}"
     if report.cold:
         yield "page cache dropped before each first epoch"
     else:
