@@ -197,6 +197,15 @@ def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):
     assert files_of(prefix) == case.files
 
 
+@pytest.mark.parametrize("record", [bytes(300), b'{"version": 1}'])
+def test_a_record_that_cannot_be_read_is_replaced_where_that_is_asked_for(case, prefix, record):
+    half_made(case, prefix)
+    Path(f"{prefix}.parts/run.json").write_bytes(record)
+    assert case.run(prefix, "--resume").code == 1
+    assert case.run(prefix, "--overwrite").code == 0
+    assert files_of(prefix) == case.files
+
+
 def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
     half_made(case, prefix)
     left = sum(parts.Part(str(path)).info.rows for path in parts_left(prefix))

@@ -417,8 +417,8 @@ def find_finished(job: Job) -> list[Header]:
     headers = [complete_header(each) if each in complete else read_header(each) for each in paths]
     first, differs = headers[0].metadata.get("sources"), list[str]()
     for header in headers:
-        differs = differs or _shard_differences(header, job)
-        differs = differs or [*differences(header.metadata.get("sources"), first, "sources")]
+        of_sources = differences(header.metadata.get("sources"), first, "sources")
+        differs = differs or _shard_differences(header, job) or [*of_sources]
     if differs := differs or _content_differences(headers[0], job):
         raise _other_shard_error(job.outputs[0], differs, _SHARD)
     if complete:
@@ -471,7 +471,9 @@ def begin(job: Job) -> tuple[JobState, Shard | None]:
         if earlier is None:
             job.log(f"{options.prefix}: nothing to resume, starting from the beginning")
     tokenized = earlier is not None and earlier.tokenized and not differs
-    if earlier is None or corpus is not None or not (tokenized or resume):
+    if earlier is None:
+        folder.clear()  # of a record that cannot be read, too
+    elif corpus is not None or not (tokenized or resume):
         folder.remove_parts()
     state = replace(job.state(overwrite=replaces), tokenized=tokenized)
     if state != earlier:
