@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from template_styles import call, make, said, talk, user
+from template_styles import call, learnt, make, said, talk, user
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.types import Conversation
@@ -126,3 +126,10 @@ def test_reasoning_is_not_there_because_its_letters_are() -> None:
     template = twins("prompted")[1]
     with pytest.raises(SequenceError, match="leaves out the reasoning"):
         template.render(talk(user("why"), said("hat", reasoning_content="a")))
+
+
+def test_a_header_behind_the_end_of_the_question_is_not_trained_on() -> None:
+    source = (
+        "{% for m in messages %}{% if not loop.first %}</a>{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}</a>"
+    )
+    assert learnt(source, talk(user("why"), said("so"), user("what"), said("done"))) == ["so</a>", "done</a>"]
