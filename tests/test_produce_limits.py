@@ -17,7 +17,7 @@ from megatron_sft_idx.live import PRODUCER, Ack, Base, Catalog, Limits, Producer
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.produce import ProduceOptions
 from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.tokenize import NOT_YET, EncodingOptions, NotYet, PackOptions
 
 PACKS = ("--seq-length", 40, "--tokens-per-shard", 400, "--packing", "sequential")
@@ -137,6 +137,16 @@ def test_a_limit_in_bytes_is_not_for_what_is_dropped(tmp_path, catalog):
     options = ("--input", rows, *PACKS, "--overlong", "drop", "--max-ahead-gb", 10_000 / 1e9)
     assert produced(Path(catalog.folder), *options).code == 0
     assert sum(map(catalog.shard_nbytes, catalog.numbers())) < 10_000
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_a_shard_has_as_many_tokens_as_were_asked_for(overlong, tmp_path, catalog):
+    ids = [[1] * (4000 if number % 10 else 40) for number in range(60)]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": row, "loss_mask": [1] * len(row)} for row in ids])
+    assert produced(Path(catalog.folder), "--input", rows, *PACKS, "--overlong", overlong).code == 0
+    counts = [read_header(catalog.shard_prefix(number)).num_tokens for number in catalog.numbers()]
+    assert len(counts) > (overlong != "drop")
+    assert min(counts[:-1], default=400) >= 400
 
 
 def test_as_many_completed_shards_are_kept_as_were_asked_for(rows, catalog):

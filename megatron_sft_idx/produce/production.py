@@ -352,7 +352,8 @@ class _Production:
             lengths.append(encoded.lengths)
             if info.mask_dtype == "float32":
                 mask_dtype = "float32"
-            num_tokens += self._tokens_kept(origin, encoded)
+            self._require_fit(origin, encoded)
+            num_tokens += self._num_kept(encoded.lengths)
             cursor = Cursor(origin.behind, report.rows, report.skipped)
             self._num_tokens += len(encoded.input_ids)
             self._new_nbytes += encoded.num_bytes
@@ -380,15 +381,10 @@ class _Production:
             lambda: next(results, None), "waiting for input", self._log, lambda: so_far, longest=0.25
         )
 
-    def _tokens_kept(self, origin: PieceOrigin, encoded: EncodedPiece) -> int:
-        """How many tokens of a piece packing will keep: all but those of sequences that are to be dropped.
-
-        Raises:
-            SequenceError: a sequence is too long, and the options say that this is an error.
-        """
+    def _require_fit(self, origin: PieceOrigin, encoded: EncodedPiece) -> None:
+        """SequenceError where a sequence of a piece is too long, and the options say that this is an error."""
         lengths, packing = encoded.lengths, self._options.packing
-        is_too_long = lengths > packing.longest_sequence
-        if packing.overlong == "error" and is_too_long.any():
+        if packing.overlong == "error" and (is_too_long := lengths > packing.longest_sequence).any():
             raise SequenceError(
                 origin.path,
                 origin.first,
@@ -396,17 +392,22 @@ class _Production:
                 f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
                 " or split, or a larger --seq-length",
             )
-        return int(lengths[~is_too_long].sum() if packing.overlong == "drop" else lengths.sum())
+
+    def _num_kept(self, lengths: NDArray[np.int64]) -> int:
+        """How many tokens packing will keep of sequences of these lengths."""
+        longest, overlong = self._options.packing.longest_sequence, self._options.packing.overlong
+        if overlong == "truncate":
+            lengths = np.minimum(lengths, longest)
+        elif overlong == "drop":
+            lengths = lengths[lengths <= longest]
+        return int(lengths.sum())
 
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
         """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
         number = self._keeper.state.published
         # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
-        packing = self._options.packing
-        kept = lengths if packing.overlong == "split" else np.minimum(lengths, packing.longest_sequence)
-        if packing.overlong == "drop":
-            kept = lengths[lengths <= packing.longest_sequence]
-        self._backpressure.wait_for(sum(map(os.path.getsize, table.paths)) * int(kept.sum()) // int(lengths.sum()))
+        nbytes = sum(map(os.path.getsize, table.paths)) * self._num_kept(lengths) // int(lengths.sum())
+        self._backpressure.wait_for(nbytes)
         headers = make_packs(
             PartsReader(table),
             lengths,
