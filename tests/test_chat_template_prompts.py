@@ -12,7 +12,7 @@ from template_styles import said, talk, user
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
-from megatron_sft_idx.chat.template.prompt_data import prompt_varies
+from megatron_sft_idx.chat.template.scaffold import prompt_varies
 from megatron_sft_idx.chat.types import Conversation
 
 # Every answer begins with an empty block of thoughts; the model is fed it only where a condition holds.

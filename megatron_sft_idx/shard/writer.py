@@ -29,7 +29,7 @@ from megatron_sft_idx.layout.files import (
     pack_idx_header,
     token_array,
 )
-from megatron_sft_idx.packs.run import PackRun, checked_runs, fewer_tokens, run_bounds
+from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.shard.journal import (
     MAX_RECORDS,
     PACK,
@@ -119,7 +119,9 @@ class ShardWriter:
         self._header: Header | None = None
         self.rebuilt, self._journals_packs = publication.is_resumed, True
         self.metadata: dict[str, Any] = dict(options.metadata)
-        self._stage_tokens = fewer_tokens(STAGE_TOKENS, options.columns)
+        growing = options.growing_files(publication.paths)
+        token_nbytes = sum(each.row_nbytes for each in growing if each.per == "token")
+        self._stage_tokens = max(1, STAGE_TOKENS * 8 // max(8, token_nbytes))  # fewer with columns of tokens
         self._stage = _native.PackStage(
             options.token_dtype,
             options.mask_dtype,
@@ -131,11 +133,11 @@ class ShardWriter:
         # The files that grow as packs come, by path. Their hashes cover the rows that are counted.
         self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
         with self._all_or_nothing():
-            for growing in options.growing_files(publication.paths):
-                file = publication.open(growing.path, keep=publication.is_resumed)
-                if file.nbytes < growing.begin:
-                    file.write(bytes(growing.begin - file.nbytes))
-                self._files[growing.path] = growing, HashedFile(file)
+            for each in growing:
+                file = publication.open(each.path, keep=publication.is_resumed)
+                if file.nbytes < each.begin:
+                    file.write(bytes(each.begin - file.nbytes))
+                self._files[each.path] = each, HashedFile(file)
 
     @property
     def prefix(self) -> str:

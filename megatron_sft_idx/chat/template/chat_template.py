@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
 from megatron_sft_idx.chat.template.words import (
     ABSENT,
@@ -33,6 +33,8 @@ from megatron_sft_idx.chat.template.words import (
     learn_style,
     prepared,
     prints_parts,
+    selected,
+    unusable,
 )
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError

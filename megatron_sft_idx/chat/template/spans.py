@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain, repeat, takewhile
 from typing import Any
@@ -41,7 +41,9 @@ from megatron_sft_idx.chat.template.words import (
     Utterance,
     content_of,
     locate,
+    short,
     squeezed,
+    unusable,
     utterances_of,
     words_called_with,
 )
@@ -65,22 +67,6 @@ _OUTSIDE = (
     "writes outside its generation markers",
     "mend the markers, or take them as they stand: --partial-markers keep",
 )
-
-
-def unusable(reason: str) -> SequenceError:
-    """The error of a row that cannot be used. The caller must put in the row's file and line."""
-    return SequenceError("conversation", None, reason)
-
-
-def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], train_on: str) -> list[int]:
-    """Positions of the assistant messages that are trained on; ``train_on`` is that of ``MaskOptions``."""
-    users = (index + 1 for index, message in enumerate(messages) if message.get("role") == "user")
-    first = max(users, default=0) if train_on == "last-turn" else 0
-    return [
-        index
-        for index in range(first, len(messages))
-        if messages[index].get("role") == "assistant" and weights[index] != 0
-    ]
 
 
 class SpanFinder:
@@ -202,7 +188,7 @@ class SpanFinder:
             self._require_calls(message, pieces, blocks, _OUTSIDE)
             for _, piece in found:
                 if piece.kind != "call" and piece not in inside:
-                    raise self._refused(message, f"the {piece.kind} {_short(piece.text)}", _OUTSIDE)
+                    raise self._refused(message, f"the {piece.kind} {short(piece.text)}", _OUTSIDE)
         if inside and not self._text[max(inside.values()) : spans[-1][1]].strip():
             self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
@@ -353,7 +339,7 @@ class SpanFinder:
                 if piece.kind == "reasoning":
                     self._reasoning_dropped(message)
                     continue
-                what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
+                what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {short(piece.text)}"
                 raise self._refused(message, what)
         if pieces and pieces[-1].kind == "call":  # which come last
             self._require_calls(message, pieces, segments)
@@ -393,7 +379,7 @@ class SpanFinder:
             text = "".join(self._text[one.start : one.stop] for one in segments)
             lost = [word for word in words_called_with(self._messages[message]) if word not in text]
             if lost:
-                raise self._refused(message, f"{_short(lost[0])} of the arguments of the calls", how)
+                raise self._refused(message, f"{short(lost[0])} of the arguments of the calls", how)
 
     def _refused(self, message: int, what: str, how: tuple[str, str] = _LEAVES) -> SequenceError:
         verb, remedy = how
@@ -475,7 +461,7 @@ class SpanFinder:
         ]
         for piece in utterances_of(self._messages[message]):  # what stands there by chance is not written
             if piece.kind == "content" and places and self._is_unwritten(message, piece):
-                raise self._refused(message, f"the words {_short(piece.text)}")
+                raise self._refused(message, f"the words {short(piece.text)}")
         found = [(at, piece) for at, piece in found if piece.kind == "call" or not self._is_unwritten(message, piece)]
         words = [place.at for place in mine if not place.stops and place.utterance >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
@@ -591,7 +577,7 @@ class SpanFinder:
     def _mixed(self, message: int, what: str, at: int) -> str:
         return (
             f"the chat template {self._rules.name} writes {what} what it writes for assistant message {message + 1}"
-            f" ({_short(self._text[max(0, at - 20) : at + 20])}): put {{% generation %}} markers around what the"
+            f" ({short(self._text[max(0, at - 20) : at + 20])}): put {{% generation %}} markers around what the"
             " assistant says, or train on all tokens"
         )
 
@@ -703,7 +689,3 @@ def _end_piece(text: str) -> str:
         tag = text[text.rfind("<" if end == ">" else "[") :]
         return tag if len(tag.split(None, 1)) == 1 else end
     return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
-
-
-def _short(words: str) -> str:
-    return repr(words if len(words) <= 60 else words[:57] + "...")

@@ -23,6 +23,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from megatron_sft_idx.errors import SequenceError
+
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages carry reasoning; the first one that is set counts."""
 
@@ -135,6 +137,27 @@ def content_of(message: Mapping[str, Any]) -> str:
 def squeezed(text: str) -> str:
     """The text without any whitespace, for templates that reflow it."""
     return "".join(text.split())
+
+
+def short(words: str) -> str:
+    """Words in quotation marks, for messages; of long ones the beginning."""
+    return repr(words if len(words) <= 60 else words[:57] + "...")
+
+
+def unusable(reason: str) -> SequenceError:
+    """The error of a row that cannot be used. The caller must put in the row's file and line."""
+    return SequenceError("conversation", None, reason)
+
+
+def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], train_on: str) -> list[int]:
+    """Positions of the assistant messages that are trained on; ``train_on`` is that of ``MaskOptions``."""
+    users = (index + 1 for index, message in enumerate(messages) if message.get("role") == "user")
+    first = max(users, default=0) if train_on == "last-turn" else 0
+    return [
+        index
+        for index in range(first, len(messages))
+        if messages[index].get("role") == "assistant" and weights[index] != 0
+    ]
 
 
 def _add(utterances: list[Utterance], kind: str, text: object, field: str, offset: int) -> None:
