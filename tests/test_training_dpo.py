@@ -164,9 +164,9 @@ def test_pairs_count_however_many_tokens_they_train_and_whatever_the_mask_is() -
     bounds = torch.tensor([[0, 300, 600]], dtype=torch.int32)
     mask = (torch.arange(600) % 300 < 256)[None]
     batch = {"cu_seqlens": bounds, "pair": pair, "ref_logp": reference}
-    narrow, wide = (
-        dpo_losses(-torch.ones(1, 600), {**batch, "loss_mask": mask.to(dtype)}) for dtype in (torch.uint8, torch.float)
-    )
+    logp = -torch.ones(1, 600).masked_fill(~mask, torch.inf)  # what is not trained on may be impossible to the model
+    narrow, wide = (dpo_losses(logp, {**batch, "loss_mask": mask.to(dtype)}) for dtype in (torch.uint8, torch.float))
+    assert wide.losses.isfinite().all()
     assert len(wide.losses) == 1
     assert all(torch.equal(*values) for values in zip(narrow, wide, strict=True))
 

@@ -145,8 +145,10 @@ def test_a_damaged_source_is_refused(shard: str, store: str, tmp_path: Path, suf
     raw[-1] ^= 1
     path.write_bytes(raw)
     for target in (str(tmp_path / "back/x"), f"{store}/x"):
+        told: list[int] = []
         with pytest.raises(CorruptShardError, match="rule F3"):
-            copy_shard(shard, target)
+            copy_shard(shard, target, on_progress=told.append)
+        assert sum(filter(None, map(abs, told))) <= sum(os.path.getsize(shard + each) for each in SUFFIXES)
     assert not (tmp_path / "back").exists() or not names(tmp_path / "back") & {"x" + each for each in SUFFIXES}
     assert "x.seq.idx" not in names(tmp_path / "store")
     path.write_bytes(raw[:-1])
@@ -272,7 +274,7 @@ def test_pack_and_merge_write_to_a_store(shard: str, store: str, tmp_path: Path)
 def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -> None:
     outcome = command(*(each.format(url="s3://bucket") for each in arguments))
     assert outcome.code == 2
-    assert "bring the shard here and back with megatron-sft-idx copy SRC DST" in outcome.err
+    assert "let megatron-sft-idx copy bring the shard from the bucket or to it" in outcome.err
 
 
 def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(store: str, tmp_path: Path) -> None:

@@ -345,9 +345,10 @@ def _fetch_all(
     try:
         if any(_stamp(path) != stamp for path, stamp in kept.items()):
             raise FormatError(f"{paths.prefix}: another command wrote here meanwhile; run this one again")
+        # What an earlier attempt left may be damaged; then the file is copied from its beginning.
+        attempts = (True, False) if new.is_resumed else (False,)
         for suffix in suffixes:
-            # What an earlier attempt left may be damaged; then the file is copied from its beginning.
-            if not any(_fetch(source, suffix, new, keep, on_progress) for keep in (True, False)):
+            if not any(_fetch(source, suffix, new, keep, on_progress) for keep in attempts):
                 raise source.corrupt(suffix)
         new.publish()
     except CorruptShardError:

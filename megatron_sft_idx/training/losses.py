@@ -49,7 +49,7 @@ def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -
         count: how many files there are.
     """
     weights = loss_mask.reshape(-1).double()
-    both = torch.stack([losses.detach().reshape(-1).double() * weights, weights], 1)
+    both = torch.stack([losses.detach().reshape(-1).double().masked_fill(weights == 0, 0) * weights, weights], 1)
     return both.new_zeros(count, 2).index_add_(0, files.reshape(-1), both)
 
 
@@ -99,7 +99,7 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
         reference model's, without gradients, are the sequence column ``ref_logp``.
     """
     mask, (rows, width) = batch["loss_mask"], batch["cu_seqlens"].shape
-    weighted = logp.reshape(mask.shape) * mask
+    weighted = logp.reshape(mask.shape).masked_fill(mask == 0, 0) * mask  # a log-probability may be minus infinity
     return weighted.new_zeros(rows, width - 1).scatter_add(1, segments_of(batch), weighted)
 
 
