@@ -43,9 +43,14 @@ class Talking:
     """Writes one conversation of words that occur once, but for the names of functions."""
 
     def __init__(
-        self, null: str = "empty", arguments: str = "object", parts: bool = False, edges: str = "plain"
+        self,
+        null: str = "empty",
+        arguments: str = "object",
+        parts: bool = False,
+        edges: str = "plain",
+        hold: str = "words",
     ) -> None:
-        self.null, self.arguments, self.parts, self.edges = null, arguments, parts, edges
+        self.null, self.arguments, self.parts, self.edges, self.hold = null, arguments, parts, edges, hold
         self.messages: list[dict[str, Any]] = []
         self.said: dict[str, int] = {}
         self.count = 100
@@ -71,7 +76,9 @@ class Talking:
     def call(self, *functions: str, words: str = "") -> list[str]:
         calls, ids = [], []
         for name in functions:
-            arguments: Any = {self.word("k"): self.word("v"), self.word("k"): 7}
+            arguments: Any = {self.word("k"): self.word("v")} if self.hold == "words" else {}
+            if self.hold != "nothing":
+                arguments[self.word("k")] = 7
             if self.arguments == "text":
                 arguments = json.dumps(arguments)
             ids.append(f"id{self.count:07d}")
@@ -127,15 +134,16 @@ def chats(design: Design) -> st.SearchStrategy[Chat]:
     kept = [step for step in STEPS if step not in lost]
     steps = st.lists(st.sampled_from([*kept, *kept, *sorted(lost)]), min_size=1, max_size=4)
 
-    def talked(steps: list[str], null: str, arguments: str, parts: bool, edges: str, tools: bool) -> Chat:
-        talking = Talking(null, arguments, parts, edges)
+    def talked(steps: list[str], null: str, arguments: str, parts: bool, edges: str, hold: str, tools: bool) -> Chat:
+        talking = Talking(null, arguments, parts, edges, hold)
         for step in steps:
             talking.step(step)
         return talking.chat(tools)
 
     forms = (("empty", "none", "absent"), ("object", "text"), (False, False, False, True))
     edges = ("plain", "plain", "plain", "blank", "spelt")
-    return st.builds(talked, steps, *map(st.sampled_from, (*forms, edges)), st.booleans())
+    hold = ("words", "words", "numbers", "nothing")
+    return st.builds(talked, steps, *map(st.sampled_from, (*forms, edges, hold)), st.booleans())
 
 
 def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:

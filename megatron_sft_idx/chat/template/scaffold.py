@@ -249,11 +249,11 @@ class EdgeFinder:
                     return max(fed or 0, low + length)
             if message and fed is not None:
                 return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
-        elif traced and message and own is not None and fed is not None and fed > low:
+        elif traced and message and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
             # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's. A header is not,
-            # where the end of the question's turn before it is written with the answer.
-            behind = self._text[fed:own]
-            if behind.strip() and not _ANSWERER.search(behind):
+            # where the end of the question's turn is written with the answer: an answer ends in that way, too.
+            behind = self._plain[1].rpartition(SAID)[2].lstrip()
+            if not behind.startswith(self._text[low:fed].strip()):
                 return fed
         if own is not None and not reasons and not head[-1:].isspace():  # which the answer may begin with
             return own
