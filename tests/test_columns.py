@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kills import killed_at
 from packs import assert_holds, demo_samples, write_samples
+from rebuilding import damage
 from shard_folders import files_of as open_files_of
 from shard_folders import maps_of
 
@@ -274,7 +275,16 @@ def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> Non
     os.unlink(tmp_path / "x.late.col")
     with pytest.raises(ShardNotFoundError, match="the shard has no column late"):
         again[0]
+    (tmp_path / "x.source.col").mkdir()
     assert [finding.rule for finding in verify_shard(tmp_path / "x").findings] == ["C8"]
+
+
+def test_columns_are_verified_though_they_came_or_went_since_the_folder_was_listed(tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
+    for beside in ((), ("source", "gone")):
+        assert verify_shard(tmp_path / "x", beside=beside).ok
+    damage(tmp_path / "x.source.col", -1)
+    assert [finding.rule for finding in verify_shard(tmp_path / "x", full=True, beside=()).findings] == ["C7"]
 
 
 # ---- replaced and removed ----

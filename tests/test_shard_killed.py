@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kills import killed_at
 from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_samples
 
-from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
@@ -362,6 +362,19 @@ def test_of_a_shard_set_aside_that_lost_a_file_nothing_appears(suffix: str, tmp_
     with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
         publication.publish_all([ShardPaths.of(tmp_path / "x")])
     assert folder_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".seq.idx"])
+def test_rebuild_finishes_a_shard_of_which_a_file_has_both_of_its_names(suffix: str, tmp_path: Path) -> None:
+    """As a kill may leave it on a file system that renames by a second link."""
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    writer.add_pack([1, 2], [1, 0], [0])
+    writer.set_aside()
+    for other in SUFFIXES[: SUFFIXES.index(suffix)]:
+        os.rename(tmp_path / f"x{other}.tmp", tmp_path / f"x{other}")
+    os.link(tmp_path / f"x{suffix}.tmp", tmp_path / f"x{suffix}")
+    assert rebuild(tmp_path / "x").whole
+    assert folder_of(tmp_path) == WHOLE
 
 
 def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from megatron_sft_idx.shard.publication import (
     inode_of,
     interrupted_error,
     locked_prefix,
+    pending,
     with_named_columns,
     with_present_columns,
 )
@@ -292,8 +293,8 @@ def _states(
 
 def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
     """Make a shard of a killed build's packs. FormatError: there are none, or they were to replace a shard."""
-    unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
-    replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
+    is_pending = paths.seq_idx in pending(paths, remains.head)
+    replaces = is_pending and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
     if paths.present() and (not remains.is_complete or replaces):
         raise FormatError(
             f"{paths.prefix}: a shard is here, and beside it what a killed build of {remains.num_packs} packs left that"

@@ -361,21 +361,17 @@ def open_columns(
 ) -> dict[str, CheckedFile]:
     """Open every file that has the name of a column of the shard, whatever it holds; ``stack`` closes them.
 
-    ``beside`` are the names of those columns. A listed one that is missing breaks rule C8, and what is no regular file
-    breaks rule C1.
+    ``beside`` are the names of columns whose files lie at the prefix. A listed one that has no file breaks rule C8.
     """
     listed = {} if claims is None else claims.listed
-    for name in sorted(listed.keys() - beside):
-        path = paths.column(name)
-        findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
     files: dict[str, CheckedFile] = {}
-    for name in sorted(beside):
+    for name in sorted({*beside, *listed}):
         path = paths.column(name)
         try:
             files[name] = stack.enter_context(closing(CheckedFile(path)))
         except (FileNotFoundError, NotADirectoryError):
-            remedy = _DATA if name in listed else _ATTACHED
-            findings.add("C1", path, 0, "something that is no regular file", "a column", remedy=remedy)
+            if name in listed:
+                findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
     return files
 
 

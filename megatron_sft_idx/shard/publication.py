@@ -123,7 +123,8 @@ def with_present_columns(paths: ShardPaths) -> ShardPaths:
             if not may_be or not entry.is_file(follow_symlinks=False):
                 continue
             path = paths.prefix + entry.name.removeprefix(name)
-            if is_column(path) if column_of(path) else _is_named_or_empty(path, None):
+            is_recognised = is_column(path) if column_of(path) else _is_named_or_empty(path, None)
+            if is_recognised:
                 found.append(path)
     return paths.with_columns_of(found)
 
