@@ -75,6 +75,13 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
     assert find_prefixes(f"{tmp_path}/x.seq.idx") == [f"{tmp_path}/x"]
 
 
+def test_a_lock_beside_a_folder_is_no_shard_with_its_name(tmp_path: Path) -> None:
+    """That of a command that writes several shards."""
+    write_samples(tmp_path / "x/y", demo_samples(1))
+    (tmp_path / "x.journal").touch()
+    assert find_prefixes(tmp_path / "x", incomplete=True) == [f"{tmp_path}/x/y"]
+
+
 def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

@@ -480,13 +480,13 @@ def _find_start(
     while catalog.is_published(published):
         paths = ShardPaths.of(catalog.shard_prefix(published))
         remove_remains(paths)  # a build that was killed behind its publication left its journal
-        header = read_header(paths)
-        if header.rebuilt:
+        metadata = read_header(paths).metadata
+        if "recovered" in metadata:
             raise FormatError(
                 f"{paths.seq_idx}: recovered from an interrupted build, so it may lack packs of rows that it counts;"
                 f" remove the files {paths.prefix}.*, and they are made anew"
             )
-        if not isinstance(content := header.metadata.get(_CURSOR), dict):
+        if not isinstance(content := metadata.get(_CURSOR), dict):
             raise FormatError(
                 f"{paths.seq_idx}: not a shard that this producer made, its header has no cursor; name another folder"
             )

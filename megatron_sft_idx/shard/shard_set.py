@@ -95,11 +95,15 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         paths = matching_objects(path + "*") if is_folder else matching_objects(path, "/*", *suffixes)
     else:
         paths = objects_in_folder(path)
-    files_of_shards = (file for file in paths if file.endswith(suffixes))
-    # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
-    prefixes = {_prefix(file) for file in files_of_shards if not file.endswith(_JOURNAL) or is_journal(file)}
+
+    def is_of_shard(file: str) -> bool:
+        # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
+        return file.endswith(suffixes) and (not file.endswith(_JOURNAL) or is_journal(file))
+
+    prefixes = {_prefix(file) for file in paths if is_of_shard(file)}
     # A shard may have the name of a folder beside it.
-    is_beside = is_folder and not path.endswith("/") and any(os.path.exists(path + suffix) for suffix in suffixes)
+    beside = [path + suffix for suffix in suffixes] if is_folder and not path.endswith("/") else []
+    is_beside = any(os.path.exists(file) and is_of_shard(file) for file in beside)
     if is_beside and prefixes:
         raise FormatError(
             f"{path}: a shard and a folder of shards have this name; name either {path}.seq.idx or {path}/"

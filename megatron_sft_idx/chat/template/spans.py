@@ -314,7 +314,7 @@ class SpanFinder:
 
     def _is_unwritten(self, message: int, piece: Utterance) -> bool:
         """Whether marks tell that the template does not write an utterance, wherever its letters stand."""
-        if self._places is None or not re.search(r"\w", piece.text):
+        if not re.search(r"\w", piece.text) or self._places is None:
             return False
         number = utterances_of(self._messages[message]).index(piece)
         return not any((place.message, place.utterance) == (message, number) for place in self._places)
