@@ -287,6 +287,13 @@ def test_columns_are_verified_though_they_came_or_went_since_the_folder_was_list
     assert [finding.rule for finding in verify_shard(tmp_path / "x", full=True, beside=()).findings] == ["C7"]
 
 
+def test_metadata_may_be_put_into_a_spec_before_it_is_used(tmp_path: Path) -> None:
+    spec = ColumnSpec("pack", "f4")
+    spec.metadata["teacher"] = "x" * 500  # type: ignore[index]
+    write_columned(tmp_path / "x", PACKS, {"grade": spec})
+    assert_columns(Shard(tmp_path / "x"), {"grade": spec})
+
+
 # ---- replaced and removed ----
 
 

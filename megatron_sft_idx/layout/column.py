@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -94,7 +93,7 @@ class ColumnSpec:
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
-        _ = self.header_nbytes  # refuses metadata that cannot be stored
+        COLUMN.nbytes(self.metadata)  # refuses metadata that cannot be stored
 
     @classmethod
     def of(
@@ -108,7 +107,7 @@ class ColumnSpec:
         """The spec of a column that has the values of an array, [rows] or [rows, width]."""
         return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, alignment, metadata or {})
 
-    @cached_property
+    @property
     def header_nbytes(self) -> int:
         """Bytes of the file before the values."""
         return COLUMN.nbytes(self.metadata)
