@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +52,10 @@ def test_memory_does_not_grow_with_the_epochs() -> None:
     order = make(1000)
     order.pack_of(np.arange(0, 50_000, 7))
     assert (order.epoch.cache_info().currsize, order.epoch(49).nbytes) == (2, 1000 * 4)
+    gc.disable()  # they go with the last reference
+    try:
+        seen = weakref.ref(order.epoch(49))
+        del order
+        assert seen() is None
+    finally:
+        gc.enable()

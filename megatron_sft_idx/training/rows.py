@@ -51,20 +51,22 @@ def shuffled(packs: int, *key: int | str) -> NDArray[np.int64]:
 class EpochOrder:
     """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
 
-    Keeps the permutations of two epochs, 4 bytes a pack each (8 beyond 2^31 packs), since a batch may end one epoch and
-    begin the next. Threads may share one.
+    ``epoch(number)`` gives the packs of one epoch in their order. Those of two epochs are kept, 4 bytes a pack each (8
+    beyond 2^31 packs), since a batch may end one epoch and begin the next. Threads may share one.
     """
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
-        self.packs, self.seed, self.split, self.fingerprint = packs, seed, split, fingerprint
-        self.epoch = lru_cache(maxsize=2)(self._epoch)
+        self.packs, self.seed, self.split = packs, seed, split
 
-    def _epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
-        """The packs of one epoch in their order."""
-        order = shuffled(self.packs, self.seed, self.split, self.fingerprint, number)
-        permutation = order.astype(np.int32) if self.packs <= 2**31 else order
-        permutation.flags.writeable = False
-        return permutation
+        # No method of this object, which would keep itself, and gigabytes, until the next collection of cycles.
+        @lru_cache(maxsize=2)
+        def epoch(number: int) -> NDArray[np.int32] | NDArray[np.int64]:
+            order = shuffled(packs, seed, split, fingerprint, number)
+            permutation = order.astype(np.int32) if packs <= 2**31 else order
+            permutation.flags.writeable = False
+            return permutation
+
+        self.epoch = epoch
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pack of each sample, int64; samples count from 0 through all epochs."""
