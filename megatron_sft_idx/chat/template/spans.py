@@ -24,15 +24,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.scaffold import (
-    MAX_REMEMBERED,
-    TAG,
-    EdgeFinder,
-    LearntEdges,
-    Rules,
-    Turn,
-    Written,
-)
+from megatron_sft_idx.chat.template.scaffold import MAX_REMEMBERED, TAG, EdgeFinder, LearntEdges, Rules, Turn, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.words import (
     REASONING_FIELDS,
@@ -453,13 +445,13 @@ class SpanFinder:
         """Find, by renderings, where a turn of a new kind starts and stops, and whether an end of turn is in it."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
-        places = self._places or []
+        places, pieces = self._places or [], utterances_of(self._messages[message])
         mine = [
             place
             for place in places
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
-        for piece in utterances_of(self._messages[message]):  # what stands there by chance is not written
+        for piece in pieces:  # what stands there by chance is not written
             if piece.kind == "content" and places and self._is_unwritten(message, piece):
                 raise self._refused(message, f"the words {short(piece.text)}")
         found = [(at, piece) for at, piece in found if piece.kind == "call" or not self._is_unwritten(message, piece)]
@@ -474,9 +466,7 @@ class SpanFinder:
             first = at if first in words and at < first else first
             said = max(said, end)
         own = first - (self._said_before(message, first) if first in words else 0)
-        reasons = any(
-            one.kind == "reasoning" and one.field != "content" for one in utterances_of(self._messages[message])
-        )
+        reasons = any(piece.kind == "reasoning" and piece.field != "content" for piece in pieces)
         turn = Turn(message, low, first, said, high)
         start = min(first, self._edges.start(turn, own if first in words else None, reasons, traced))
         turn = turn._replace(said=(said := max(said, start)))
