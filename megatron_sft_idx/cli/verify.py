@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -120,13 +121,14 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     results: list[dict[str, Any]] = []
     watch = show_progress(_LINE_MIB) if arguments.full else unwatched
     prefixes = list(dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)))
-    beside: dict[str, dict[str, set[str]]] = {}  # names of columns, by folder and prefix: each folder is listed once
+
+    @cache
+    def columns_in(folder: str) -> dict[str, set[str]]:
+        return columns_beside(each for each in prefixes if os.path.dirname(each) == folder)
+
     for prefix in prefixes:
-        folder = os.path.dirname(prefix)
         try:
-            if folder not in beside:
-                beside[folder] = columns_beside(each for each in prefixes if os.path.dirname(each) == folder)
-            columns = beside[folder][prefix]
+            columns = columns_in(os.path.dirname(prefix))[prefix]
             total = shard_nbytes(prefix) if arguments.full else 0
             with watch(f"verifying {os.path.basename(prefix)}", total) as advance:
                 report = verify_shard(
