@@ -22,7 +22,9 @@ from chats import preprocess as run_command
 
 from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset, preprocess, show_pack
 from megatron_sft_idx.cli.main import build_parser
-from megatron_sft_idx.layout.column import PAIR
+from megatron_sft_idx.formats.convert import convert
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
+from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.shard import Pack, Shard, ShardWriter
 from megatron_sft_idx.tokenize import Summary, available_cpus
 
@@ -358,6 +360,27 @@ def test_judged_answers_have_no_place_in_labels(tmp_path: Path, opened: Callable
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
     with pytest.raises(FormatError, match="x: its answers are judged, by the column pair; as_torch hands out none"):
         as_torch(opened(prefix))
+
+
+def test_answers_are_judged_still_where_nothing_says_of_which_kind_the_rows_were(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from megatron_sft_idx.live.catalog import Limits
+    from megatron_sft_idx.live.chunks import LiveChunks
+
+    for number in range(2):
+        metadata = {"options": {"row_kind": "kto", "append_eod": bool(number)}}
+        label = {"label": ColumnSpec("sequence", np.uint8)}
+        with ShardWriter(tmp_path / f"x{number}", metadata=metadata, columns=label, capacity=8) as writer:
+            writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"label": [0, 1]})
+    merge([tmp_path / "x0", tmp_path / "x1"], tmp_path / "merged")
+    convert(tmp_path / "merged", tmp_path / "chunks", "jsonl-chunks")
+    convert(tmp_path / "x0", tmp_path / "rows", "memmap")
+    refused = "its answers are judged, by the column label"
+    for name in ("merged", "chunks", "rows"):
+        with pytest.raises(FormatError, match=refused):
+            as_torch(str(tmp_path / name))
+    with pytest.raises(FormatError, match=refused):
+        LiveChunks(str(tmp_path / "chunks"), Limits(8, 2), num_chunks=1).open(0)
 
 
 @pytest.mark.parametrize("given", ["rows", "pipe"])

@@ -34,6 +34,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     chunk_numbers,
     ends_with_whole_line,
     parse_line,
+    read_column_specs,
     recognise,
     run_of_lines,
 )
@@ -43,7 +44,7 @@ from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.training import Arrays, Index
+from megatron_sft_idx.training import Arrays, Index, require_judged
 
 OnBadRow = Literal["error", "skip"]
 
@@ -261,6 +262,9 @@ class LiveChunks(LiveShards):
         if self.encoding is not None and recognise(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
+        if self.encoding is None:
+            instead = "chunks hand none on: make a shard of them (convert), and train on that"
+            require_judged(path, read_column_specs(self.folder, None), {}, columns, instead)
         chunk = self._opened(number)
 
         def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:

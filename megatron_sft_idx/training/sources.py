@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
-from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, columns_of_sets, running_sums
@@ -102,18 +100,28 @@ class PackSource(Protocol):
 
 
 def require_judged(
-    prefix: str,
-    header: Header,
+    where: str,
+    names: Collection[str],
+    metadata: Mapping[str, Any],
     columns: Collection[str],
     remedy: str = "ask for it in columns, and take a loss that goes by it, such as training.losses.dpo_losses",
 ) -> None:
-    """FormatError where the answers of a shard are judged by a column that is not among those that are asked for."""
-    options = header.metadata.get("options")
-    of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
-    judging = listed_columns(header.metadata).keys() & ({"pair", "label"} if of_kto else {"pair"})
-    if missing := judging.difference(columns):
+    """FormatError where a column judges the answers, and is not among those that are asked for.
+
+    Args:
+        where: the shard or file, for the error.
+        names: of the columns that it was written with.
+        metadata: of its header. Where they do not say of which kind its rows were, as those of a merged shard may not,
+            a column ``label`` is taken to be that of KTO.
+        columns: names of those that are asked for.
+        remedy: what to do about it.
+    """
+    options = metadata.get("options")
+    row_kind = options.get("row_kind", "kto") if isinstance(options, dict) else "kto"
+    judging = {"pair", "label"} if row_kind == "kto" else {"pair"}
+    if missing := judging.intersection(names).difference(columns):
         raise FormatError(
-            f"{prefix}: its answers are judged, by the column {missing.pop()}; {remedy}; else the rejected ones are"
+            f"{where}: its answers are judged, by the column {missing.pop()}; {remedy}; else the rejected ones are"
             " learnt too"
         )
 

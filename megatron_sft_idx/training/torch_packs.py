@@ -8,7 +8,7 @@ set. The mask of a sequence's last position is 0, hence no label ever lies on th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
-from megatron_sft_idx.formats.registry import Source
-from megatron_sft_idx.layout import Header
+from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.training.sources import require_judged
 
@@ -99,7 +99,7 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
             and ``labels`` -100.
 
     Raises:
-        FormatError: no such layout, or shards whose answers are judged by a column; or as ``open_dataset``.
+        FormatError: no such layout, or packs whose answers are judged by a column; or as ``open_dataset``.
 
     Example:
         >>> ds = as_torch("data/train")
@@ -110,14 +110,21 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     packs = open_dataset(source) if isinstance(source, (str, os.PathLike, Sequence)) else source
     instead = "as_torch hands out none: take BatchAssembler and training.losses.dpo_losses"
-    for prefix, header in _headers(packs):
-        require_judged(prefix, header, (), instead)
+    for path, names, metadata in _written_columns(packs):
+        require_judged(path, names, metadata, (), instead)
     return TorchPacks(packs, layout)
 
 
-def _headers(packs: _Packs) -> list[tuple[str, Header]]:
-    """The prefix and the header of each shard that has these packs; none where they are of another format."""
-    if isinstance(packs, PackedDataset):
-        return list(zip(packs.paths, packs.headers, strict=False))
-    shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
-    return [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
+def _written_columns(packs: _Packs) -> Iterator[tuple[str, Collection[str], Mapping[str, Any]]]:
+    """The path, the names of the columns and the metadata of each shard or file that has these packs."""
+    if not isinstance(packs, PackedDataset):
+        shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
+        headers = [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
+    else:
+        headers = list(zip(packs.paths, packs.headers, strict=False))
+        if not headers and "columns" in options_of_reader(packs.format):
+            for path in packs.paths:
+                reader = open_reader(path, packs.format, columns=None)
+                yield path, reader.columns, reader.spec.metadata if reader.columns else {}
+    for prefix, header in headers:
+        yield prefix, listed_columns(header.metadata), header.metadata
