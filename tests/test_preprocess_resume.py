@@ -16,7 +16,7 @@ from chats import CHATS, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
 
-from megatron_sft_idx.shard import Shard, find_remains, read_header
+from megatron_sft_idx.shard import Shard, find_remains, publication, read_header
 from megatron_sft_idx.tokenize import gather, parts, pipeline
 
 
@@ -256,6 +256,17 @@ def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, pre
     refused = case.run(prefix, "--resume", "--seed", 3)
     assert (refused.code, "packing seed was 0, is 3" in refused.err) == (1, True)
     case.assert_ends_the_same(prefix)
+
+
+def test_a_run_that_uses_the_corpus_of_a_killed_one_leaves_no_journal_beside_it(case, prefix):
+    def dies():
+        publication.unlink_locked = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        case.run(prefix, "--keep-corpus")
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    assert Path(f"{prefix}.unpacked.journal").stat().st_size
+    assert case.run(prefix, "--keep-corpus", "--overwrite").code == 0
+    assert not [*prefix.parent.glob("*.journal")]
 
 
 def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus(case, prefix):

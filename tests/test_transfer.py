@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import MADE, command, preprocess
 from kills import killed_at
@@ -18,7 +19,7 @@ from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.packs import transfer
 from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
 from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
-from megatron_sft_idx.shard import Shard, ShardWriter, remove_shard
+from megatron_sft_idx.shard import Shard, ShardWriter, remove_shard, write_column
 from megatron_sft_idx.shard.publication import is_set_aside
 from megatron_sft_idx.storage.remote import RemoteStore
 
@@ -88,6 +89,58 @@ def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: st
         assert five_files(target) == five_files(shard)
         step += 1
     assert step > 5
+
+
+def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_path: Path) -> None:
+    """It copies masks and the header alone; what it keeps is named by no journal."""
+    write_samples(
+        tmp_path / "old", [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
+    )
+    step, killed = 0, True
+    while killed:
+        target = tmp_path / f"to-{step}/train"
+        copy_shard(str(tmp_path / "old"), str(target))
+        killed = killed_at(step, lambda target=target: copy_shard(shard, str(target), overwrite=True))
+        write_samples(target, demo_samples(3), overwrite=True)
+        assert len(Shard(target)) == 3
+        step += 1
+    assert step > 10
+
+
+def test_attached_columns_are_replaced_together(tmp_path: Path) -> None:
+    """A running copy, or one that was killed, shows no column of the source beside one that was there."""
+    for number, name in enumerate(("old", "new")):
+        write_samples(tmp_path / name, demo_samples())
+        for column in ("one", "two"):
+            write_column(tmp_path / name, column, np.full(7, number), per="pack")
+    step, killed, seen = 0, True, set()
+    while killed:
+        target = tmp_path / f"to-{step}/x"
+        copy_shard(str(tmp_path / "old"), str(target))
+        killed = killed_at(step, lambda target=target: copy_shard(str(tmp_path / "new"), str(target), overwrite=True))
+        if Path(f"{target}.seq.idx").exists():
+            columns = Shard(target).columns
+            seen.add((columns["one"].values[0], columns["two"].values[0]))
+        step += 1
+    assert seen == {(0, 0), (1, 1)}
+
+
+def test_a_copy_of_columns_removes_no_remains_without_overwrite(tmp_path: Path) -> None:
+    for name in ("from", "to"):
+        write_samples(tmp_path / name, demo_samples())
+    for column in ("one", "two"):
+        write_column(tmp_path / "from", column, np.arange(7), per="pack")
+    with ShardWriter(tmp_path / "to", overwrite=True) as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        writer.flush()
+        writer.suspend()
+    with pytest.raises(FormatError, match="left by a build that was interrupted"):
+        copy_shard(str(tmp_path / "from"), str(tmp_path / "to"))
+    assert (tmp_path / "to.journal").exists()
+    for _ in range(2):  # the second finds every file right
+        copy_shard(str(tmp_path / "from"), str(tmp_path / "to"), overwrite=True)
+        assert not (tmp_path / "to.journal").exists()
+        ShardWriter(tmp_path / "to", overwrite=True).suspend()
 
 
 def test_a_copy_keeps_no_file_that_another_command_changes(

@@ -20,9 +20,15 @@ from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, listed_columns
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import read_journal
+from megatron_sft_idx.shard.journal import JournalHead, read_journal
 from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
-from megatron_sft_idx.shard.publication import Publication, places_of, remove_remains, with_present_columns
+from megatron_sft_idx.shard.publication import (
+    Publication,
+    locked_prefix,
+    places_of,
+    remove_remains,
+    with_present_columns,
+)
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning, stamp_of
 from megatron_sft_idx.storage.progress import Advance
@@ -256,11 +262,18 @@ def download(
     _finish_changes(paths, overwrite=overwrite)
     right, obsolete = _compare(source, paths, overwrite=overwrite)
     if missing := [suffix for suffix in source.files if suffix not in right]:
-        # Without its other files there is no shard, so a right .seq.idx is written anew, behind them.
-        rewritten = [".seq.idx"] if ".seq.idx" in right and {*missing} - source.attached else []
+        # A right .seq.idx is written anew, behind the others: without them there is no shard, but for a column that was
+        # attached. Of several of these, a kill would leave some of the source beside some that were here.
+        is_alone = len(missing) == 1 and missing[0] in source.attached
+        rewritten = [".seq.idx"] if ".seq.idx" in right and not is_alone else []
+        if rewritten and not overwrite and _earlier_attempt(source, paths) is None:
+            with locked_prefix(paths):  # refuses to remove what is left of other work
+                pass
         kept = {paths.prefix + suffix: stamp for suffix, stamp in right.items() if suffix not in rewritten}
         _fetch_all(source, paths, missing + rewritten, kept, obsolete, overwrite or bool(rewritten), on_progress)
         missing += rewritten
+    elif overwrite:
+        remove_remains(paths)
     nbytes = sum(content.nbytes for suffix, content in source.files.items() if suffix not in missing)
     on_progress(nbytes)
     return Copied(paths.prefix, source.nbytes - nbytes, nbytes, notes=source.notes)
@@ -312,6 +325,14 @@ def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple
     return right, obsolete
 
 
+def _earlier_attempt(source: CopySource, paths: ShardPaths) -> JournalHead | None:
+    """The head of the journal that an interrupted copy of this very shard left; None if there is none."""
+    head = read_journal(paths)
+    if head is None or head.work != "copy" or head.content.get("shard_id") != source.header.shard_id.hex():
+        return None
+    return head
+
+
 def _fetch_all(
     source: CopySource,
     paths: ShardPaths,
@@ -325,17 +346,14 @@ def _fetch_all(
 
     FormatError: a file that was to be ``kept`` (its stamp by its path) has changed since it was compared.
     """
-    content = {"shard_id": source.header.shard_id.hex()}
     only = [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
-    head = read_journal(paths)
-    if head is not None and (head.work != "copy" or head.content.get("shard_id") != content["shard_id"]):
-        head = None
+    head = _earlier_attempt(source, paths)
     if head and head.files.keys() == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
         new = Publication.resume(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(
             paths,
-            content,
+            {"shard_id": source.header.shard_id.hex()},
             work="copy",
             overwrite=overwrite,
             only=only,

@@ -172,7 +172,8 @@ def check_free(
     paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
     replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
     head = read_journal(paths)
-    is_shard = head_of(paths.seq_idx, len(MAGIC)) == MAGIC
+    # What a copy or a rebuild that was killed among its renames had kept is named by no journal.
+    is_shard = head_of(paths.seq_idx, len(MAGIC)) == MAGIC or _is_half_renamed(paths, head)
 
     def is_temporary(path: str) -> bool:
         return _is_named_or_empty(path, head)
@@ -282,9 +283,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
                     f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
                     f" megatron-sft-idx rebuild {paths.prefix}"
                 )
-            # After the first rename or removal the replaced shard is not whole any more, so the rest must follow.
-            has_renamed = any(inode_of(path) == head.files.get(paths.temporary(path), -1) for path in paths.all)
-            if has_renamed or (paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None):
+            if _is_half_renamed(paths, head):
                 rename_all(paths, head, durable=True)
         elif not overwrite and head.work not in drops:
             raise interrupted_error(paths, head)
@@ -292,6 +291,15 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
     # Last, because the journal must name the files as long as there are any to remove.
     with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
+
+
+def _is_half_renamed(paths: ShardPaths, head: JournalHead | None) -> bool:
+    """Whether a killed writer had begun to rename: what it replaces is not whole any more, so the rest must follow."""
+    if head is None or head.replaced_inodes is None:
+        return False
+    all_paths = with_named_columns(paths, head).all
+    has_renamed = any(inode_of(path) == head.files.get(paths.temporary(path), -1) for path in all_paths)
+    return has_renamed or (paths.seq_idx in head.replaced_inodes and inode_of(paths.seq_idx) is None)
 
 
 def interrupted_error(paths: ShardPaths, head: JournalHead) -> FormatError:

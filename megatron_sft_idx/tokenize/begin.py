@@ -453,7 +453,7 @@ def begin(job: Job) -> tuple[JobState, Shard | None]:
     earlier, differs = _interrupted_job(job)
     replaces = (earlier is not None and earlier.overwrite) if resume else options.overwrite
     unfinished = _unfinished_shards(job, replaces=replaces)
-    if resume and earlier is not None and earlier.keep_corpus:
+    if (resume or replaces) and earlier is not None and earlier.keep_corpus:
         drop_build(ShardPaths.of(job.corpus))
     corpus = _find_corpus(job, overwrite=replaces)
     if resume and corpus is not None:
