@@ -174,6 +174,7 @@ USAGE = {
     "capacity a word": (("--seq-length", "4k"), "4k"),
     "workers negative": (("--workers", "-1"), "--workers"),
     "multiple zero": (("--sequence-multiple", "0"), "--sequence-multiple"),
+    "multiple above the capacity": (("--seq-length", "7", "--sequence-multiple", "8"), "--sequence-multiple 8"),
     "unknown packing": (("--packing", "magic"), "magic"),
     "unknown overlong": (("--overlong", "ignore"), "ignore"),
     "unknown train-on": (("--train-on", "user"), "user"),
@@ -202,7 +203,6 @@ def test_wrong_usage(tmp_path, kind):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--seq-length", 7, "--sequence-multiple", 8), "--sequence-multiple 8"),
         (("--output-prefix", "folder/"), "not a prefix"),
         (("--chat-template-kwargs", '{"messages": []}'), "messages"),
         (("--append-eod", "--tokenizer-model", "no-eos"), "--append-eod"),
