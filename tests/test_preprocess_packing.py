@@ -95,3 +95,5 @@ def test_pack_repacks_packs_without_tokens_lost(tmp_path):
 def test_options_that_no_plan_can_keep_are_told_before_anything_is_tokenised(tmp_path, options, said):
     refused = preprocess(tmp_path / "x", *options, rows=LONG, capacity=256)
     assert (refused.code, said in refused.err, remains(tmp_path)) == (2, True, []), refused
+    refused = command("pack", tmp_path / "x", "--seq-length", 256, *options, "--output-prefix", tmp_path / "y")
+    assert (refused.code, said in refused.err) == (2, True), refused

@@ -304,8 +304,11 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     print("\nnothing was written")
 
 
-def _pack(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    options = packing_options(vars(arguments))
+def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    try:
+        options = packing_options(vars(arguments))
+    except FormatError as error:
+        parser.error(str(error))
     if arguments.summary is not None:
         check_summary(arguments.summary, overwrite=arguments.overwrite)
     output = Destination(
