@@ -34,6 +34,17 @@ def test_what_checksums_vouch_for_is_still_held_to_the_rules(tmp_path: Path, dry
     assert rebuild(tmp_path / "x").whole
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_no_index_makes_a_shard_readable_that_was_written_wrong(tmp_path: Path, dry_run: bool) -> None:
+    wrong = small(tmp_path / "x")
+    wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
+    put(tmp_path, reseal(wrong))
+    os.unlink(tmp_path / "x.idx")
+    with pytest.raises(FormatError, match=r"every good file is as its header says, and yet .* \(rule H9\)"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert not os.path.lexists(tmp_path / "x.idx")
+
+
 def test_starts_that_descend_are_refused_before_packs_are_placed_by_them(tmp_path: Path) -> None:
     small(tmp_path / "x", [sample_of([2, 3, 2], lambda _: 0, lambda p: p)] * 2)
     starts = np.array([0, 40000, 5, 0, 2, 5], "<u4")

@@ -209,7 +209,8 @@ def _faults(
     A path that is not in it is good, as far as the other files tell.
 
     Raises:
-        FormatError: every file is what a good header says, and a rule is broken all the same.
+        FormatError: every file but perhaps ``.idx`` is what a good header says, and breaks a rule all the same. A new
+            ``.idx`` would let readers open it.
     """
     missing = {path: "missing (rule F1)" for path in paths.all if not os.path.lexists(path)}
     if header is None:
@@ -225,8 +226,9 @@ def _faults(
     for finding in report.findings:
         if finding.rule in ("F2", "F3"):
             faults.setdefault(finding.path, finding.what)
-    if not faults:
-        _require_rules(paths, report, "every file is as its header says")
+    if faults.keys() <= {paths.idx}:
+        sound = [finding for finding in report.findings if finding.path not in faults]
+        _require_rules(paths, replace(report, findings=tuple(sound)), "every good file is as its header says")
     return faults, report
 
 
@@ -244,7 +246,7 @@ def _verified(paths: ShardPaths, watch: Watch, stage: str) -> Report:
 
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
-    """FormatError if the five files break a rule; ``what`` begins its message. Right checksums do not exclude that."""
+    """FormatError if a finding is about the five files, which right checksums do not exclude. ``what`` begins it."""
     if first := next((finding for finding in report.findings if column_of(finding.path) is None), None):
         raise FormatError(
             f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
