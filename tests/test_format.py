@@ -21,6 +21,7 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     MAX_HEADER_NBYTES,
+    RESERVED_NAMES,
     SEQ_IDX,
     SUFFIXES,
     encode_metadata,
@@ -52,6 +53,11 @@ def test_the_field_table_is_the_code() -> None:
     table = [(name, int(offset), TYPES.get(kind) or f"{kind.removesuffix(' bytes')}s") for offset, kind, name in rows]
     assert table == [tuple(field) for field in FIELDS]
     assert sum(struct.calcsize("<" + field.format) for field in FIELDS) == HEADER_FIXED_NBYTES
+
+
+def test_the_names_that_no_column_has_are_those_of_the_code() -> None:
+    names = SPECIFICATION.split("has already:")[1].split(".\n")[0]
+    assert set(re.findall(r"`(\w+)`", names)) == RESERVED_NAMES
 
 
 def test_the_tiny_shard_has_the_bytes_of_the_hexdump(tmp_path: Path) -> None:

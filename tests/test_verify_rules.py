@@ -108,6 +108,7 @@ BROKEN: list[tuple[str, Change, str, int, int | None, set[str]]] = [
     ("H6", header(most_sequences=13, longest_pack=12), ".seq.idx", 88, None, {"H9"}),
     ("H7", block(b'{"format_writer": 1}'), ".seq.idx", 256, None, set()),
     ("H7", block(b'{"a":"' + b"b" * 42 + b'"}'), ".seq.idx", 256, None, set()),
+    ("H7", block(b'{"a":"' + b"b" * 21 + b'","format_writer":true}'), ".seq.idx", 256, None, set()),
     ("H8", header(shard_id=bytes(16)), ".seq.idx", 16, None, set()),
     ("H9", header(num_trained_tokens=4), ".seq.idx", 56, None, set()),
     ("H9", header(num_masked_packs=2), ".seq.idx", 64, None, set()),

@@ -202,8 +202,8 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
         return None
     values = SEQ_IDX.values(raw)
     metadata = SEQ_IDX.metadata(raw)
-    if metadata is not None and not isinstance(metadata.get("format_writer"), int):
-        findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a number")
+    if metadata is not None and type(metadata.get("format_writer")) is not int:
+        findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a whole number")
     tokenizer = (metadata or {}).get("tokenizer")
     vocab_size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
     if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):

@@ -38,7 +38,7 @@ _UNPUBLISHED = ".tmp"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # No column has one of these names: parts of the five files' names, keys of packs and keys of batches.
-_RESERVED_NAMES = frozenset(
+RESERVED_NAMES = frozenset(
     {"loss", "seq"}
     | {"input_ids", "loss_mask", "seq_boundaries"}
     | {"tokens", "labels", "position_ids", "attention_mask", "padding_mask"}
@@ -53,7 +53,7 @@ def column_of(path: str) -> tuple[str, str] | None:
 
 
 def _may_name_column(name: str) -> bool:
-    return _COLUMN_NAME.fullmatch(name) is not None and name not in _RESERVED_NAMES
+    return _COLUMN_NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
 
 
 def check_column_name(name: str) -> str:
@@ -62,7 +62,7 @@ def check_column_name(name: str) -> str:
         return name
     raise FormatError(
         f"column {name!r}: a name is of small letters, digits and _, begins with a letter, has at most 64 of them, and"
-        f" is none of {', '.join(sorted(_RESERVED_NAMES))}"
+        f" is none of {', '.join(sorted(RESERVED_NAMES))}"
     )
 
 
