@@ -18,7 +18,7 @@ from packs import Sample, assert_holds, assert_is, demo_samples, samples, write_
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 
 PACKS = demo_samples(23)
@@ -185,7 +185,7 @@ def test_the_fingerprint_is_of_content_and_order_not_of_paths(tmp_path: Path) ->
     assert ShardSet(first.prefixes[::-1]).fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EPERM])
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EPERM, errno.ENODEV])
 def test_shards_are_read_where_the_process_gets_no_more_maps(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +196,8 @@ def test_shards_are_read_where_the_process_gets_no_more_maps(
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     assert_holds(ShardSet.open(tmp_path), packs)
+    with pytest.raises(OSError, match=r"a\.seq\.idx"):
+        Shard(tmp_path / "a")
 
 
 # ---- what does not go together ----

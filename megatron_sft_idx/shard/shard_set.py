@@ -410,7 +410,7 @@ class ShardSet:
                 shard = self._open(number, options)
             except OSError as error:
                 # The system may refuse the process one more map, and so may a cluster's file system.
-                if options.backend != "mmap" or error.errno not in (errno.ENOMEM, errno.EPERM):
+                if options.backend != "mmap" or error.errno not in (errno.ENOMEM, errno.EPERM, errno.ENODEV):
                     raise
                 shard = self._open(number, options._replace(backend="reopen"))
             self._shards[number] = shard

@@ -288,7 +288,7 @@ def open_array(
     Raises:
         CorruptShardError: the file has another size (rule F2).
         FormatError: another backend.
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or not be mapped.
     """
     if backend not in ("mmap", "pread"):
         raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
@@ -299,7 +299,8 @@ def open_array(
             return PreadArray(path, dtype, count, offset, os.dup(fd))
         if not count:
             return np.frombuffer(b"", dtype)
-        return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype, count, offset)
+        with name_in_errors(path):
+            return np.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ), dtype, count, offset)
     finally:
         os.close(fd)
 
