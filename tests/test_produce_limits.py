@@ -149,6 +149,14 @@ def test_a_shard_has_as_many_tokens_as_were_asked_for(overlong, tmp_path, catalo
     assert min(counts[:-1], default=400) >= 400
 
 
+def test_what_is_left_out_since_it_trains_nothing_fills_no_shard(tmp_path, catalog):
+    masks = [[0, number % 10 == 0] * 20 for number in range(100)] + [[0] * 40] * 100
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1] * 40, "loss_mask": mask} for mask in masks])
+    done = produced(Path(catalog.folder), "--input", rows, *PACKS, "--drop-untrained")
+    assert done.code == 0, done.err
+    assert [read_header(catalog.shard_prefix(number)).num_tokens for number in catalog.numbers()] == [400]
+
+
 def test_as_many_completed_shards_are_kept_as_were_asked_for(rows, catalog):
     folder = Path(catalog.folder)
     assert produced(folder, "--input", rows, *PACKS).code == 0

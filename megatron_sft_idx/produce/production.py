@@ -56,6 +56,7 @@ from megatron_sft_idx.tokenize import (
     differences,
     encode_piece,
     make_packs,
+    num_kept_tokens,
     option_differences,
     packing_differences,
     remember_encoder,
@@ -353,7 +354,8 @@ class _Production:
             if info.mask_dtype == "float32":
                 mask_dtype = "float32"
             self._require_fit(origin, encoded)
-            num_tokens += self._num_kept(encoded.lengths)
+            part = PartsTable(paths[-1:], np.array([0, len(encoded.lengths)], np.int64), info.mask_dtype)
+            num_tokens += num_kept_tokens(encoded.lengths, self._options.packing, PartsReader(part))
             cursor = Cursor(origin.behind, report.rows, report.skipped)
             self._num_tokens += len(encoded.input_ids)
             self._new_nbytes += encoded.num_bytes
@@ -371,6 +373,9 @@ class _Production:
             _CURSOR: cursor.to_json(),
         }
         bounds = np.cumsum([0, *map(len, lengths[1:])], dtype=np.int64)
+        # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
+        nbytes = sum(map(os.path.getsize, paths)) * num_tokens // sum(int(each.sum()) for each in lengths)
+        self._backpressure.wait_for(nbytes)
         self._publish(PartsTable(paths, bounds, mask_dtype), np.concatenate(lengths), metadata, cursor)
         return cursor
 
@@ -393,21 +398,9 @@ class _Production:
                 " or split, or a larger --seq-length",
             )
 
-    def _num_kept(self, lengths: NDArray[np.int64]) -> int:
-        """How many tokens packing will keep of sequences of these lengths."""
-        longest, overlong = self._options.packing.longest_sequence, self._options.packing.overlong
-        if overlong == "truncate":
-            lengths = np.minimum(lengths, longest)
-        elif overlong == "drop":
-            lengths = lengths[lengths <= longest]
-        return int(lengths.sum())
-
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
-        """Pack the sequences of parts into the next shard, once the producer may be that far ahead."""
+        """Pack the sequences of parts into the next shard."""
         number = self._keeper.state.published
-        # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
-        nbytes = sum(map(os.path.getsize, table.paths)) * self._num_kept(lengths) // int(lengths.sum())
-        self._backpressure.wait_for(nbytes)
         headers = make_packs(
             PartsReader(table),
             lengths,

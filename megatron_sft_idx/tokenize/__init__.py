@@ -32,5 +32,5 @@ from megatron_sft_idx.tokenize.job import (
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import PartInfo, encode_piece, remember_encoder, write_part
 from megatron_sft_idx.tokenize.pipeline import make_shards
-from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.plan import PackOptions, num_kept_tokens
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary

@@ -384,6 +384,14 @@ def plan_packs(
     return Packing(plan, run, metadata | ({} if options.selection is None else {"selected": counts}))
 
 
+def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
+    """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments as for it."""
+    cuts = _cut(lengths, lengths > options.longest_sequence, options)
+    if options.selection is not None and options.selection.drop_untrained:
+        cuts = cuts.only(np.flatnonzero(_which_train(reader, cuts, None)))
+    return int(cuts.lengths.sum())
+
+
 def _overlong(
     lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, name: str
 ) -> NDArray[np.bool_]:
