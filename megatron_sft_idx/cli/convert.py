@@ -46,8 +46,9 @@ memory: a conversion takes less than 256 MiB of heap for data of any size. Only 
 because it can only be unpickled whole. Where .npy is written, --no-verify avoids that.
 
 interruption: DST appears when the result is whole, and was read again and found equal. Until then, what was at DST
-before stays there. A conversion that was killed leaves hidden files beside DST, named .DST.*.tmp: remove them. If it
-was writing a shard, pass --overwrite to start anew.
+before stays there. A conversion that was killed leaves a hidden file or folder beside DST, named .DST.tmp or
+.DST.*.tmp: remove it; the same command takes a file of the first name over. If it was writing a shard, pass --overwrite
+to start anew.
 
 loss: it is an error if DST has no place for something in SRC. --allow-loss leaves that out instead, and prints what it
 was. .pbin has no place for loss masks and packs; memmap, parquet and jsonl-chunks have none for weights other than 0

@@ -103,7 +103,7 @@ def add_parser(verbs: Verbs) -> None:
         --packs N  most packs in an output
         --nbytes SIZE  most bytes of an output's files, such as 2GiB, without headers; a larger pack gets an output of
             its own
-        --shards N  number of outputs, of equally many packs
+        --shards N  number of outputs, whose packs differ in number by one at most
         """,
         nbytes=nbytes,
     )

@@ -230,7 +230,8 @@ def add_parser(verbs: Verbs) -> None:
             at the same paths; changes no byte of the output (default: %(default)s)
         --ray-address ADDRESS  address of a running cluster, HOST:PORT or auto (default: start a cluster on this
             machine, and stop it at the end)
-        --keep-corpus  keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked
+        --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences, overlong ones too, at
+            PREFIX.unpacked; not with options of which rows
         --source  write the column source, which says of every sequence which row of which file it was made from
             (default: %(default)s)
         --source-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --input-weight; loss masks

@@ -41,13 +41,14 @@ differ. If the input or another option differs, the command refuses and says whi
 again from its beginning: rows that are in a shard already are compared and skipped. To start anew, name another folder.
 
 A shard counts as completed when every consumer has saved a checkpoint that includes it. With --watch, write files under
-a name that begins with . or _ or ends in .tmp, and rename them when they are whole. Files of other names are taken when
-a later file is there, or when their size has not changed for --settle seconds.
+a name that begins with . or _ or ends in .tmp, .part or .partial, and rename them when they are whole. Files of other
+names are taken when a later file or _END is there, or when their size has not changed for --settle seconds.
 
 Training fixes the shape of its batches before it has seen the data. So the largest number of sequences in a pack is
 fixed too: it is --max-sequences-per-pack, or else --seq-length / 32, but at least 64.
 
-These shards have no columns, so they do not say which row a sequence was made from. preprocess --source writes that.
+These shards have no columns, so they do not say which row a sequence was made from, and --row-kind preference and kto
+are refused. preprocess writes such columns.
 """
 
 # Options whose values are attributes of ``ProduceOptions`` under the same names.
@@ -85,8 +86,8 @@ def add_parser(verbs: Verbs) -> None:
         parser.add_argument_group("catalog"),
         """
         --catalog FOLDER  folder that the shards are written to
-        --tokens-per-shard N  a shard ends as soon as it has N tokens; each shard is packed by itself, so large shards
-            leave less padding
+        --tokens-per-shard N  a shard ends as soon as it has N tokens, not counting what packing leaves out; each shard
+            is packed by itself, so large shards leave less padding
         --max-ahead-shards N  wait while N published shards are not completed (default: no limit)
         --max-ahead-gb G  wait while one more shard would bring the shards that are not completed above G times 10^9
             bytes; beside others it counts as the largest of them at most (default: no limit)
