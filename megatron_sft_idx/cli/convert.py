@@ -97,11 +97,11 @@ def add_parser(verbs: Verbs) -> None:
         --mask-path PREFIX  for a stock dataset: another stock dataset, which holds its masks
         --repair-merge  for .pbin whose index a merge has damaged: place documents by their lengths
         --capacity N  most token positions a pack may hold (default: what SRC says, or its longest pack)
-        --row-group-size N  for --to parquet: packs in a row group
+        --row-group-size N  for --to parquet: packs in a row group, fewer where they are long (default: 1000)
         --pad-seq-to-mult N  for --to parquet: fill sequences up with --eos-id, as Megatron-Bridge expects them for
             pad_seq_to_mult=N, and write DST.json for its packed_metadata_path; with 1, only DST.json is added
         --eos-id ID  the tokenizer's end-of-sequence id, which sequences are filled up with
-        --samples-per-chunk N  for --to jsonl-chunks: packs in a file
+        --samples-per-chunk N  for --to jsonl-chunks: packs in a file (default: 100)
         --no-columns  leave out all columns
         --allow-loss  leave out what the format of --to has no place for, and print what it was
         --overwrite  replace what is at DST, if it is of the format of --to

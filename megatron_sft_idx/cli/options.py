@@ -218,7 +218,8 @@ def add_staging(group: argparse._ActionsContainer) -> None:
         group,
         """
         --staging DIR  for s3:// and msc:// prefixes: local folder to build the shard in, with room for it (preprocess:
-            for twice its size); an interrupted command or upload continues from there (default: ./%(default)s)
+            for twice its size); what is interrupted stays there: preprocess --resume goes on with it, and copy sends a
+            shard that is built (default: ./%(default)s)
         """,
         staging=STAGING,
     )
