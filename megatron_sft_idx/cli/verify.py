@@ -41,10 +41,10 @@ examples:
   check shards in a bucket; each object is read once, and none is stored here:
     megatron-sft-idx verify --full s3://bucket/data/
 
-Without --full, the command checks the header and its checksum, the sizes of the five files, and the ends of all arrays.
-With --full it also checks the checksums of all files, every byte of .idx against what Megatron writes, every pack and
-mask, every id against the vocabulary, and the header's counts. Rules have the numbers of FORMAT.md, which comes with
-the package. The command never changes a file.
+Without --full, the command checks headers and their checksums, the sizes of the five files and of columns, and the ends
+of all arrays. With --full it also checks the checksums of all files, every byte of .idx against what Megatron writes,
+every pack and mask, every id against the vocabulary, and the header's counts. Rules have the numbers of FORMAT.md,
+which comes with the package. The command never changes a file.
 
 exit code: 0 all shards are good, 1 something is wrong with one, 2 wrong usage.
 """
@@ -68,6 +68,8 @@ examples:
 
 Good files are never touched. A damaged file that is replaced stays beside the new one, with .damaged added to its name.
 Tokens, loss masks and columns cannot be derived from other files: restore them from a copy.
+
+exit code: 0 the shard is whole, or with --dry-run would be; 1 something is lost, or uncertain; 2 wrong usage.
 """
 _LINE_MIB = 10_240
 
