@@ -37,8 +37,9 @@ examples:
 
 If the command ended early, for whatever reason, the same command continues its catalog, with the same bytes: no row is
 missing and none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may
-differ. If the input or another option differs, the command refuses and says which. Input from a pipe must be piped
-again from its beginning: rows that are in a shard already are compared and skipped. To start anew, name another folder.
+differ. If the input or another option differs, the command refuses and says which; the files of a catalog that is
+complete are compared by their sizes alone. Input from a pipe must be piped again from its beginning: rows that are in
+a shard already are compared and skipped. To start anew, name another folder.
 
 A shard counts as completed when every consumer has saved a checkpoint that includes it. With --watch, write files under
 a name that begins with . or _ or ends in .tmp, .part or .partial, and rename them when they are whole. Files of other
