@@ -226,7 +226,8 @@ OTHERS = {
     *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
     *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
     *("--pipeline-model-parallel-size", "--context-parallel-size", "--hybrid-context-parallel", "--eval-interval"),
-    *("--eval-micro-batch-size", "--sequence-packing-scheduler", "--use-varlen-dataset"),  # Megatron-LM
+    *("--eval-micro-batch-size", "--sequence-packing-scheduler", "--use-varlen-dataset"),
+    "--max-seqlen-per-dp-cp-rank",  # Megatron-LM
 }
 
 
