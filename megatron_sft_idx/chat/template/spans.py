@@ -94,15 +94,26 @@ class SpanFinder:
         self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
         self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
-        # The shape of each message, between two that stand for none: that of message i is at i + 1.
-        self._shapes = [-1, *map(rules.shape, messages, chain([True], repeat(False))), -1]
-        # The same without order, since prompts may depend on a system message far before.
-        self._kinds = frozenset(self._shapes)
-        # The last message of a user, -1 where there is none.
-        self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else own_segments(traced, messages):
             self._written.setdefault(segment.message, []).append(segment)
+
+    # What kinds of turns are told by is not looked at where the template marks them itself.
+
+    @cached_property
+    def _shapes(self) -> list[int]:
+        """The shape of each message, between two that stand for none: that of message i is at i + 1."""
+        return [-1, *map(self._rules.shape, self._messages, chain([True], repeat(False))), -1]
+
+    @cached_property
+    def _kinds(self) -> frozenset[int]:
+        """The shapes without order, since prompts may depend on a system message far before."""
+        return frozenset(self._shapes)
+
+    @cached_property
+    def _question(self) -> int:
+        """The position of a user's last message, -1 where there is none."""
+        return max((i for i, one in enumerate(self._messages) if one.get("role") == "user"), default=-1)
 
     @cached_property
     def _edges(self) -> EdgeFinder:
@@ -173,15 +184,20 @@ class SpanFinder:
         pieces = utterances_of(self._messages[message])
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._standing(message, pieces, segments)
-        self._require_words(message, pieces, segments, found)
+        calls = bool(pieces) and pieces[-1].kind == "call"
+        if len(found) < len(pieces) or calls:
+            self._require_words(message, pieces, segments, found)
         blocks = [Segment(start, stop, 0, message) for start, stop in spans]
-        inside = {piece: at + len(piece.text) for at, piece in self._standing(message, pieces, blocks)}
+        inside = self._standing(message, pieces, blocks)
+        marked = [piece for _, piece in inside]
         if self._rules.options.partial_markers == "error":
-            self._require_calls(message, pieces, blocks, _OUTSIDE)
+            if calls:
+                self._require_calls(message, pieces, blocks, _OUTSIDE)
             for _, piece in found:
-                if piece.kind != "call" and piece not in inside:
+                if piece.kind != "call" and piece not in marked:
                     raise self._refused(message, f"the {piece.kind} {short(piece.text)}", _OUTSIDE)
-        if inside and not self._text[max(inside.values()) : spans[-1][1]].strip():
+        said = max([at + len(piece.text) for at, piece in inside], default=0)
+        if inside and not self._text[said : spans[-1][1]].strip():
             self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
 
@@ -290,7 +306,8 @@ class SpanFinder:
         """
         found = []
         for piece in pieces:
-            if (at := self._find(piece.text, segments)) >= 0 and not self._by_chance(message, piece):
+            at = self._find(piece.text, segments)
+            if at >= 0 and not (piece.kind == "reasoning" and self._by_chance(message, piece)):
                 found.append((at, piece))
         if len(found) > 1 and found[0][1].kind == "reasoning" and found[1][1].kind == "content":
             (at, reasoning), (first, answer) = found[:2]
