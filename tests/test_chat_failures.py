@@ -72,9 +72,11 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
 @pytest.mark.parametrize("options", [{}, {"turns": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
 def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: dict[str, str]) -> None:
     source, bad, _ = BAD_ROWS[name]
-    template = make(source, **options)
-    for rows in ([PAIR, bad, PAIR], [bad, bad], [PAIR, talk(user("u"), said("a")), PAIR, bad], []):
-        assert [*map(shown, template.render_each(rows))] == [alone(make(source, **options), row) for row in rows]
+    template, given = make(source, **options), [PAIR, talk(user("u"), said("a")), bad]
+    expected = [alone(make(source, **options), row) for row in given]
+    for rows in ([0, 2, 0], [2, 2], [0, 1, 0, 2], []):
+        outcomes = template.render_each([given[row] for row in rows])
+        assert [*map(shown, outcomes)] == [expected[row] for row in rows]
 
 
 def test_rows_behind_one_that_fails_do_not_keep_its_error_waiting() -> None:
