@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kills import killed_at
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
@@ -52,7 +53,10 @@ def test_a_shard_that_is_being_removed_is_none(catalog):
     write_samples(catalog.shard_prefix(0), demo_samples(2))
     nbytes = catalog.shard_nbytes(0)
     assert nbytes == sum(os.path.getsize(path) for path in ShardPaths.of(catalog.shard_prefix(0)).all)
-    os.unlink(ShardPaths.of(catalog.shard_prefix(0)).seq_idx)
+    paths, step = ShardPaths.of(catalog.shard_prefix(0)), 0
+    while os.path.exists(paths.seq_idx):  # killed later and later
+        assert killed_at(step, lambda: remove_shard(paths))
+        step += 1
     assert (catalog.numbers(), catalog.present()) == ([], [0])
     remove_shard(ShardPaths.of(catalog.shard_prefix(0)))
     assert (catalog.present(), catalog.shard_nbytes(0)) == ([], 0)

@@ -405,6 +405,16 @@ def test_what_a_killed_removal_left_stays(tmp_path: Path) -> None:
     assert step > 5
 
 
+def test_no_files_are_removed_that_no_header_makes_a_shard(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    for suffix in (".seq.idx", ".seq.bin", ".loss.bin"):  # what is left may be stock data
+        (tmp_path / f"x{suffix}").unlink()
+    before = all_files(tmp_path)
+    with pytest.raises(FormatError, match=r"x\.bin: holds a file of .*; expected a file of a shard, which has a"):
+        remove_shard(ShardPaths.of(tmp_path / "x"))
+    assert all_files(tmp_path) == before
+
+
 def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(3))
     killed_build(tmp_path / "x", overwrite=True)

@@ -171,6 +171,12 @@ def check_free(
     """
     paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
     replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
+    _require_ours(paths, [*(() if any_file else replaced), *paths.unpublished.all])
+    return replaced
+
+
+def _require_ours(paths: ShardPaths, files: Iterable[str]) -> None:
+    """FormatError if one of these files of a shard, published or temporary, is there and belongs to no shard."""
     head = read_journal(paths)
     # What a copy or a rebuild that was killed among its renames had kept is named by no journal.
     is_shard = head_of(paths.seq_idx, len(MAGIC)) == MAGIC or _is_half_renamed(paths, head)
@@ -181,13 +187,11 @@ def check_free(
     def is_ours(path: str) -> bool:
         return (is_column(path) if column_of(path) else is_shard) or is_temporary(path)
 
-    ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
-    kinds = {} if any_file else dict.fromkeys(replaced, ours)
-    kinds |= dict.fromkeys(paths.unpublished.all, Kind("a temporary file that a journal names", is_temporary))
-    for path, kind in kinds.items():
+    published = Kind("a file of a shard, which has a .seq.idx", is_ours)
+    temporary = Kind("a temporary file that a journal names", is_temporary)
+    for path in files:
         with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed the file
-            check_place(path, kind, overwrite=True)
-    return replaced
+            check_place(path, temporary if path in paths.unpublished.all else published, overwrite=True)
 
 
 def _check_room(paths: ShardPaths, *, overwrite: bool, only: Collection[str] | None, nbytes: int) -> dict[str, int]:
@@ -231,11 +235,15 @@ def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
 
 
 def remove_shard(paths: ShardPaths) -> None:
-    """Remove the files of a shard, ``.seq.idx`` first. If this is killed, the next writer finishes the removal."""
+    """Remove the files of a shard, ``.seq.idx`` first. If this is killed, the next writer finishes the removal.
+
+    FormatError: files without a ``.seq.idx`` are there, which may be stock data; or a writer is at work.
+    """
     paths = with_present_columns(paths)
     if not paths.present():
         return
     with locked_prefix(paths) as lock:
+        _require_ours(paths, paths.all)
         with contextlib.closing(OutputFile(paths.journal, append=True)) as journal:
             journal.write(encode_head({"work": "removal", "files": _by_suffix(paths, _inodes(paths.all))}))
         finish_interrupted(paths, lock, overwrite=False)
