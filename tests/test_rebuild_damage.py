@@ -45,6 +45,18 @@ def test_no_index_makes_a_shard_readable_that_was_written_wrong(tmp_path: Path, 
     assert not os.path.lexists(tmp_path / "x.idx")
 
 
+def test_no_other_file_does_either(tmp_path: Path) -> None:
+    wrong = small(tmp_path / "x", [sample_of([5], lambda _: 0, lambda p: p)] * 2)
+    wrong[".loss.bin"] = wrong[".loss.bin"][:-1] + b"\x01"
+    put(tmp_path, reseal(wrong))
+    for suffix in (".idx", ".seq.bin"):  # both follow from the header: one sequence a pack
+        os.unlink(f"{tmp_path}/x{suffix}")
+    left = sorted(os.listdir(tmp_path))
+    with pytest.raises(FormatError, match=r"every file could be as its header says, and yet rules are broken"):
+        rebuild(tmp_path / "x")
+    assert sorted(os.listdir(tmp_path)) == left
+
+
 def test_starts_that_descend_are_refused_before_packs_are_placed_by_them(tmp_path: Path) -> None:
     small(tmp_path / "x", [sample_of([2, 3, 2], lambda _: 0, lambda p: p)] * 2)
     starts = np.array([0, 40000, 5, 0, 2, 5], "<u4")

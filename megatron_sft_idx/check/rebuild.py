@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -165,15 +166,16 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
     _refuse_links(paths)
     with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
         how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
+        if not dry_run and faults.keys() <= how_restored.keys():
+            # Before the files appear, because readers open a shard that breaks a rule.
+            report = _verified(paths, watch, "verifying", repair.unpublished)
+            _require_rules(paths, report, "every file could be as its header says")
         kept = repair.publish()
     note = ""
-    if not dry_run and faults.keys() <= how_restored.keys():
-        report = _verified(paths, watch, "verifying")
-        _require_rules(paths, report, "rebuilt")
-        if header is None:
-            header = read_header(paths)
-            if columns := with_present_columns(paths).columns:
-                note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
+    if not dry_run and header is None:
+        header = read_header(paths)
+        if columns := with_present_columns(paths).columns:
+            note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
     return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
 
 
@@ -239,10 +241,11 @@ def _fault_of(error: SFTIndexError) -> str:
     return str(error).split(": ", 1)[-1].split(";")[0]
 
 
-def _verified(paths: ShardPaths, watch: Watch, stage: str) -> Report:
-    """The report of a full verification."""
-    with watch(stage, sum(os.stat(path).st_size for path in with_present_columns(paths).present())) as advance:
-        return verify_shard(paths.prefix, full=True, advance=advance)
+def _verified(paths: ShardPaths, watch: Watch, stage: str, unpublished: Mapping[str, str] | None = None) -> Report:
+    """The report of a full verification; ``unpublished`` as of ``verify_shard``."""
+    files = {path: path for path in with_present_columns(paths).present()} | dict(unpublished or {})
+    with watch(stage, sum(os.stat(path).st_size for path in files.values())) as advance:
+        return verify_shard(paths.prefix, full=True, unpublished=unpublished, advance=advance)
 
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:

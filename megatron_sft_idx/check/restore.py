@@ -120,6 +120,11 @@ class Repair:
         """Do not publish the new file for ``path``. Another one may be created; the rest is up to ``publish``."""
         self._accepted.discard(path)
 
+    @property
+    def unpublished(self) -> dict[str, str]:
+        """Where the new files are until ``publish``, by the paths that they are for."""
+        return {path: self.paths.temporary(path) for path in self._accepted}
+
     def publish(self) -> list[str]:
         """Give every file that is replaced a second name, then put the new ones in their places (rule W2).
 

@@ -101,6 +101,7 @@ def verify_shard(
     vocab_size: int | None = None,
     most: int = _DEFAULT_MOST,
     beside: Collection[str] | None = None,
+    unpublished: Mapping[str, str] | None = None,
     advance: Advance = lambda nbytes: None,
 ) -> Report:
     """Hold the files at a prefix to the rules of FORMAT.md, and report all that are broken.
@@ -115,6 +116,7 @@ def verify_shard(
         vocab_size: with ``full``, every id must be below it. None for the size in the JSON block, if that has one.
         most: findings kept of each rule; the others are counted.
         beside: names of the columns whose files lie at the prefix (``columns_beside``); None to look for them.
+        unpublished: for files that are to be put at some of the paths, by path: where they are now.
         advance: called with ``full`` by two threads, one at a time, with the bytes read since the last call: at most a
             MiB.
 
@@ -130,7 +132,7 @@ def verify_shard(
     claims: HeaderClaims | None = None
     remains = _remains(paths)
     with ExitStack() as stack:
-        files = _open_files(paths, findings, stack)
+        files = _open_files(paths, unpublished or {}, findings, stack)
         if not files and not remains:
             raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
         if remains:
@@ -163,13 +165,16 @@ def verify_shard(
     return Report(paths.prefix, full, tuple(in_order), findings.omitted(), tuple(findings.notes), counts)
 
 
-def _open_files(paths: ShardPaths, findings: Findings, stack: ExitStack) -> dict[str, CheckedFile]:
+def _open_files(
+    paths: ShardPaths, unpublished: Mapping[str, str], findings: Findings, stack: ExitStack
+) -> dict[str, CheckedFile]:
     """The files of the five that are there, by suffix, which ``stack`` closes; each other one breaks rule F1."""
     files: dict[str, CheckedFile] = {}
     recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_journal(paths.journal) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
-            files[suffix] = stack.enter_context(closing(CheckedFile(path)))
+            file = files[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
+            file.path = path  # which findings name
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path):
                 found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"
