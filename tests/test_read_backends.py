@@ -24,7 +24,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, FirstReadHints
 from megatron_sft_idx.storage import advise_order, drop_pages, local, open_array
 from megatron_sft_idx.storage.advice import mapped_nbytes
-from megatron_sft_idx.storage.local import PreadArray
+from megatron_sft_idx.storage.local import PreadArray, ReopenedArray
 
 PAGE = mmap.PAGESIZE
 WAYS: list[dict[str, Any]] = [
@@ -174,6 +174,19 @@ def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, backend: str
     for read in (lambda: shard[6], lambda: list(shard)):
         with pytest.raises(CorruptShardError, match=r"x\.loss\.bin: byte 3: .*cut short"):
             read()
+
+
+def test_what_no_memory_holds_is_an_error_with_the_path(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "x", 1 << 42  # sparse
+    path.touch()
+    os.truncate(path, nbytes)
+    for array in (
+        PreadArray(str(path), np.dtype(np.uint8), nbytes, 0),
+        ReopenedArray(str(path), np.dtype(np.uint8), nbytes, nbytes, lambda: None),
+    ):
+        assert array[nbytes - 1 :].tolist() == [0]
+        with pytest.raises(OSError, match=r"Cannot allocate memory: Unable to allocate 4\.00 TiB .*: '.*/x'"):
+            array[:]
 
 
 def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path) -> None:

@@ -133,10 +133,13 @@ class Array(Protocol):
 
 
 class CopiedArray:
-    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes`` or ``read_items``."""
+    """An array whose slices are fresh, read-only copies; a subclass reads them in ``read_bytes`` or ``read_items``.
 
-    def __init__(self, dtype: np.dtype[Any], count: int) -> None:
-        self.dtype, self._count = dtype, count
+    ``path`` is that of the file or object, for error messages.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any], count: int) -> None:
+        self._path, self.dtype, self._count = path, dtype, count
 
     def __len__(self) -> int:
         return self._count
@@ -148,8 +151,11 @@ class CopiedArray:
         return self.read_items(start, max(start, stop))
 
     def read_items(self, start: int, stop: int) -> NDArray[Any]:
-        """Items ``[start, stop)``, which the array must have."""
-        out = np.empty(stop - start, self.dtype)
+        """Items ``[start, stop)``, which the array must have. OSError (ENOMEM): they are too many for the memory."""
+        try:
+            out = np.empty(stop - start, self.dtype)
+        except MemoryError as error:  # a sparse file may be larger than any memory
+            raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {error}", self._path) from None
         self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
         out.flags.writeable = False
         return out
@@ -167,8 +173,8 @@ class PreadArray(CopiedArray):
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int, fd: int | None = None) -> None:
-        super().__init__(dtype, count)
-        self._path, self._offset = path, offset
+        super().__init__(path, dtype, count)
+        self._offset = offset
         self._fd = open_descriptor(path)[0] if fd is None else fd
 
     def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
@@ -498,8 +504,8 @@ class ReopenedArray(CopiedArray):
     def __init__(
         self, path: str, dtype: np.dtype[Any], count: int, nbytes: int, confirm: Callable[[], None], offset: int = 0
     ) -> None:
-        super().__init__(dtype, count)
-        self._path, self._file_nbytes, self._confirm, self.offset = path, nbytes, confirm, offset
+        super().__init__(path, dtype, count)
+        self._file_nbytes, self._confirm, self.offset = nbytes, confirm, offset
         self.file = self._look()
 
     def _look(self) -> _native.StampedFile:

@@ -341,7 +341,7 @@ class RemoteArray(CopiedArray):
     def __init__(
         self, store: RemoteStore, key: str, dtype: np.dtype[Any], count: int, etag: str, *, offset: int = 0
     ) -> None:
-        super().__init__(dtype, count)
+        super().__init__(store.path(key), dtype, count)
         self._store, self._key, self._etag, self._offset = store, key, etag, offset
 
     def read_items(self, start: int, stop: int) -> NDArray[Any]:
