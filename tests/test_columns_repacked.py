@@ -21,6 +21,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.tokenize import PackOptions, gather, pack_shard
+from megatron_sft_idx.tokenize.corpus import CorpusReader
 
 CARRIED = {name: spec for name, spec in SPECS.items() if spec.per != "pack"}
 # Which token and which sequence of the source a row is of.
@@ -92,10 +93,8 @@ def test_what_belongs_to_a_sequence_goes_with_it(
 
 
 def test_several_shards_and_a_small_window_bring_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_sft_idx.tokenize import gather
-
     source = _write(tmp_path / "x", demo_samples(40))
-    monkeypatch.setattr(gather.CorpusReader, "window_tokens", 8)
+    monkeypatch.setattr(CorpusReader, "window_tokens", 8)
     pack_shard(source, str(tmp_path / "y"), PackOptions(capacity=64), shards=3)
     for number in range(3):
         prefix = tmp_path / f"y-{number:05d}-of-00003"

@@ -17,8 +17,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import begin
 from megatron_sft_idx.tokenize.begin import PartsFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
-from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable
-from megatron_sft_idx.tokenize.parts import Part, PartInfo, write_part
+from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, write_part
 from megatron_sft_idx.tokenize.plan import PlannedRun
 
 

@@ -20,7 +20,7 @@ from kills import killed_at
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard, read_header
-from megatron_sft_idx.tokenize.plan import Selection, draw_lots, file_weights, row_hash, select_rows
+from megatron_sft_idx.tokenize.selection import Selection, draw_lots, file_weights, row_hash, select_rows
 
 ALL = ("--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--input-weight", "*.jsonl=1.5", "--shuffle")
 

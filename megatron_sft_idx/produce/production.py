@@ -35,7 +35,7 @@ from megatron_sft_idx.produce.feed import (
     standard_input,
 )
 from megatron_sft_idx.produce.keeper import ENDED, Backpressure, StateKeeper
-from megatron_sft_idx.shard import read_header
+from megatron_sft_idx.shard import BuildOptions, read_header
 from megatron_sft_idx.shard.journal import locked_name
 from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.storage import require_local
@@ -53,6 +53,7 @@ from megatron_sft_idx.tokenize import (
     PartsReader,
     PartsTable,
     RowEncoder,
+    ToPack,
     differences,
     encode_piece,
     make_packs,
@@ -401,21 +402,17 @@ class _Production:
     def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
         """Pack the sequences of parts into the next shard."""
         number = self._keeper.state.published
-        headers = make_packs(
-            PartsReader(table),
-            lengths,
-            self._catalog.shard_prefix(number),
-            self._options.packing,
+        prefix = self._catalog.shard_prefix(number)
+        build = BuildOptions(
+            self._encoder.token_dtype,
+            np.dtype(table.mask_dtype),
+            capacity=None,
+            sequence_multiple=1,
+            pad_id=self._encoder.tokenizer.pad_id,
             metadata=metadata,
-            packing_metadata={"source": cursor.position.fingerprint},
-            settings={
-                "token_dtype": self._encoder.token_dtype,
-                "mask_dtype": np.dtype(table.mask_dtype),
-                "pad_id": self._encoder.tokenizer.pad_id,
-                "overwrite": True,
-                "columns": {},
-            },
         )
+        sequences = ToPack(PartsReader(table), lengths, prefix, build, {"source": cursor.position.fingerprint})
+        headers = make_packs(sequences, prefix, self._options.packing, overwrite=True)
         report = PackReport.of(headers)
         self._keeper.update(published=number + 1, input=cursor.to_json())
         self._log(

@@ -9,6 +9,7 @@ folder alone, so that what a killed process leaves can always be told from files
 """
 
 from megatron_sft_idx.shard.columns import ShardColumn, pair_numbers, write_column
+from megatron_sft_idx.shard.journal import BuildOptions
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.publication import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -258,6 +259,27 @@ def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
     if os.path.lexists(paths.journal):
         with locked_prefix(paths, overwrite=True):
             pass
+
+
+def drop_build(paths: ShardPaths) -> None:
+    """Remove what an interrupted writer of a new shard left at a prefix; remains of other work stay."""
+    if (head := read_journal(paths)) is not None and head.work == "build":
+        remove_remains(paths)
+
+
+def wait_for_writer(paths: ShardPaths, seconds: float) -> None:
+    """Wait until no writer is at work at a prefix; FormatError where one still is after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with locked_journal(paths):
+                return
+        except FileNotFoundError:
+            return
+        except FormatError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:

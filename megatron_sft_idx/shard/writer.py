@@ -108,6 +108,12 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
+    def begin(cls, prefix: str | os.PathLike[str], options: BuildOptions, *, overwrite: bool) -> ShardWriter:
+        """A writer of a new shard with these options; ``overwrite`` and errors as of the class."""
+        paths = ShardPaths.of(prefix).with_columns(options.columns)
+        return cls.of(Publication(paths, options.encode(), overwrite=overwrite), options)
+
+    @classmethod
     def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
         """A writer of the files of a publication. If that ``is_resumed``, the caller must call ``replay`` first."""
         writer = cls.__new__(cls)

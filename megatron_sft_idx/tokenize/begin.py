@@ -22,15 +22,16 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header
 from megatron_sft_idx.shard.journal import lock_journal
-from megatron_sft_idx.shard.publication import publish_all
+from megatron_sft_idx.shard.publication import drop_build, publish_all
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.publish import Kind, Place, describe, head_of, write_file
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes, require_outputs_apart
+from megatron_sft_idx.tokenize.gather import output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
-from megatron_sft_idx.tokenize.plan import PackOptions, Selection, file_weights
+from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.selection import Selection, file_weights
 
 _MAX_NBYTES = 1 << 28
 # Beginnings of what ``differences`` says of options that the fingerprint of a chat template covers too.
@@ -84,6 +85,8 @@ class PreprocessOptions:
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
         """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""
+        if not self.source_weights:
+            return self.encoding
         weights = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
         return replace(self.encoding, source_weights=weights if set(weights) != {1.0} else ())
 

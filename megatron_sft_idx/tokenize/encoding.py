@@ -22,7 +22,7 @@ from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenize
 from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
-from megatron_sft_idx.tokenize.plan import row_hash
+from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
 

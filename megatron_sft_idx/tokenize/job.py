@@ -37,8 +37,9 @@ from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.local import available_cpus
 from megatron_sft_idx.tokenize.pipeline import make_shards
-from megatron_sft_idx.tokenize.plan import PackOptions, Selection
+from megatron_sft_idx.tokenize.plan import PackOptions
 from megatron_sft_idx.tokenize.report import Summary, check_summary
+from megatron_sft_idx.tokenize.selection import Selection
 
 Options = TypeVar("Options")
 StrPath: TypeAlias = str | os.PathLike[str]

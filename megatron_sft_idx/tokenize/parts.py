@@ -1,4 +1,4 @@
-"""A part: one file with the sequences of some pieces of input, and the task that makes it.
+"""A part: one file with the sequences of some pieces of input, the task that makes it, and what reads all of them.
 
 ::
 
@@ -28,9 +28,9 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,13 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import move_into_place
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
 from megatron_sft_idx.tokenize.report import MAX_LISTED
 
 PART_MAGIC = b"SFTPART"
@@ -53,6 +55,10 @@ _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
 _SUFFIX = ".part"
+# Parts that stay open while packs are gathered from them.
+_MAX_OPEN_PARTS = 256
+# About as many tokens are read of a part each time it is opened, so that opening it is worth it.
+_TOKENS_PER_OPENED_PART = 8192
 
 
 @dataclass(slots=True)
@@ -215,6 +221,80 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> No
         raise
     finally:
         file.close()
+
+
+# ---- all parts as one ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartsTable:
+    """Where the sequences of all parts are; picklable.
+
+    Attributes:
+        paths: of the parts.
+        bounds: number of the first sequence of each part, and at the end the count of all, int64 [parts + 1].
+        mask_dtype: of the masks to be written: float32 where any part has float32.
+        bases: by name of a column to be written, what is added to the values of each part, [parts] or [parts, width].
+        pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` then says.
+    """
+
+    paths: Sequence[str]
+    bounds: NDArray[np.int64]
+    mask_dtype: str
+    bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    pairs: bool = False
+
+
+class PartsReader(SequenceReader):
+    """The sequences of all parts.
+
+    A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
+    opened at most once a window and read from its beginning to its end. Some parts stay open.
+    """
+
+    mask_alignment: MaskAlignment = "token"
+
+    def __init__(self, table: PartsTable) -> None:
+        # 3 to 10 bytes of memory a token, in each of two windows.
+        self.window_tokens = min(max(_TOKENS_PER_OPENED_PART * len(table.paths), 1 << 22), 1 << 24)
+        self.mask_dtype = np.dtype(table.mask_dtype)
+        self.table = table
+        self._open_parts: dict[int, Part] = {}
+
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """As ``SequenceReader.read``, and the column ``pair`` where sequences are pairs."""
+        ids, mask, columns = super().read(run)
+        if self.table.pairs:
+            columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
+        return ids, mask, columns
+
+    def column(self, name: str, width: int) -> NDArray[np.uint32]:
+        """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
+        values = np.empty((int(self.table.bounds[-1]), width), np.uint32)
+        for number, (first, last) in enumerate(pairwise(self.table.bounds.tolist())):
+            values[first:last] = self._part(number).columns[name]
+        return values
+
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
+        order = np.argsort(sequences, kind="stable")
+        ascending = sequences[order]
+        bounds = np.searchsorted(ascending, self.table.bounds)
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            first, last = bounds[number : number + 2].tolist()
+            part, in_part = self._part(number), ascending[first:last] - self.table.bounds[number]
+            columns = {name: part.columns[name][in_part] + base[number] for name, base in self.table.bases.items()}
+            starts, lengths = part.starts[in_part], part.lengths[in_part]
+            yield FileSequences(part.path, order[first:last], starts, lengths, part.ids, part.mask, columns)
+
+    def _part(self, number: int) -> Part:
+        if (part := self._open_parts.get(number)) is not None:
+            return part
+        part = Part(self.table.paths[number])
+        if len(part.lengths) != self.table.bounds[number + 1] - self.table.bounds[number]:
+            raise changed_error(part.path)
+        if len(self._open_parts) < _MAX_OPEN_PARTS:
+            self._open_parts[number] = part
+        return part
 
 
 # ---- tasks ----

@@ -29,25 +29,29 @@ from megatron_sft_idx.chat.inputs import expand_inputs, total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
-from megatron_sft_idx.shard import Shard, ShardWriter, read_header
+from megatron_sft_idx.shard import BuildOptions, Shard, ShardWriter, read_header
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.begin import Job, JobState, PreprocessOptions, begin, find_finished
+from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
-from megatron_sft_idx.tokenize.gather import (
+from megatron_sft_idx.tokenize.gather import ToPack, make_packs, write_packs
+from megatron_sft_idx.tokenize.local import Local, available_cpus
+from megatron_sft_idx.tokenize.parts import (
+    MadePart,
+    PartSettings,
     PartsReader,
     PartsTable,
-    make_packs,
-    pack_shard,
-    write_packs,
+    make_parts,
+    parts_of,
+    remember_encoder,
 )
-from megatron_sft_idx.tokenize.local import Local, available_cpus
-from megatron_sft_idx.tokenize.parts import MadePart, PartSettings, make_parts, parts_of, remember_encoder
-from megatron_sft_idx.tokenize.plan import PlannedRun, Selection, select_rows
+from megatron_sft_idx.tokenize.plan import PlannedRun
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
+from megatron_sft_idx.tokenize.selection import select_rows
 
 # Errors of a full disk: the parts of the job are removed, whose space others may need.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,6 +73,10 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         remember_encoder(None)
 
 
+class _InputChangedError(FormatError):
+    """The input is not what an interrupted job read of it; the parts of that job stay for when it is restored."""
+
+
 class _Preprocessing:
     """The work of one job, and how far it has come."""
 
@@ -77,8 +85,10 @@ class _Preprocessing:
         files = expand_inputs(options.inputs)
         options.require_outputs(files)
         self.options = options = replace(options, packing=options.packing_of(files))
-        # Which rows are packed: all of them where the options ask for no selection.
-        self.selection, self.log, self.stack = options.packing.selection or Selection(), log, stack
+        self.log, self.stack = log, stack
+        # Which rows are packed; None for all of them.
+        self.selection = options.packing.selection
+        self.max_rows = None if self.selection is None else self.selection.max_rows
         self.engine: Local | Cluster | None = None
         if options.engine == "local":
             # Workers import their modules while this process goes on.
@@ -100,7 +110,6 @@ class _Preprocessing:
         self.reused_parts = 0
         self.mask_dtype = "uint8"
         self.is_tokenized = False  # all of the input
-        self.must_keep_parts = False  # even if the job fails
 
     def run(self) -> Summary:
         options, finished = self.options, find_finished(self.job)
@@ -154,23 +163,24 @@ class _Preprocessing:
             if interrupted:
                 self.log("pass --resume to go on, or --overwrite to start anew")
             return
+        if isinstance(error, _InputChangedError):
+            return
         is_of_input = isinstance(error, (FormatError, SequenceError))
         disk_is_full = isinstance(error, OSError) and error.errno in _DISK_FULL
-        if not self.folder.has_parts() or not (self.must_keep_parts or not (is_of_input or disk_is_full)):
+        if is_of_input or disk_is_full or not self.folder.has_parts():
             self.folder.clear()
             return
         rows = f"{self.report.rows:,} rows are kept at {where}"
         if interrupted:
             self.log(f"interrupted; {rows}: pass --resume to go on, or --overwrite to start anew")
-        elif not self.must_keep_parts:
+        else:
             self.log(f"{rows}; pass --resume to go on with them")
 
     # ---- tokenise ----
 
     def _has_enough(self) -> bool:
         """Whether the parts so far hold all rows that ``--max-rows`` asks for."""
-        max_rows = self.selection.max_rows
-        return max_rows is not None and self.report.rows - self.report.skipped >= max_rows
+        return self.max_rows is not None and self.report.rows - self.report.skipped >= self.max_rows
 
     def _tokenize(self, engine: Local | Cluster) -> None:
         job, report, interval = self.job, self.report, self.options.log_interval
@@ -226,8 +236,7 @@ class _Preprocessing:
         # Rows of a range of bytes are numbered from 1 on, others as they are in the file.
         first = lines_before if stretch.nbytes is not None else 0
         if part.changed is not None:
-            self.must_keep_parts = True
-            raise FormatError(
+            raise _InputChangedError(
                 f"{self.folder.path}: {stretch.name}, from row {first + 1} on, is not what the interrupted run read:"
                 f" the content of the input was {part.changed[0]}, is {part.changed[1]}; restore it to go on, or pass"
                 " --overwrite to start anew"
@@ -249,13 +258,10 @@ class _Preprocessing:
         self.pieces += len(info.pieces)
         self.reused_parts += part.reused
 
-    def _described(self) -> tuple[PartsTable, dict[str, Any], dict[str, ColumnSpec]]:
-        """The table of all parts; and of their sequences, the metadata for headers and the columns."""
-        report = self.report
-        sources: dict[str, Any] = {"fingerprint": self.fingerprint.hex()}
-        sources |= {"rows": report.rows, "skipped": report.skipped}
-        if self.selection.max_rows is not None:
-            sources["pieces"] = self.pieces
+    # ---- gather ----
+
+    def _columns(self) -> tuple[dict[str, ColumnSpec], dict[str, NDArray[Any]]]:
+        """The columns to be written, and the ``bases`` of ``PartsTable`` for those whose values lie in parts."""
         columns, bases = {}, {}
         for name in self.options.encoding.columns:
             if name == "source":
@@ -272,11 +278,33 @@ class _Preprocessing:
                 bases["label"] = np.zeros(len(self.files_and_rows), np.uint8)
             else:  # PartsReader makes its values, the numbers of the pairs
                 columns["pair"] = PAIR
-        bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
-        table = PartsTable(self.paths, bounds, self.mask_dtype, bases, "pair" in columns)
-        return table, {**self.encoder.describe(), "sources": sources, "notes": report.notes}, columns
+        return columns, bases
 
-    # ---- gather ----
+    def _sequences(self) -> ToPack:
+        """The sequences of all parts, and which of them are selected."""
+        columns, bases = self._columns()
+        bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
+        lengths = np.concatenate(self.lengths).astype(np.int64)
+        self.lengths.clear()  # gigabytes in a large job
+        sources: dict[str, Any] = {"fingerprint": self.fingerprint.hex()}
+        sources |= {"rows": self.report.rows, "skipped": self.report.skipped}
+        if self.max_rows is not None:
+            sources["pieces"] = self.pieces
+        build = BuildOptions(
+            self.encoder.token_dtype,
+            np.dtype(self.mask_dtype),
+            capacity=None,
+            sequence_multiple=1,
+            pad_id=self.encoder.tokenizer.pad_id,
+            metadata={**self.encoder.describe(), "sources": sources, "notes": self.report.notes},
+            columns=columns,
+        )
+        reader = PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, bases, "pair" in columns))
+        groups, selected = np.arange(len(lengths)) // 2 if "pair" in columns else None, None
+        if self.selection is not None and self.selection.of_rows and not self.options.keep_corpus:
+            files = np.repeat(np.array(self.files_and_rows)[:, 0], np.diff(bounds))
+            selected = select_rows(reader.column("content", 5), files, self.selection, self.options.packing.seed)
+        return ToPack(reader, lengths, self.options.prefix, build, {"source": sources["fingerprint"]}, groups, selected)
 
     def _make(self, state: JobState, corpus: Shard | None) -> list[Header]:
         """Tokenise where there is no corpus; make the shards of the parts, or of the corpus where that is kept."""
@@ -291,60 +319,34 @@ class _Preprocessing:
             self._tokenize(engine)
             self.folder.write(replace(state, tokenized=True))
             self.is_tokenized = True
-        table, metadata, columns = self._described()
-        lengths = np.concatenate(self.lengths).astype(np.int64)
-        self.lengths.clear()  # gigabytes in a large job
-        settings: dict[str, Any] = {
-            "token_dtype": self.encoder.token_dtype,
-            "mask_dtype": np.dtype(table.mask_dtype),
-            "pad_id": self.encoder.tokenizer.pad_id,
-            "overwrite": state.overwrite,
-            "columns": columns,
-        }
         with self._timed("packing"):
-            if not options.keep_corpus:
-                return self._gather(engine, table, lengths, metadata, settings)
-            # Packs of one sequence or pair, in the order of the input.
-            numbers, per_pack = np.arange(len(lengths) + 1), 2 if table.pairs else 1
-            longest, interval = per_pack * int(lengths.max()), options.log_interval
-            run = PlannedRun(numbers[::per_pack], numbers[:-1], None, lengths.astype(np.uint32), longest)
-            with (
-                Progress("joining", len(lengths), unit="seq", log_interval=interval, items="sequences") as progress,
-                ShardWriter(self.job.corpus, metadata=metadata, **settings) as writer,
-            ):
-                write_packs(PartsReader(table), run, writer, progress.update)
-            self.folder.remove_parts()
-            return self._pack(Shard(self.job.corpus), state)
+            sequences = self._sequences()
+            if options.keep_corpus:
+                self._join(sequences, state)
+                self.folder.remove_parts()
+                return self._pack(Shard(self.job.corpus), state)
+            return make_packs(
+                sequences,
+                # Tasks on other machines find the shards by their whole paths.
+                os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
+                options.packing,
+                shards=options.output_shards,
+                overwrite=state.overwrite,
+                resume=options.resume,
+                engine=engine,
+                log_interval=options.log_interval,
+            )
 
-    def _gather(
-        self,
-        engine: Local | Cluster,
-        table: PartsTable,
-        lengths: NDArray[np.int64],
-        metadata: dict[str, Any],
-        settings: dict[str, Any],
-    ) -> list[Header]:
-        """Make the shards of the parts; arguments as of ``make_packs``."""
-        options, reader, selected = self.options, PartsReader(table), None
-        if self.selection.of_rows:
-            files = np.repeat(np.array(self.files_and_rows)[:, 0], np.diff(table.bounds))
-            selected = select_rows(reader.column("content", 5), files, self.selection, options.packing.seed)
-        return make_packs(
-            reader,
-            lengths,
-            os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
-            options.packing,
-            metadata=metadata,
-            packing_metadata={"source": metadata["sources"]["fingerprint"]},
-            settings=settings,
-            name=options.prefix,
-            shards=options.output_shards,
-            groups=np.arange(len(lengths)) // 2 if table.pairs else None,
-            selected=selected,
-            resume=options.resume,
-            engine=engine,
-            log_interval=options.log_interval,
-        )
+    def _join(self, sequences: ToPack, state: JobState) -> None:
+        """Write the corpus: packs of one sequence or pair, in the order of the input."""
+        numbers, per_pack = np.arange(len(sequences.lengths) + 1), 1 if sequences.groups is None else 2
+        longest, interval = per_pack * int(sequences.lengths.max()), self.options.log_interval
+        run = PlannedRun(numbers[::per_pack], numbers[:-1], None, sequences.lengths.astype(np.uint32), longest)
+        with (
+            Progress("joining", len(run.lengths), unit="seq", log_interval=interval, items="sequences") as progress,
+            ShardWriter.begin(self.job.corpus, sequences.build, overwrite=state.overwrite) as writer,
+        ):
+            write_packs(sequences.reader, run, writer, progress.update)
 
     def _pack(self, corpus: Shard, state: JobState) -> list[Header]:
         """Make the shards of the corpus."""

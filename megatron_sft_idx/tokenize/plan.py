@@ -1,228 +1,27 @@
-"""The plan of a job: which rows are packed and how often, how sequences are cut, and which pack each cut goes into.
+"""The plan of a job: how sequences are cut, and which pack each cut goes into, before anything is written.
 
-Rows are selected by lots. The lot of a row is drawn from the seed and a hash of the row's content: messages, weights,
-tools and template variables, or the ids and masks it came with. So it is the same on any machine and in any order, and
-does not change as other rows are added; and equal rows share it, so that no copy of a validation row is trained on.
+A plan knows sequences by numbers alone: those of all parts are counted in the order of the input, those of a shard in
+its order. Each is token ids, a mask, and values in columns, which a ``SequenceReader`` gives.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import orjson
-import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.packing import PackPlan, csr_rows, pack_sequences
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.shard.writer import MaskAlignment
+from megatron_sft_idx.tokenize.selection import Selection
 
-if TYPE_CHECKING:
-    from megatron_sft_idx.tokenize.gather import SequenceReader
-
-_MAX_WEIGHT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which rows are packed, and how often; applied in the order of the attributes.
-
-    Attributes:
-        max_rows: only the first so many usable rows of the input; None for all.
-        dedup: ``exact`` leaves out rows whose content equals that of an earlier row.
-        sample: the share of rows to take, by lot.
-        valid_fraction: the share of rows that go to the validation shard, by lot.
-        weights: how often a row of each file is trained on, by the number of the file; empty for once each.
-        shuffle: put the rows into an order drawn by the seed.
-        drop_untrained: leave out sequences, and cuts of them, that have no token to train on.
-    """
-
-    max_rows: int | None = None
-    dedup: Literal["none", "exact"] = "none"
-    sample: float = 1.0
-    valid_fraction: float = 0.0
-    weights: list[float] = field(default_factory=list)
-    shuffle: bool = False
-    drop_untrained: bool = False
-
-    def __post_init__(self) -> None:
-        for name, share in (("sample", self.sample), ("valid_fraction", self.valid_fraction)):
-            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if not is_number or not 0 <= share <= 1 or (name == "sample" and not share):
-                raise FormatError(f"--{name.replace('_', '-')} {share}: expected a share of the rows, such as 0.1")
-        if self.valid_fraction == 1:
-            raise FormatError("--valid-fraction 1: nothing would be left to train on")
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether rows are selected, for which the hashes of their content are needed."""
-        return replace(self, drop_untrained=False) != Selection()
-
-
-def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> list[float]:
-    """A weight for each file of the input; 1 for files that no entry names.
-
-    Args:
-        option: name of the option in errors.
-        entries: ``FILE=WEIGHT``, where FILE is a path as it is in the input, a glob, a folder, or the name of one file.
-        files: paths of the input.
-
-    Raises:
-        FormatError: an entry that is no such weight, or names no file, several of one name, or a file a second time.
-    """
-    weights: dict[int, float] = {}
-    for entry in entries:
-        name, _, number = entry.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = -1.0
-        if not name or not 0 <= weight <= _MAX_WEIGHT:
-            form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
-            raise FormatError(f"{option} {entry}: expected {form}")
-        folder = name.rstrip("/") + "/"
-        matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
-        if not matching:
-            matching = [n for n, path in enumerate(files) if os.path.basename(path) == name]
-            if len(matching) > 1:
-                several = ", ".join(files[n] for n in matching)
-                raise FormatError(f"{option} {entry}: {several} are called so, name one by its path")
-        if not matching:
-            raise FormatError(f"{option} {entry}: no file of the input is called so; they are {', '.join(files)}")
-        if weighted := next((files[n] for n in matching if n in weights), None):
-            raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
-        weights |= dict.fromkeys(matching, weight)
-    return [weights.get(n, 1.0) for n in range(len(files))]
-
-
-def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = None) -> NDArray[np.uint32]:
-    """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
-
-    Args:
-        row: its one conversation, or the two of a pair.
-        label: of KTO, the lowest bit of the hash. Lots do not depend on that bit: two rows that differ in their label
-            alone are no duplicates, but share their lot.
-    """
-    stream = xxhash.xxh3_128()
-    for each in row:
-        if isinstance(each, TokenizedRow):
-            stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
-        else:
-            content = [each.messages, each.weights, each.tools, each.kwargs]
-            try:
-                # Values of tables that JSON does not have are hashed as Python shows them.
-                text = orjson.dumps(content, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-            except TypeError:  # numbers beyond 64 bits, lone surrogates
-                text = json.dumps(content, default=repr, sort_keys=True).encode()
-            stream.update(text)
-    words = np.frombuffer(stream.digest(), "<u4").copy()
-    words[0] = words[0] & 0xFFFFFFFE | (label or 0)
-    return words
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Selected:
-    """The sequences of selected rows.
-
-    Attributes:
-        train: numbers of the sequences to train on, int64, in the order of packing; some more than once.
-        valid: numbers of the sequences to validate with, likewise.
-        counts: of rows, by name, for the summary.
-    """
-
-    train: NDArray[np.int64]
-    valid: NDArray[np.int64]
-    counts: dict[str, int]
-
-
-def select_rows(
-    contents: NDArray[np.uint32], files: NDArray[np.integer[Any]], selection: Selection, seed: int
-) -> Selected:
-    """Select among all rows of a job, with about 100 bytes of memory a row.
-
-    Args:
-        contents: for each sequence the hash of its row and its number in the row, uint32 [sequences, 5]; in the order
-            of the input, sequences of a row end to end.
-        files: number of the file of each sequence, [sequences].
-        selection: of rows.
-        seed: of every lot.
-
-    Raises:
-        FormatError: no row is selected to train on, or to validate with.
-    """
-    starts = np.flatnonzero(contents[:, 4] == 0)
-    sizes = np.diff(starts, append=len(contents))
-    keys = np.ascontiguousarray(contents[starts, :4]).view("<u8")
-    selected = np.arange(min(len(starts), selection.max_rows or len(starts)))
-    counts = {} if selection.max_rows is None else {"max_rows": len(selected)}
-    if selection.dedup == "exact":
-        hashes = keys[selected]
-        order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # which is stable
-        repeats = (hashes[order[1:]] == hashes[order[:-1]]).all(1)
-        unique = np.sort(selected[order[np.append(np.ones(min(len(order), 1), bool), ~repeats)]])
-        counts["duplicates"], selected = len(selected) - len(unique), unique
-    if selection.sample < 1:
-        sampled = selected[draw_lots(keys[selected], seed, "sample") < selection.sample]
-        counts["not_sampled"], selected = len(selected) - len(sampled), sampled
-    is_valid = draw_lots(keys[selected], seed, "valid") < selection.valid_fraction
-    train, valid = selected[~is_valid], selected[is_valid]
-    counts["valid"] = len(valid)
-    if selection.weights:
-        weights = np.array(selection.weights)[files[starts[train]]]
-        whole = np.floor(weights).astype(np.int64)
-        times = whole + (draw_lots(keys[train], seed, "weight") < weights - whole)
-        counts["weighted_out"] = int((times == 0).sum())
-        counts["repeats"] = int(np.maximum(times - 1, 0).sum())
-        # Copies of a row are far from each other: all rows once, then those that come twice, and so on.
-        train = np.concatenate([train[times > copy] for copy in range(max(times.max(initial=0), 1))])
-    counts["train"] = len(train)
-    if selection.shuffle:
-        train = np.random.default_rng(seed).permutation(train)
-    for name, rows in (("train on", train), ("validate with", valid)):
-        if not len(rows) and (name == "train on" or selection.valid_fraction):
-            raise FormatError(f"no row is left to {name}, of {len(starts)} usable ones: ask for more of them")
-    return Selected(_sequences_of(train, starts, sizes), _sequences_of(valid, starts, sizes), counts)
-
-
-def draw_lots(keys: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.float64]:
-    """A number from 0 to below 1 for each key, uint64 [rows, 2]; it differs with the seed and the purpose."""
-    lots = (keys[:, 0] >> np.uint64(1)) ^ np.uint64(xxhash.xxh3_64_intdigest(f"{purpose} {seed}".encode()))
-    # The finalizer of SplitMix64 (Steele, Lea and Flood 2014), with the key's other half mixed in between.
-    for half in (np.uint64(0), keys[:, 1]):
-        lots = lots ^ half
-        lots = (lots ^ (lots >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        lots = (lots ^ (lots >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        lots = lots ^ (lots >> np.uint64(31))
-    return np.asarray((lots >> np.uint64(11)) * 2.0**-53)
-
-
-def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers of the sequences of these rows, end to end."""
-    return csr_rows(starts[rows], sizes[rows])[1]
-
-
-def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
-    """Numbers of the sequences made from files of these names; FormatError where the column ``source`` has no such."""
-    column = source.columns.get("source")
-    files = None if column is None else column.spec.metadata.get("files")
-    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
-        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
-    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
-    if unknown := sorted({*names} - {*listed}):
-        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
-        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
-    numbers = [number for number, name in enumerate(listed) if name in {*names}]
-    return np.flatnonzero(np.isin(column.values[:][:, 0], numbers))
-
-
-# ---- the plan ----
+# A mask is summed in windows of about this many tokens, 8 bytes of memory each.
+_SUMMED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +94,99 @@ class PlannedRun:
         cuts = slice(int(offsets[0]), int(offsets[-1]))
         begins = None if self.begins is None else self.begins[cuts]
         return PlannedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
+
+
+# ---- what reads the sequences of a plan ----
+
+
+class FileSequences(NamedTuple):
+    """Those of the sequences asked for that lie in one file, ascending by number.
+
+    Attributes:
+        path: of the file.
+        indices: which of the sequences asked for these are, int64 [n].
+        starts, lengths: where each begins among the tokens of the file, and its tokens, [n].
+        ids, mask: of all tokens of the file.
+        columns: values of each sequence, by name, [n] or [n, width].
+    """
+
+    path: str
+    indices: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.integer[Any]]
+    ids: NDArray[Any]
+    mask: NDArray[Any]
+    columns: Mapping[str, NDArray[Any]]
+
+
+class SequenceReader(ABC):
+    """Reads sequences by their numbers.
+
+    Attributes:
+        mask_alignment, mask_dtype: of the masks that ``read`` gives.
+        window_tokens: about how many tokens to read at a time.
+    """
+
+    mask_alignment: MaskAlignment
+    mask_dtype: np.dtype[Any]
+    window_tokens: int
+
+    @abstractmethod
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
+        """The sequences of these numbers, in any order and some more than once, file by file."""
+
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token."""
+        cuts, lengths = len(run.sequences), run.lengths.astype(np.int64)
+        begins = np.zeros(cuts, np.int64) if run.begins is None else run.begins
+        ends = np.cumsum(lengths)
+        places, columns = ends - lengths, dict[str, NDArray[Any]]()
+        ids, mask = np.empty(0), np.empty(ends[-1], self.mask_dtype)
+        for number, file in enumerate(self._by_file(run.sequences)):
+            if not number:
+                ids = np.empty(ends[-1], file.ids.dtype)
+                columns = {name: np.empty((cuts, *of.shape[1:]), of.dtype) for name, of in file.columns.items()}
+            begin, length, place = (each[file.indices] for each in (begins, lengths, places))
+            if (begin + length > file.lengths).any():
+                raise changed_error(file.path)
+            starts = file.starts + begin
+            _native.gather_sequences(file.ids, starts, length, place, ids)
+            _native.gather_sequences(file.mask.astype(self.mask_dtype, copy=False), starts, length, place, mask)
+            for name, values in file.columns.items():
+                columns[name][file.indices] = values
+        return ids, mask, columns
+
+    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """How many of the tokens at these positions of these sequences are trained on; no position may be 0."""
+        return int(np.count_nonzero(self.are_trained(sequences, positions - 1, np.full(len(positions), 2))))
+
+    def are_trained(
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
+    ) -> NDArray[np.bool_]:
+        """Whether any token but the first, which nothing predicts, is trained on in each cut, bool [cuts].
+
+        The cuts are given as in ``PlannedRun``.
+        """
+        are_trained = np.empty(len(sequences), bool)
+        # A mask of labels holds what is said of a token one position earlier.
+        shift = self.mask_alignment == "label"
+        for file in self._by_file(sequences):
+            second = file.starts + begins[file.indices] + 1 - shift
+            ends = second - 1 + lengths[file.indices]
+            windows = np.flatnonzero(np.diff(second // _SUMMED_TOKENS)) + 1
+            for some in filter(len, np.split(np.arange(len(second)), windows)):
+                low = second[some].min()
+                sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
+                are_trained[file.indices[some]] = sums[ends[some] - low] > sums[second[some] - low]
+        return are_trained
+
+
+def changed_error(path: str) -> FormatError:
+    """The error about a file whose sequences are not those that were planned, and the remedy."""
+    return FormatError(f"{path}: changed since its lengths were read; pass --resume, which makes it anew")
+
+
+# ---- the plan of all packs ----
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,11 +28,11 @@ from tokenising import make_input
 
 from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard import BuildOptions, ShardWriter
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, planned_shards, write_packs
-from megatron_sft_idx.tokenize.parts import PartInfo, write_part
+from megatron_sft_idx.tokenize.gather import ToPack, write_packs
+from megatron_sft_idx.tokenize.parts import PartInfo, PartsReader, PartsTable, write_part
 from megatron_sft_idx.tokenize.plan import plan_packs
 
 CAPACITY = 4096
@@ -89,16 +89,18 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     """Gather lengths, plan, share the plan out, gather tokens."""
     messages, sending = processed(lambda: [pickle.dumps(part, protocol=5) for part in lengths])
     gathered, receiving = processed(lambda: np.concatenate([pickle.loads(one) for one in messages]).astype(np.int64))
-    packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
+    _, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, name="bench")
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
-    settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
-    outputs = planned_shards(str(folder / "gathered"), packing, SHARDS, {}, capacity=CAPACITY, **settings)
-    lean = [(run.offsets, run.sequences, run.lengths) for _, _, run in outputs]
-    plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
+    reader = PartsReader(PartsTable(paths, bounds, "uint8"))
+    build = BuildOptions(encoder.token_dtype, reader.mask_dtype, None, 1, None)
+    sequences = ToPack(reader, gathered, "bench", build, {})
+    outputs = sequences.planned(str(folder / "gathered"), PackOptions(CAPACITY), shards=SHARDS, overwrite=False)
+    lean = [(output.run.offsets, output.run.sequences, output.run.lengths) for output in outputs]
+    plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     for output in outputs:
-        with ShardWriter(output.prefix, **output.settings) as writer:
-            seconds += processed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), output.run, writer)[1]
+        with ShardWriter.begin(output.prefix, output.build, overwrite=False) as writer:
+            seconds += processed(write_packs, PartsReader(reader.table), output.run, writer)[1]
             seconds += processed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)
     return [
@@ -118,7 +120,7 @@ def driver_rows() -> Iterator[list[object]]:
         lengths = np.random.default_rng(1).lognormal(6.2, 0.9, count).astype(np.int64).clip(8, CAPACITY)
         reset_peak()
         before = memory("VmRSS")
-        packing, seconds = processed(plan_packs, lengths, PackOptions(CAPACITY), shards=1, source="bench")
+        packing, seconds = processed(plan_packs, lengths, PackOptions(CAPACITY), shards=1, name="bench")
         most = memory("VmHWM") - before
         figures = cells(", .2f .1f .0f", count, seconds, seconds / count * 1e9 / 60, 8 + most / count)
         yield [*figures, packing.plan.method]

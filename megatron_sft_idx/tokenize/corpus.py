@@ -1,0 +1,169 @@
+"""Another shard as the source of sequences: a tokenised corpus, or packs, which are packed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.packs.run import fewer_tokens
+from megatron_sft_idx.packs.split import refuse_other_splits
+from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
+from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.shard.writer import MaskAlignment
+from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
+from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
+from megatron_sft_idx.tokenize.report import PackReport
+
+
+def pack_shard(
+    source: Shard,
+    prefix: str,
+    options: PackOptions,
+    *,
+    shards: int = 1,
+    overwrite: bool = False,
+    resume: bool = False,
+    log_interval: int = 0,
+    sources: Sequence[str] = (),
+    allow_loss: bool = False,
+) -> PackReport:
+    """Pack the sequences of a shard into a new shard at ``prefix``, or into several.
+
+    Memory: some 40 bytes a sequence for the plan, and a few MiB for the tokens.
+
+    Args:
+        source: a tokenised corpus, or packs.
+        prefix: of the new shard, or what the prefixes of several begin with.
+        options: how the sequences are packed.
+        shards: how many shards; their packs differ by one at most.
+        overwrite: replace shards at the prefixes.
+        resume: go on with an interrupted job; shards that it finished are not written again.
+        log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
+        sources: names of input files; sequences made from other files are left out. Empty for all sequences.
+        allow_loss: leave out columns with a row a pack; without it they are an error.
+
+    Raises:
+        SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
+        FormatError: an option that cannot be, a source that the shard does not name, no sequence to pack, a column
+            with a row a pack, or ``prefix`` is that of the source.
+    """
+    for path in (source.prefix, prefix):
+        require_local(path, "packing")
+    chosen, header = sequences_of(source, sources) if sources else None, source.header
+    reader, groups = CorpusReader(source, chosen, allow_loss=allow_loss), pair_numbers(source)
+    if chosen is not None and groups is not None:
+        groups = groups[chosen]
+    reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
+    require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
+    if shards > 1:
+        refuse_other_splits(prefix, shards)
+    # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
+    identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
+    left_out = {} if chosen is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(chosen)}
+    sequences = ToPack(
+        reader,
+        reader.lengths,
+        source.prefix,
+        BuildOptions(
+            header.token_dtype,
+            header.mask_dtype,
+            capacity=None,
+            sequence_multiple=1,
+            pad_id=header.pad_id,
+            metadata=header.metadata,
+            columns={name: column.spec for name, column in reader.columns.items()},
+        ),
+        {**left_out, "source": identity},
+        groups,
+    )
+    headers = make_packs(
+        sequences, prefix, options, shards=shards, overwrite=overwrite, resume=resume, log_interval=log_interval
+    )
+    return replace(PackReport.of(headers), lost_columns=reader.lost_columns)
+
+
+def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
+    """Numbers of the sequences made from files of these names; FormatError where the column ``source`` has no such."""
+    column = source.columns.get("source")
+    files = None if column is None else column.spec.metadata.get("files")
+    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
+        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
+    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
+    if unknown := sorted({*names} - {*listed}):
+        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
+        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
+    numbers = [number for number, name in enumerate(listed) if name in {*names}]
+    return np.flatnonzero(np.isin(column.values[:][:, 0], numbers))
+
+
+class CorpusReader(SequenceReader):
+    """The sequences of a shard, whatever its packs are.
+
+    Args:
+        source: the shard.
+        chosen: numbers in the shard of the sequences that the reader calls 0, 1 and so on; None for all.
+        allow_loss: leave out columns with a row a pack; without it they are an error.
+
+    Attributes:
+        lengths: tokens of each sequence, int64 [sequences].
+        columns: the columns with a row for each sequence or token, by name.
+        lost_columns: names of the columns that are left out.
+    """
+
+    mask_alignment: MaskAlignment = "label"
+    window_tokens = 1 << 20
+
+    def __init__(self, source: Shard, chosen: NDArray[np.int64] | None = None, *, allow_loss: bool = False) -> None:
+        self._prefix, self._tokens, self._loss = source.prefix, source.files.tokens[:], source.files.loss[:]
+        self.mask_dtype = self._loss.dtype
+        self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
+        self._chosen = np.arange(len(lengths)) if chosen is None else chosen
+        self.lengths = lengths[self._chosen]
+        columns = dict(source.columns)
+        self.lost_columns = sorted(name for name, column in columns.items() if column.spec.per == "pack")
+        if self.lost_columns and not allow_loss:
+            raise FormatError(
+                f"{source.prefix}: columns {', '.join(self.lost_columns)}: they have a row a pack, and these packs will"
+                " be others; pass allow_loss (--allow-loss) to leave them out"
+            )
+        self.columns = {name: column for name, column in columns.items() if name not in self.lost_columns}
+        specs = {name: column.spec for name, column in self.columns.items()}
+        self.window_tokens = fewer_tokens(self.window_tokens, specs)
+
+    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """As ``SequenceReader.read``; columns in the order of their names in the shard."""
+        ids, mask, of_sequences = super().read(run)
+        lengths = run.lengths.astype(np.int64)
+        ends = np.cumsum(lengths)
+        # Behind a cut its last label is gone; at the end of a whole sequence it is 0 already (rule P6).
+        mask[ends - 1] = 0
+        columns = {}
+        for name, column in self.columns.items():
+            spec, values = column.spec, of_sequences.get(name)
+            if values is None:
+                values = np.empty(len(ids), column.items_in_memory.dtype)
+                starts = self._bounds[self._chosen[run.sequences]] + (0 if run.begins is None else run.begins)
+                # As bytes: rows may be of any width.
+                first, nbytes, place = (each * spec.row_nbytes for each in (starts, lengths, ends - lengths))
+                _native.gather_sequences(
+                    column.items_in_memory.view(np.uint8), first, nbytes, place, values.view(np.uint8)
+                )
+            columns[name] = values.view(spec.dtype).reshape(spec.shape(len(values)))
+        return ids, mask, columns
+
+    def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
+        order = np.argsort(sequences, kind="stable")
+        ascending = sequences[order]
+        numbers = self._chosen[ascending]
+        of_sequences = {name: each for name, each in self.columns.items() if each.spec.per == "sequence"}
+        columns = {name: column.items_in_memory[numbers] for name, column in of_sequences.items()}
+        starts, lengths = self._bounds[numbers], self.lengths[ascending]
+        yield FileSequences(self._prefix, order, starts, lengths, self._tokens, self._loss, columns)
