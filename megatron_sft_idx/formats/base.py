@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MaskAlignment = Literal["label", "token", "rolled-right"]
+# What is trained on in files without loss masks.
+MaskRule = Literal["all"]
 MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
 # For ``PackedReader.notes``: how all masks of a file were changed.
 ALIGNMENT_NOTES = {

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
+from megatron_sft_idx.formats.base import MaskAlignment, MaskRule, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -26,8 +26,6 @@ from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from megatron_sft_idx.formats.stock import MaskRule
 
 
 class JoinedShards:

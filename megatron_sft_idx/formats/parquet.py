@@ -269,6 +269,7 @@ class Reader(PackedReader):
                 raise FormatError(
                     f"{self.path}: row group {group} claims {counts[group]} {shown}; the footer is damaged"
                 )
+        self._num_tokens, self._num_sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
         self._first_packs: list[int] = [0, *accumulate(rows)]
         if self._first_packs[-1] != metadata.num_rows:
             raise FormatError(
@@ -282,7 +283,6 @@ class Reader(PackedReader):
 
         Where those do not say the longest pack, or are of other packs, the first call costs one pass over the masks.
         """
-        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
         longest = self._stated_longest
         if longest is None:
             # By the masks, the field that takes least to decode.
@@ -290,15 +290,15 @@ class Reader(PackedReader):
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        return self._make_spec(sequences, tokens, longest, **spec_fields(self._package_metadata, longest, 1))
+        counts = self._num_sequences, self._num_tokens, longest
+        return self._make_spec(*counts, **spec_fields(self._package_metadata, longest, 1))
 
     @cached_property
     def _stated_longest(self) -> int | None:
         """The longest pack by the package metadata; None where they have none, or are of other packs."""
         values = self._package_metadata
-        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
-        counts: dict[str, Any] = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
-        if all(values.get(key) == value for key, value in counts.items()):
+        found = len(self), self._num_sequences, self._num_tokens
+        if tuple(values.get(key) for key in ("num_packs", "num_sequences", "num_tokens")) == found:
             return int_within(values, "longest_pack", 0)
         if values:
             self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
@@ -391,7 +391,7 @@ class Reader(PackedReader):
             run = self._run_of_rows(batch, counts.num_packs)
             counts.add(run)
             yield run
-        expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED_FIELDS))
+        expected = len(self), self._num_tokens, self._num_sequences
         self._require_counts("the file", (counts.num_packs, counts.num_tokens, counts.num_sequences), expected)
 
 

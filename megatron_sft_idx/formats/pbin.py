@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
+    MaskRule,
     PackedReader,
     PackedSpec,
     PackedWriter,
@@ -55,7 +56,6 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, head_of
 
-MaskRule = Literal["all"]
 ByteOrder = Literal["big", "little"]
 
 # How a pickled list begins: by protocol 2 and later, 0, and 1.

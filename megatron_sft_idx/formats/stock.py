@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
+    MaskRule,
     PackedReader,
     PackedSpec,
     all_trained_mask,
@@ -27,8 +28,6 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, IDX_MAGIC, idx_nbytes
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import open_array, open_regular
-
-MaskRule = Literal["all"]
 
 # Megatron's dtype codes (megatron.core.datasets.indexed_dataset.DType).
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
