@@ -32,6 +32,7 @@ from megatron_sft_idx.chat.template.words import (
     DataMark,
     Utterance,
     content_of,
+    end_piece,
     locate,
     short,
     squeezed,
@@ -52,7 +53,6 @@ _EMPTY_THINKING = re.compile(
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
     re.IGNORECASE,
 )
-_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _TELLING = 8  # characters: words of this length are taken for a message's, since templates hardly write them themselves
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
@@ -183,6 +183,8 @@ class SpanFinder:
         """
         pieces = utterances_of(self._messages[message])
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
+        if self._is_all_marked(pieces, segments[0], spans):
+            return spans, spans
         found = self._standing(message, pieces, segments)
         calls = bool(pieces) and pieces[-1].kind == "call"
         if len(found) < len(pieces) or calls:
@@ -200,6 +202,15 @@ class SpanFinder:
         if inside and not self._text[said : spans[-1][1]].strip():
             self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
+
+    def _is_all_marked(self, pieces: list[Utterance], segment: Segment, spans: Ranges) -> bool:
+        """Whether words alone, with an end of turn behind them, fill one block: as most do, seen without a search."""
+        if not self._keeps_all or len(spans) != 1 or [piece.kind for piece in pieces] != ["content"]:
+            return False
+        (start, stop), words = spans[0], pieces[0].text
+        said = start + len(words)
+        stands = segment.start <= start and said <= segment.stop and self._text.startswith(words, start)
+        return stands and said < stop and not self._text[said:stop].isspace()
 
     def require_words(self, messages: Sequence[int]) -> None:
         """Refuse the row unless all that these assistant messages say stands in the text, no matter where."""
@@ -414,11 +425,11 @@ class SpanFinder:
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])  # of the message and its neighbours
         before = text[max(0, low - 64) : low].rstrip()  # only a tag counts, as data there would be a new kind each time
-        tag = _end_piece(before) if before[-1:] in (">", "]") else ""
+        tag = end_piece(before) if before[-1:] in (">", "]") else ""
         place = (message > self._question, traced, len(segments), high == end, tag)
         # Arguments of calls, and text in several segments, cannot be told from the template's own text.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
-        tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
+        tail = end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
         turn = Turn(message, low, first, said, high)
         fed = self._edges.fed(turn) if self._rules.prompt_varies else 0
         key = (self._variables, self._kinds, around, place, text[low:first], tail, fed)
@@ -687,12 +698,3 @@ def _cut(spans: Ranges, cuts: Ranges) -> Ranges:
         spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
         spans = [(start, stop) for start, stop in spans if start < stop]
     return spans
-
-
-def _end_piece(text: str) -> str:
-    """The last tag, word or other character of a text: the template's own, where data may stand before it."""
-    end = text[-1:]
-    if end in (">", "]"):
-        tag = text[text.rfind("<" if end == ">" else "[") :]
-        return tag if len(tag.split(None, 1)) == 1 else end
-    return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ class _Tracker:
         self.frames.clear()
         self._stack[:] = [-1]
         self._positions.clear()
-        self._positions.update((id(message), index) for index, message in enumerate(messages))
+        self._positions.update(zip(map(id, messages), count()))
         self.sentinel = sentinel
         self.captured = False
 
@@ -377,7 +377,6 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
     outer: dict[int, int] = {}
     stack: list[int] = []
     depth = begun = at = 0
-    last = (-1, -1)  # where the last segment stops, and its frame
     for position, event in chain(events, [(len(text), _STOP)]):
         if event == _BEGIN:
             begun = position if depth == 0 else begun
@@ -390,10 +389,9 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
             continue
         if stack and position > at:
             frame = stack[-1]
-            if segments and last == (at, frame):
+            if segments and segments[-1].stop == at and segments[-1].frame == frame:
                 at = segments.pop().start  # the frames that opened in between wrote nothing
             segments.append(Segment(at, position, frame, frames[frame]))
-            last = (position, frame)
         at = position
         if event >= 0:
             if stack:

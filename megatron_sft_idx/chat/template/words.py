@@ -41,6 +41,7 @@ _CLOSED = re.compile(
     re.DOTALL,
 )
 THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
+_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _SENTINELS = tuple(chr(base) for base in range(0xF1000, 0xF1040, 2))
 ASKED, SAID, _CALLED, _RESULT = "zqasked", "zqsaid", "zqcalled", "zqresult"
 """Words of made-up messages, which no template writes by itself: a question, an answer, a function, its result."""
@@ -137,6 +138,15 @@ def content_of(message: Mapping[str, Any]) -> str:
 def squeezed(text: str) -> str:
     """The text without any whitespace, for templates that reflow it."""
     return "".join(text.split())
+
+
+def end_piece(text: str) -> str:
+    """The last tag, word or other character of a text: the template's own, where data may stand before it."""
+    end = text[-1:]
+    if end in (">", "]"):
+        tag = text[text.rfind("<" if end == ">" else "[") :]
+        return tag if len(tag.split(None, 1)) == 1 else end
+    return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
 
 
 def short(words: str) -> str:
