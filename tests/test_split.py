@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kills import killed_at
 from packs import Sample, assert_holds, demo_samples, five_files, folder_of, opens, samples, sums_told, write_samples
 
-from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
@@ -327,26 +325,6 @@ def test_resuming_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: P
         cut(tmp_path / "x", tmp_path / "p", packs=3, resume=True)
     cut(tmp_path / "x", tmp_path / "p", packs=3, overwrite=True)
     assert_holds(Shard(prefixes[1]), demo_samples(7)[3:6])
-
-
-def test_no_new_output_is_rebuilt_beside_an_old_one(tmp_path: Path) -> None:
-    for number, name in enumerate("ab"):
-        write_samples(tmp_path / name, demo_samples(8)[number:])
-    refused = 0
-    for step in range(200):
-        folder = tmp_path / str(step)
-        prefixes = cut(tmp_path / "a", folder / "p", shards=2)
-        if not killed_at(step, lambda to=folder / "p": cut(tmp_path / "b", to, shards=2, overwrite=True)):  # type: ignore[misc]
-            break
-        if os.path.exists(ShardPaths(prefixes[0]).seq_idx) or not os.path.exists(ShardPaths(prefixes[1]).seq_idx):
-            continue
-        with pytest.raises(FormatError, match=r"p-00000-of-00002: its job was killed before it had removed the shard"):
-            rebuild(prefixes[0])
-        os.rename(ShardPaths(prefixes[1]).seq_idx, folder / "moved")
-        ids = {rebuild(prefix) and read_header(prefix).metadata["split"]["shard_id"] for prefix in prefixes}
-        assert ids == {read_header(tmp_path / "b").shard_id.hex()}
-        refused += 1
-    assert refused
 
 
 def test_resuming_needs_room_for_the_outputs_that_are_missing_alone(

@@ -8,9 +8,7 @@ are written beside the old ones, and take their places only when they are comple
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -32,7 +30,6 @@ from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import (
     inode_of,
     interrupted_error,
-    is_set_aside,
     locked_prefix,
     pending,
     with_named_columns,
@@ -309,12 +306,6 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
             " was to replace it; run the build again, or move away what is not wanted: the five files to recover the"
             " build, or the .journal and .tmp files to rebuild the shard"
         )
-    if hidden := _hidden_output(paths):
-        raise FormatError(
-            f"{paths.prefix}: its job was killed before it had removed the shard at {hidden.prefix}, which it was to"
-            " replace too: new packs would lie beside old ones; run the job again with --resume, or move away"
-            f" {hidden.seq_idx} and rebuild both"
-        )
     if not remains.is_complete and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
@@ -331,13 +322,3 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
     )
     note = f"from the journal of a {remains.head.work} that was {state}: {counts}"
     return Rebuilt(paths.prefix, files, note=note, dry_run=dry_run)
-
-
-def _hidden_output(paths: ShardPaths) -> ShardPaths | None:
-    """Another of one job's outputs ``X-00000-of-00002`` that is set aside, while an old shard has its name."""
-    if (output := re.fullmatch(r"(.*-)\d{5}(-of-\d{5})", paths.prefix, re.DOTALL)) is None:
-        return None
-    start, end = map(glob.escape, output.groups())
-    journals = sorted(glob.glob(f"{start}{'[0-9]' * 5}{end}.journal"))
-    others = [ShardPaths(path.removesuffix(".journal")) for path in journals if path != paths.journal]
-    return next((each for each in others if is_set_aside(each) and os.path.lexists(each.seq_idx)), None)
