@@ -332,8 +332,11 @@ class FastEngine:
 
     def ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Token ids of the texts, without special tokens added."""
-        ids = self.raw_ids([text.encode() for text in texts])
-        doubtful = [i for i, text in enumerate(texts) if not (text.isascii() or self._is_settled(text))]
+        ids = self.raw_ids(texts)
+        doubtful = [i for i, text in enumerate(texts) if not text.isascii()]
+        if self._is_settled("".join([texts[i] for i in doubtful])):  # what is of normal form is so in every part
+            return ids
+        doubtful = [i for i in doubtful if not self._is_settled(texts[i])]
         for i, exact in zip(doubtful, exact_ids(self._exact, [texts[i] for i in doubtful]), strict=True):
             ids[i] = exact
         return ids
@@ -344,17 +347,18 @@ class FastEngine:
         A character is hardly ever reclassified once Unicode has it, and never decomposed otherwise; but libraries learn
         new characters at different times. So the text must hold none that is younger than ``ASSIGNED``.
         """
-        return bool(settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all()) and (
+        return bool(settled().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).all()) and (
             not self._nfc or unicodedata.is_normalized("NFC", text)
         )
 
-    def raw_ids(self, utf8: list[bytes]) -> list[NDArray[np.uint32]]:
+    def raw_ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Gigatoken's own answer, whatever the text."""
-        self._seen_nbytes += sum(map(len, utf8))
         if self._seen_nbytes > RENEWAL_NBYTES:
             self._encoder, self._seen_nbytes = self._make(), 0
         # As quick as a batch, which would import the awkward package: half a second.
-        return [np.asarray(self._encoder.encode(text), np.uint32) for text in utf8]
+        ids = [np.asarray(self._encoder.encode(text), np.uint32) for text in texts]
+        self._seen_nbytes += sum(len(text.encode()) for text in texts)  # which a string keeps that was asked for it
+        return ids
 
 
 @lru_cache(maxsize=1)
@@ -392,7 +396,7 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
         text = token.content
         texts.append(f"a{text}b {text} \n {text}{text}\n\n{text}1 {text[:-1]} {text[1:]}")
     texts = [unicodedata.normalize("NFC", text) for text in texts]
-    expected, found = exact_ids(tokenizer, texts), engine.raw_ids([text.encode() for text in texts])
+    expected, found = exact_ids(tokenizer, texts), engine.raw_ids(texts)
     return all(map(np.array_equal, expected, found))
 
 
