@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, restore_under_header
+from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import (
     CorruptShardError,
@@ -31,7 +32,6 @@ from megatron_sft_idx.shard.publication import (
     inode_of,
     interrupted_error,
     locked_prefix,
-    pending,
     with_named_columns,
     with_present_columns,
 )
@@ -130,17 +130,14 @@ def rebuild(
     require_local(paths.prefix, "rebuild")
     if copied and not dry_run:
         adopt_remains(paths)
-    journal, is_rebuild = read_journal(paths), False
-    if journal is not None and journal.work in ("rebuild", "removal"):
-        # Its renames are finished, or its files removed, before the shard is read: it may be whole only in part.
-        is_rebuild = journal.work == "rebuild"
-        if not is_rebuild or (dry_run and journal.replaced_inodes is not None):
-            raise interrupted_error(paths, journal)
-    elif (
-        os.path.lexists(paths.journal)
-        and os.lstat(paths.journal).st_size  # an empty journal is only a lock
-        and (remains := find_remains(prefix)) is not None
+    journal = read_journal(paths)
+    is_rebuild = journal is not None and journal.work == "rebuild"
+    # What is renamed or removed only in part has to be finished first, and a dry run finishes nothing.
+    if journal is not None and (
+        journal.work == "removal" or (is_rebuild and dry_run and journal.replaced_inodes is not None)
     ):
+        raise interrupted_error(paths, journal)
+    if not is_rebuild and (remains := find_remains(prefix, named=True, copied=copied)) is not None:
         return _recover_build(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
@@ -169,7 +166,10 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         if not dry_run and faults.keys() <= how_restored.keys():
             # Before the files appear, because readers open a shard that breaks a rule.
             report = _verified(paths, watch, "verifying", repair.unpublished)
-            _require_rules(paths, report, "every file could be as its header says")
+            if header is None:
+                _require_none(report, _of_five(report), *_CHANGED_MEANWHILE)
+            else:
+                _require_none(report, _of_five(report), "every file could be as its header says", *_WRITTEN_SO)
         kept = repair.publish()
     note = ""
     if not dry_run and header is None:
@@ -229,8 +229,12 @@ def _faults(
         if finding.rule in ("F2", "F3"):
             faults.setdefault(finding.path, finding.what)
     if faults.keys() <= {paths.idx}:
-        sound = [finding for finding in report.findings if finding.path not in faults]
-        _require_rules(paths, replace(report, findings=tuple(sound)), "every good file is as its header says")
+        sound = [finding for finding in _of_five(report) if finding.path not in faults]
+        why, remedy = _WRITTEN_SO
+        # Derived anew, indexes can be right only where the data is, and .idx has the lengths of the packs.
+        if not faults and {finding.path for finding in sound} <= {paths.idx, paths.seq_idx}:
+            remedy = f"move {paths.seq_idx} away to have the indexes derived from the rest, or {remedy}"
+        _require_none(report, sound, "every good file is as its header says", why, remedy)
     return faults, report
 
 
@@ -241,20 +245,40 @@ def _fault_of(error: SFTIndexError) -> str:
     return str(error).split(": ", 1)[-1].split(";")[0]
 
 
-def _verified(paths: ShardPaths, watch: Watch, stage: str, unpublished: Mapping[str, str] | None = None) -> Report:
-    """The report of a full verification; ``unpublished`` as of ``verify_shard``."""
+def _verified(
+    paths: ShardPaths,
+    watch: Watch,
+    stage: str,
+    unpublished: Mapping[str, str] | None = None,
+    beside: Collection[str] | None = None,
+) -> Report:
+    """The report of a full verification; ``unpublished`` and ``beside`` as of ``verify_shard``."""
     files = {path: path for path in with_present_columns(paths).present()} | dict(unpublished or {})
     with watch(stage, sum(os.stat(path).st_size for path in files.values())) as advance:
-        return verify_shard(paths.prefix, full=True, unpublished=unpublished, advance=advance)
+        return verify_shard(paths.prefix, full=True, unpublished=unpublished, beside=beside, advance=advance)
 
 
-def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
-    """FormatError if a finding is about the five files, which right checksums do not exclude. ``what`` begins it."""
-    if first := next((finding for finding in report.findings if column_of(finding.path) is None), None):
+# How rules can be broken all the same, and what to do.
+_WRITTEN_SO = "it was written so", "write it again"
+_CHANGED_MEANWHILE = (
+    "every pack was checked as it was read",
+    "the files changed meanwhile, or the disk gives back other bytes each time",
+    "nothing was published; run the same command again",
+)
+
+
+def _of_five(report: Report) -> list[Finding]:
+    """The findings about the five files. Those about columns are not."""
+    return [finding for finding in report.findings if column_of(finding.path) is None]
+
+
+def _require_none(report: Report, findings: Sequence[Finding], what: str, why: str, remedy: str) -> None:
+    """FormatError if there are such findings in a report, which ``what`` should exclude."""
+    if findings:
+        first, places = findings[0], "1 place" if report.num_findings == 1 else f"{report.num_findings} places"
         raise FormatError(
-            f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
-            f" first is byte {first.offset} of {first.path}: {first.what}; move {paths.seq_idx} away to have the"
-            " indexes derived from the rest, or write it again"
+            f"{report.prefix}: {what}, and yet rules are broken in {places}: {why}; the first is byte {first.offset} of"
+            f" {first.path}: {first.what}; {remedy}"
         )
 
 
@@ -297,28 +321,54 @@ def _states(
 
 
 def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
-    """Make a shard of a killed build's packs. FormatError: there are none, or they were to replace a shard."""
-    is_pending = paths.seq_idx in pending(paths, remains.head)
-    replaces = is_pending and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
-    if paths.present() and (not remains.is_complete or replaces):
+    """Make a shard of a killed build's packs, which keeps every rule before it appears.
+
+    FormatError: there are no packs, or they were to replace a shard, or files have changed since they were complete.
+    """
+    head, is_complete = remains.head, remains.is_complete
+    if paths.present() and (not is_complete or (remains.replaces and head.work == "build")):
         raise FormatError(
             f"{paths.prefix}: a shard is here, and beside it what a killed build of {remains.num_packs} packs left that"
             " was to replace it; run the build again, or move away what is not wanted: the five files to recover the"
             " build, or the .journal and .tmp files to rebuild the shard"
         )
-    if not remains.is_complete and not remains.num_packs:
+    if not is_complete and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
             " build it again with overwrite (--overwrite)"
         )
-    counts = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
-    state = "complete but for renames" if remains.is_complete else "killed"
+    num_packs, num_sequences, num_tokens = remains.num_packs, remains.num_sequences, remains.num_tokens
+    broken: set[str] = set()
+
+    def check(unpublished: Mapping[str, str]) -> None:
+        columns = paths.with_columns_of(head.files).columns
+        report = _verified(paths, watch, "verifying", unpublished, columns)
+        if not is_complete:
+            _require_none(report, report.findings, *_CHANGED_MEANWHILE)
+        broken.update(found.path for found in report.findings if found.rule == "F3" or column_of(found.path))
+        if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header brings back indexes, and nothing else
+            what, why = "the journal says that all files are complete", "they were changed since"
+            again = "run the same copy again" if head.work == "copy" else "build it again"
+            remedy = f"nothing was published; {again} with overwrite (--overwrite)"
+            changed = sorted(
+                report.findings, key=lambda found: found.rule not in ("F3", "C7")
+            )  # rather than its effects
+            _require_none(report, changed, what, why, remedy)
+
     if not dry_run:
-        with watch("recovering", remains.num_tokens) as advance:
-            recover(paths.prefix, overwrite=remains.is_complete, progress=advance)
-        _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
-    files = tuple(
-        FileState(path, "rebuilt", remedy="from the journal") for path in with_named_columns(paths, remains.head).all
+        with watch("recovering", num_tokens) as advance:
+            header = recover(paths.prefix, overwrite=is_complete, check=check, progress=advance)
+        num_packs, num_sequences, num_tokens = header.num_packs, header.num_sequences, header.num_tokens
+    elif is_complete:
+        check(remains.unpublished)
+    kept: tuple[str, ...] = ()
+    if broken and not dry_run:
+        with locked_prefix(paths) as lock:
+            kept = _rebuild_files(paths, GivenFacts(), watch, lock).kept
+    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in with_named_columns(paths, head).all)
+    state = "complete but for renames" if is_complete else "killed"
+    note = (
+        f"from the journal of a {head.work} that was {state}: {num_packs} packs, {num_sequences} sequences,"
+        f" {num_tokens} tokens"
     )
-    note = f"from the journal of a {remains.head.work} that was {state}: {counts}"
-    return Rebuilt(paths.prefix, files, note=note, dry_run=dry_run)
+    return Rebuilt(paths.prefix, files, kept, note, dry_run)

@@ -357,18 +357,25 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
 
 
 def open_columns(
-    paths: ShardPaths, beside: Collection[str], claims: HeaderClaims | None, findings: Findings, stack: ExitStack
+    paths: ShardPaths,
+    beside: Collection[str],
+    unpublished: Mapping[str, str],
+    claims: HeaderClaims | None,
+    findings: Findings,
+    stack: ExitStack,
 ) -> dict[str, CheckedFile]:
     """Open every file that has the name of a column of the shard, whatever it holds; ``stack`` closes them.
 
-    ``beside`` are the names of columns whose files lie at the prefix. A listed one that has no file breaks rule C8.
+    ``beside`` are the names of columns whose files lie at the prefix, or are to be put there: ``unpublished`` is as of
+    ``verify_shard``. A listed one that has no file breaks rule C8.
     """
     listed = {} if claims is None else claims.listed
     files: dict[str, CheckedFile] = {}
     for name in sorted({*beside, *listed}):
         path = paths.column(name)
         try:
-            files[name] = stack.enter_context(closing(CheckedFile(path)))
+            file = files[name] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
+            file.path = path  # which findings name
         except (FileNotFoundError, NotADirectoryError):
             if name in listed:
                 findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)

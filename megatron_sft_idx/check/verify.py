@@ -147,7 +147,7 @@ def verify_shard(
         columns: dict[str, CheckedFile] = {}
         if files:
             names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
-            columns = open_columns(paths, names, claims, findings, stack)
+            columns = open_columns(paths, names, unpublished or {}, claims, findings, stack)
         meter = Meter(advance) if full else None
         if claims is not None:
             _check_files(paths, files, claims, findings, vocab_size or claims.vocab_size, meter)

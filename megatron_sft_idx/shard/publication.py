@@ -390,8 +390,32 @@ def pending(paths: ShardPaths, head: JournalHead) -> list[str]:
     ]
 
 
+def naming_present(paths: ShardPaths, head: JournalHead) -> JournalHead:
+    """The head, as if it named the temporary files that are present, and those that have been renamed since."""
+    files = _inodes(paths.unpublished.all)
+    if head.replaced_inodes is not None:
+        renamed = {paths.temporary(path): inode for path, inode in _inodes(paths.all).items()}
+        files = {name: inode for name, inode in renamed.items() if name in head.files} | files
+    return head._replace(files=files)
+
+
 def _has_both_names(paths: ShardPaths, path: str) -> bool:
     return inode_of(path) == inode_of(paths.temporary(path)) is not None
+
+
+def require_named(paths: ShardPaths, head: JournalHead) -> None:
+    """FormatError if a temporary file is not the one that the journal names, or has a name of somebody else's too."""
+    for path in with_named_columns(paths, head).all:
+        if (inode := inode_of(temporary := paths.temporary(path))) is None:
+            continue
+        # A file with a name of somebody else's (a hard link) would change under that name too.
+        num_own_names = 1 + _has_both_names(paths, path)
+        if inode not in head.files.values() or os.lstat(temporary).st_nlink > num_own_names:
+            raise FormatError(
+                f"{temporary}: not the file that {paths.journal} names, or one that has another name too (a hard link);"
+                " recover the build where it was made, or, where all of it was copied, with megatron-sft-idx rebuild"
+                f" --copied {paths.prefix}"
+            )
 
 
 def require_all(paths: ShardPaths, head: JournalHead) -> None:
@@ -530,17 +554,8 @@ class Publication:
             paths = with_named_columns(paths, head)
             self._set_fields(paths, True, head)
             self._lock, self.is_resumed = lock, True
-            for path in [] if copied else paths.all:
-                if (inode := inode_of(temporary := paths.temporary(path))) is None:
-                    continue
-                # A file with a name of somebody else's (a hard link) would change under that name too.
-                num_own_names = 1 + _has_both_names(paths, path)
-                if inode not in head.files.values() or os.lstat(temporary).st_nlink > num_own_names:
-                    raise FormatError(
-                        f"{temporary}: not the file that {paths.journal} names, or one that has another name too (a"
-                        " hard link); recover the build where it was made, or, where all of it was copied, with"
-                        f" megatron-sft-idx rebuild --copied {paths.prefix}"
-                    )
+            if not copied:
+                require_named(paths, head)
             if overwrite and head.replaced_inodes is None:
                 self._replaced = check_free(paths, overwrite=True, only=only)
             self.journal = OutputFile(paths.journal, append=True)
@@ -586,7 +601,7 @@ class Publication:
 
     def _name_files(self) -> None:
         """Let the journal name the temporary files that are present."""
-        self.head = self.head._replace(files=_inodes(self.paths.unpublished.all))
+        self.head = naming_present(self.paths, self.head)
         self._append_inodes(FILE, self.head.files)
 
     def _append_inodes(self, kind: bytes, inodes: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,22 @@ from megatron_sft_idx.shard.journal import (
     read_head,
 )
 from megatron_sft_idx.shard.opening import read_start
-from megatron_sft_idx.shard.publication import Publication, check_free, interrupted_error, pending, require_all
+from megatron_sft_idx.shard.publication import (
+    Publication,
+    check_free,
+    interrupted_error,
+    naming_present,
+    pending,
+    require_all,
+    require_named,
+    with_named_columns,
+)
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.progress import Advance
+
+# Is given where files are until they get their names, by the paths that they are for; raises to keep them unpublished.
+Check = Callable[[Mapping[str, str]], None]
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,27 @@ class Remains:
         return self.head.replaced_inodes is not None
 
     @property
+    def unpublished(self) -> dict[str, str]:
+        """Where files of a complete shard are until they get their names, by the paths that they are for."""
+        return {path: self.paths.temporary(path) for path in pending(self.paths, self.head)}
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the ``.seq.idx`` at the prefix belongs to a shard that is to be replaced."""
+        # .seq.idx is renamed last: as long as the new one has only its temporary name, none of it is at the prefix.
+        return self.paths.seq_idx in self.unpublished and os.path.lexists(self.paths.seq_idx)
+
+    @property
     def build_options(self) -> BuildOptions:
         """The options of the build. CorruptShardError: the head does not hold them."""
         return BuildOptions.decode(self.head.content, self.paths.journal)
 
 
-def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
+def find_remains(prefix: str | os.PathLike[str], *, named: bool = False, copied: bool = False) -> Remains | None:
     """What an interrupted build left at a prefix; None if no journal has content but a removal's. Changes nothing.
+
+    ``named`` asks, as ``recover`` does, that the temporary files are those that the journal names; ``copied`` sees them
+    as after ``adopt_remains``.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -69,14 +96,20 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
         head = JournalHead.read(paths)
-        return None if head is None or head.work == "removal" else read_remains(paths, head)
+        if head is None or head.work == "removal":
+            return None
+        if copied:
+            head = naming_present(with_named_columns(paths, head), head)
+        elif named:
+            require_named(paths, head)
+        return read_remains(paths, head)
     return None
 
 
 def read_remains(paths: ShardPaths, head: JournalHead) -> Remains:
     """As ``find_remains``. The caller must hold the lock; the journal may not be that of a removal."""
     if head.replaced_inodes is not None:
-        header = complete_header(paths)
+        header = complete_header(paths, head)
         counts = header.num_packs, header.num_sequences, header.num_tokens
         return Remains(paths, head, *counts, counts[0])
     if head.work != "build":
@@ -103,12 +136,12 @@ def read_remains(paths: ShardPaths, head: JournalHead) -> Remains:
     return Remains(paths, head, packs, sequences, tokens, recorded)
 
 
-def complete_header(paths: ShardPaths) -> Header:
+def complete_header(paths: ShardPaths, head: JournalHead | None = None) -> Header:
     """The header of a shard whose journal has a DONE block, after a check of the sizes of all files.
 
-    Each file may still have its temporary name, or be renamed already. CorruptShardError: a file is missing, or has
-    another size than the header, or a column's own header, says. FormatError: a file of the shard that it replaces is
-    in the place of one that is missing.
+    ``head`` is that of the journal, None to read it. Each file may still have its temporary name, or be renamed
+    already. CorruptShardError: a file is missing, or has another size than the header, or a column's own header, says.
+    FormatError: a file of the shard that it replaces is in the place of one that is missing.
     """
 
     def present_name(path: str) -> str:
@@ -118,7 +151,7 @@ def complete_header(paths: ShardPaths) -> Header:
         start = read_start(path, form)
         return start.raw if start else b""
 
-    head = JournalHead.read(paths)
+    head = head or JournalHead.read(paths)
     assert head is not None, paths.journal
     seq_idx = present_name(paths.seq_idx)
     header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
@@ -142,7 +175,11 @@ def _nbytes(path: str) -> int:
 
 
 def recover(
-    prefix: str | os.PathLike[str], *, overwrite: bool = False, progress: Advance = lambda num_tokens: None
+    prefix: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    check: Check = lambda unpublished: None,
+    progress: Advance = lambda num_tokens: None,
 ) -> Header:
     """Publish the packs that an interrupted build left at a prefix.
 
@@ -150,8 +187,9 @@ def recover(
     lies wholly in all files. Its rules are checked, and counts and checksums are taken anew. The header of such a shard
     says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many the journal
     records. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
-    a recovery that is itself killed can be run again. ``overwrite`` replaces a shard that is at the prefix;
-    ``progress`` is called with the tokens read since the last call. Returns the header of the published shard.
+    a recovery that is itself killed can be run again. ``overwrite`` replaces a shard that is at the prefix; ``check``
+    is called when all files are complete, before one of them gets its name; ``progress`` is called with the tokens read
+    since the last call. Returns the header of the published shard.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -165,11 +203,10 @@ def recover(
     try:
         remains = read_remains(paths, publication.head)
         if remains.is_complete:
-            # .seq.idx is renamed last. As long as the new one has only its temporary name, a .seq.idx that is at the
-            # prefix belongs to the shard that is to be replaced.
-            if not overwrite and paths.seq_idx in pending(paths, remains.head) and os.path.lexists(paths.seq_idx):
+            if not overwrite and remains.replaces:
                 check_free(paths, overwrite=False)
             header = complete_header(paths)
+            check(remains.unpublished)
             publication.finish()
             return header
         check_free(paths, overwrite=overwrite)
@@ -181,6 +218,8 @@ def recover(
                 " build it again with overwrite (--overwrite)"
             )
         writer.metadata["recovered"] = {"packs": num_packs, "packs_in_journal": remains.num_recorded}
+        writer.complete()
+        check({path: paths.temporary(path) for path in writer.paths.all})
         return writer.finalize()
     finally:
         publication.close()

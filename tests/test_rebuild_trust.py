@@ -1,0 +1,175 @@
+"""Which file a rebuild believes: nothing is published, or called whole, that another file says has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from chats import command
+from columned import SOURCE, write_columned
+from kills import copy_remains, killed_at
+from packs import demo_samples
+from rebuilding import damage
+
+from megatron_sft_idx.check import rebuild, verify_shard
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.journal import read_journal
+
+PACKS = demo_samples(20)
+SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
+COLUMNS = [".source.col", ".topk.col"]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---- a build that a kill left complete ----
+
+
+class Killed(NamedTuple):
+    """Folders with what a kill left of a merge, before its renames and among them; and the merged shard's files."""
+
+    source: Path
+    before: Path
+    among: Path
+    whole: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("killed")
+    write_columned(folder / "x", PACKS, SPECS)
+    merge([folder / "x"], folder / "whole" / "m")
+    left: dict[bool, Path] = {}
+    for step in range(100):
+        prefix = folder / str(step) / "m"
+        if not killed_at(step, lambda prefix=prefix: merge([folder / "x"], prefix)):  # type: ignore[misc]
+            break
+        head = read_journal(ShardPaths.of(prefix))
+        if head is not None and head.replaced_inodes is not None and os.path.exists(f"{prefix}.seq.idx.tmp"):
+            left[os.path.exists(f"{prefix}.bin")] = prefix.parent
+    return Killed(folder / "x", left[False], left[True], files_in(folder / "whole"))
+
+
+def name_now(prefix: Path, suffix: str) -> Path:
+    return next(path for path in (Path(f"{prefix}{suffix}.tmp"), Path(f"{prefix}{suffix}")) if path.exists())
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("when", ["before", "among"])
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".seq.bin", *COLUMNS])
+def test_files_that_changed_since_a_build_was_complete_get_no_name(
+    tmp_path: Path, killed: Killed, suffix: str, when: str, dry_run: bool
+) -> None:
+    copy_remains(getattr(killed, when), tmp_path)
+    damage(name_now(tmp_path / "m", suffix), -1 if suffix in COLUMNS else 1, 1)
+    before = files_in(tmp_path)
+    done = command("rebuild", tmp_path / "m", *(["--dry-run"] if dry_run else []))
+    assert done.code == 1
+    assert "the journal says that all files are complete, and yet rules are broken in" in done.err
+    assert "they were changed since; the first is byte" in done.err
+    assert f" of {tmp_path}/m{suffix}: " in done.err
+    assert done.err.endswith("; nothing was published; build it again with overwrite (--overwrite)\n")
+    assert files_in(tmp_path) == before
+    merge([killed.source], tmp_path / "m", overwrite=True)
+    assert files_in(tmp_path) == killed.whole
+
+
+@pytest.mark.parametrize("when", ["before", "among"])
+@pytest.mark.parametrize("place", [(".idx", -9), (".seq.idx", -9)])
+def test_indexes_that_changed_since_a_build_was_complete_are_brought_back(
+    tmp_path: Path, killed: Killed, when: str, place: tuple[str, int]
+) -> None:
+    copy_remains(getattr(killed, when), tmp_path)
+    damage(name_now(tmp_path / "m", place[0]), place[1])
+    before = files_in(tmp_path)
+    assert rebuild(tmp_path / "m", dry_run=True).whole
+    assert files_in(tmp_path) == before
+    done = command("rebuild", tmp_path / "m")
+    assert (done.code, done.err) == (0, "")
+    after = files_in(tmp_path)
+    assert after.pop(f"m{place[0]}.damaged") != killed.whole[f"m{place[0]}"]
+    assert after == killed.whole
+
+
+def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ShardWriter(tmp_path / "m")
+    for pack in PACKS:
+        writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+    writer.flush()
+    writer.suspend()
+    complete = ShardWriter.complete
+
+    def then_changed(self: ShardWriter) -> Any:
+        header = complete(self)
+        damage(tmp_path / "m.loss.bin.tmp", 1, 1)
+        return header
+
+    monkeypatch.setattr(ShardWriter, "complete", then_changed)
+    with pytest.raises(
+        FormatError, match=r"checked as it was read, and yet .* the files changed meanwhile.* run the sa"
+    ):
+        rebuild(tmp_path / "m")
+    monkeypatch.undo()
+    assert not (tmp_path / "m.seq.idx").exists()
+    damage(tmp_path / "m.loss.bin.tmp", 1, 1)
+    assert rebuild(tmp_path / "m").whole
+    assert verify_shard(tmp_path / "m", full=True).ok
+
+
+# ---- what is said of it before ----
+
+
+@pytest.mark.parametrize("when", ["before", "among"])
+def test_a_dry_run_sees_copies_as_the_journal_will_name_them(tmp_path: Path, killed: Killed, when: str) -> None:
+    shutil.copytree(getattr(killed, when), tmp_path, dirs_exist_ok=True)
+    before = files_in(tmp_path)
+    refused = [command("rebuild", tmp_path / "m", *dry) for dry in (["--dry-run"], [])]
+    assert [done.code for done in refused] == [1, 1]
+    assert refused[0].err == refused[1].err
+    assert f"megatron-sft-idx rebuild --copied {tmp_path}/m" in refused[0].err
+    dry = rebuild(tmp_path / "m", copied=True, dry_run=True)
+    assert files_in(tmp_path) == before
+    assert rebuild(tmp_path / "m", copied=True) == replace(dry, dry_run=False)
+    assert files_in(tmp_path) == killed.whole
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_dry_run_of_packs_that_were_copied_says_what_a_rebuild_says(tmp_path: Path, copied: bool) -> None:
+    with ShardWriter(tmp_path / "left" / "m") as writer:
+        for pack in PACKS:
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+        writer.flush()
+        shutil.copytree(tmp_path / "left", tmp_path / "copied")
+        writer.abandon()
+    said = [command("rebuild", tmp_path / "copied" / "m", *["--copied"] * copied, *dry) for dry in (["--dry-run"], [])]
+    assert [done.code for done in said] == [int(not copied)] * 2
+    assert said[0].err == said[1].err
+    assert ("rebuild --copied" in said[0].err) == (not copied)
+
+
+def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_there(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "left" / "m") as writer:
+        for pack in PACKS:
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+        writer.flush()
+        copy_remains(tmp_path / "left", tmp_path)
+        writer.abandon()
+    starts = (tmp_path / "m.seq.bin.tmp").read_bytes()
+    num_kept = sum(len(pack.starts) for pack in PACKS[:7])
+    (tmp_path / "m.seq.bin.tmp").write_bytes(starts[: 4 * num_kept] + bytes(len(starts) - 4 * num_kept))
+    report = rebuild(tmp_path / "m")
+    shard = Shard(tmp_path / "m")
+    assert len(shard) < len(PACKS)
+    assert f": {len(shard)} packs, {shard.header.num_sequences} sequences, " in report.note
