@@ -12,7 +12,7 @@ import pytest
 from chats import command
 from columned import SOURCE, write_columned
 from kills import copy_remains, killed_at
-from packs import demo_samples
+from packs import Sample, demo_samples
 from rebuilding import damage
 
 from megatron_sft_idx.check import rebuild, verify_shard
@@ -29,7 +29,7 @@ COLUMNS = [".source.col", ".topk.col"]
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 # ---- a build that a kill left complete ----
@@ -173,3 +173,126 @@ def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_t
     shard = Shard(tmp_path / "m")
     assert len(shard) < len(PACKS)
     assert f": {len(shard)} packs, {shard.header.num_sequences} sequences, " in report.note
+
+
+# ---- data that is not what a column was written for ----
+
+
+def columned(prefix: Path) -> dict[str, bytes]:
+    write_columned(prefix, PACKS, SPECS)
+    return files_in(prefix.parent)
+
+
+# What changes the shard that the files are, and breaks no rule that they can be held to without a header.
+CHANGES = {"tokens": ".bin", "masks": ".loss.bin"}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("header", ["lost", "damaged"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
+    tmp_path: Path, what: str, header: str, dry_run: bool
+) -> None:
+    whole = columned(tmp_path / "x")
+    damage(tmp_path / f"x{CHANGES[what]}", 1, 1)
+    os.unlink(tmp_path / "x.seq.idx") if header == "lost" else damage(tmp_path / "x.seq.idx", 300)
+    before = files_in(tmp_path)
+    done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
+    assert done.code == 1
+    assert "x.source.col: of shard " in done.err
+    assert "tokens, masks, starts or pack lengths have changed, or the column is another shard's" in done.err
+    for claim in ("lost", "whole", "good", "attach", "merge"):
+        assert claim not in done.err + done.out
+    assert files_in(tmp_path) == before
+    # What has changed is restored from a copy, or the user says that the columns are another shard's.
+    if not dry_run:
+        away = tmp_path / "away"
+        away.mkdir()
+        for suffix in COLUMNS:
+            os.rename(tmp_path / f"x{suffix}", away / f"x{suffix}")
+        said = command("rebuild", tmp_path / "x")
+        assert (said.code, "keeps every rule; no checksum was left" in said.out, "whole" in said.out) == (
+            0,
+            True,
+            False,
+        )
+        assert ("damaged .seq.idx has other checksums of " in said.out) == (header == "damaged")
+        assert (f"checksums of {tmp_path}/x{CHANGES[what]}: it or they" in said.out) == (header == "damaged")
+        for suffix in COLUMNS:
+            os.rename(away / f"x{suffix}", tmp_path / f"x{suffix}")
+        again = command("rebuild", tmp_path / "x")
+        assert again.code == 1
+        assert again.out.count(": uncertain: found a column of shard ") == 2
+        assert again.err.endswith("x: data or columns have changed, and nothing tells which; see the lines above\n")
+        for claim in ("lost", "whole", "the five files are good", "attach", "merge"):
+            assert claim not in again.err + again.out
+        found = verify_shard(tmp_path / "x", full=True).findings
+        assert [finding.rule for finding in found] == ["C6", "C6"]
+        assert all("it may be the data that changed: compare" in finding.remedy for finding in found)
+        os.unlink(tmp_path / "x.seq.idx")
+    (tmp_path / f"x{CHANGES[what]}").write_bytes(whole[f"x{CHANGES[what]}"])
+    assert rebuild(tmp_path / "x").compared
+    assert verify_shard(tmp_path / "x", full=True).ok
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("witness", ["column", "checksums", None])
+def test_a_derived_header_is_called_whole_where_something_proves_the_data(
+    tmp_path: Path, witness: str | None, dry_run: bool
+) -> None:
+    columned(tmp_path / "x")
+    if witness != "column":
+        for suffix in COLUMNS:
+            os.unlink(tmp_path / f"x{suffix}")
+    damage(tmp_path / "x.seq.idx", 300) if witness == "checksums" else os.unlink(tmp_path / "x.seq.idx")
+    done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
+    assert (done.code, done.err) == (0, "")
+    if not dry_run:
+        assert ("x: a whole shard, every checksum verified\n" in done.out) == bool(witness)
+        assert ("no checksum was left to tell whether its contents are what was written" in done.out) == (not witness)
+        assert rebuild(tmp_path / "x").note == "nothing to do"
+
+
+def test_of_several_columns_one_that_fits_tells_the_others_apart(tmp_path: Path) -> None:
+    columned(tmp_path / "x")
+    write_columned(tmp_path / "y", demo_samples(5), SPECS)
+    shutil.copy(tmp_path / "y.topk.col", tmp_path / "x.stray.col")
+    os.unlink(tmp_path / "x.seq.idx")
+    dry = rebuild(tmp_path / "x", dry_run=True)
+    report = rebuild(tmp_path / "x")
+    assert dry == replace(report, dry_run=True)
+    assert [file.path for file in report.files if file.state not in ("good", "rebuilt")] == [f"{tmp_path}/x.stray.col"]
+    assert (report.compared, report.files[-2].state) == (True, "lost")
+    assert [file.state for file in rebuild(tmp_path / "x").files].count("lost") == 1
+
+
+def test_of_a_killed_build_no_checksum_is_claimed(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "m")
+    writer.add_pack(PACKS[0].tokens, PACKS[0].label_mask, PACKS[0].starts)
+    writer.flush()
+    writer.suspend()
+    done = command("rebuild", tmp_path / "m")
+    assert (done.code, "no checksum was left to tell" in done.out, "verified" in done.out) == (0, True, False)
+
+
+def test_a_header_of_another_shard_is_found_by_a_column(tmp_path: Path) -> None:
+    whole = columned(tmp_path / "x")
+    others = [Sample(pack.tokens[::-1], pack.mask, pack.starts) for pack in PACKS]
+    write_columned(tmp_path / "other" / "x", others, SPECS)
+    shutil.copy(tmp_path / "other" / "x.seq.idx", tmp_path / "x.seq.idx")
+    with pytest.raises(FormatError, match=r"x\.seq\.idx: of shard .* as column source says .* move this one away"):
+        rebuild(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    assert rebuild(tmp_path / "x").compared
+    after = files_in(tmp_path)
+    assert {name: raw for name, raw in after.items() if name != "x.seq.idx"} == {
+        name: raw for name, raw in whole.items() if name != "x.seq.idx"
+    }
+
+
+def test_each_column_that_is_lost_is_said_however_many_there_are(tmp_path: Path) -> None:
+    specs = {f"c{number}": ColumnSpec("pack", "u1") for number in range(13)}
+    write_columned(tmp_path / "x", PACKS, specs)
+    for name in specs:
+        damage(tmp_path / f"x.{name}.col", -1)
+    assert [file.state for file in rebuild(tmp_path / "x").files] == ["good"] * 5 + ["lost"] * 13

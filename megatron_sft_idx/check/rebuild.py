@@ -16,7 +16,7 @@ from typing import Literal
 from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, restore_under_header
 from megatron_sft_idx.check.rules import Finding
-from megatron_sft_idx.check.verify import Report, verify_shard
+from megatron_sft_idx.check.verify import Report, broken_columns, verify_shard
 from megatron_sft_idx.errors import (
     CorruptShardError,
     FormatError,
@@ -24,10 +24,11 @@ from megatron_sft_idx.errors import (
     ShardNotFoundError,
     UnsupportedVersionError,
 )
-from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.files import column_of, listed_columns
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
+from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns
 from megatron_sft_idx.shard.journal import lock_journal, read_journal
-from megatron_sft_idx.shard.opening import read_header, where_to_look
+from megatron_sft_idx.shard.opening import read_header, read_start, where_to_look
 from megatron_sft_idx.shard.publication import (
     inode_of,
     interrupted_error,
@@ -37,6 +38,7 @@ from megatron_sft_idx.shard.publication import (
 )
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.local import digest_file
 from megatron_sft_idx.storage.progress import Watch, unwatched
 
 
@@ -46,13 +48,15 @@ class FileState:
 
     Attributes:
         path: of the file.
-        state: ``good`` and left alone; ``rebuilt``; or ``lost``, since it cannot be derived from what is left.
+        state: ``good`` and left alone; ``rebuilt``; ``lost``, since it cannot be derived from what is left; or
+            ``uncertain``: a column of other data than is here, where nothing tells whether it is the column or the data
+            that has changed.
         fault: what was wrong; empty for a good file.
-        remedy: of a rebuilt file how it came back, of a lost one what the user can do.
+        remedy: of a rebuilt file how it came back, else what the user can do.
     """
 
     path: str
-    state: Literal["good", "rebuilt", "lost"]
+    state: Literal["good", "rebuilt", "lost", "uncertain"]
     fault: str = ""
     remedy: str = ""
 
@@ -67,6 +71,7 @@ class Rebuilt:
         kept: the names under which replaced files still are.
         note: what else the user should know.
         dry_run: nothing was written; the state ``rebuilt`` then means that the file would be.
+        compared: whether the contents were held to checksums from before the damage, not only to the rules.
     """
 
     prefix: str
@@ -74,11 +79,12 @@ class Rebuilt:
     kept: tuple[str, ...] = ()
     note: str = ""
     dry_run: bool = False
+    compared: bool = True
 
     @property
     def whole(self) -> bool:
-        """Whether a complete, verified shard is at the prefix, or would be, with all its columns."""
-        return not any(file.state == "lost" for file in self.files)
+        """Whether a complete shard that keeps every rule is at the prefix, or would be, with all its columns."""
+        return not any(file.state in ("lost", "uncertain") for file in self.files)
 
     @property
     def opens(self) -> bool:
@@ -89,6 +95,11 @@ class Rebuilt:
     def changed(self) -> bool:
         """Whether anything was rebuilt, or would be."""
         return any(file.state == "rebuilt" for file in self.files)
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether data or columns have changed, and nothing tells which."""
+        return any(file.state == "uncertain" for file in self.files)
 
 
 def rebuild(
@@ -106,7 +117,8 @@ def rebuild(
 
     - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all.
     - Without one, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several shards could
-      have given the same data, none is chosen: that is an error.
+      have given the same data, none is chosen: that is an error. Columns name the data that they were written for, and
+      if that is other data than is here, it is an error too.
     - Where a killed build left a journal, its complete packs become the shard.
     - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists none, so those
       at the prefix count as attached from then on.
@@ -120,9 +132,10 @@ def rebuild(
 
     Raises:
         ShardNotFoundError: nothing of a shard is at the prefix.
-        FormatError: the files that are left do not tell enough, and the message says what is missing. Or another writer
-            is at work, or was killed while it removed the shard, or a dry run finds a rebuild that was killed among its
-            renames. Or every file is what its writer wrote, and breaks a rule all the same.
+        FormatError: the files that are left do not tell enough, and the message says what is missing; or they do not
+            belong together. Or another writer is at work, or was killed while it removed the shard, or a dry run finds
+            a rebuild that was killed among its renames. Or every file is what its writer wrote, and breaks a rule all
+            the same; or those of a build that was complete have changed since.
         UnsupportedVersionError: the ``.seq.idx`` is of a later version, which may be good.
         OSError: of the disk.
     """
@@ -157,26 +170,32 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
     if header is None or paths.missing():
         _refuse_links(paths)  # before every byte is read, which may take hours
     faults, report = _faults(paths, header, error, watch)
-    if not faults:
-        good = Rebuilt(paths.prefix, _states(paths, header, {}, {}, report), dry_run=dry_run)
-        return replace(good, note="nothing to do" if good.whole else "the five files are good, and nothing was rebuilt")
+    if header is not None and not faults:
+        good = Rebuilt(paths.prefix, _states(paths, header, {}, {}, _by_path(report)), dry_run=dry_run)
+        note = "nothing was rebuilt" if good.uncertain else "the five files are good, and nothing was rebuilt"
+        return replace(good, note="nothing to do" if good.whole else note)
     _refuse_links(paths)
+    broken, compared, notes = _by_path(report), True, list[str]()
     with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
-        how_restored = derive_indexes(repair) if header is None else restore_under_header(repair, header)
+        if header is None:
+            how_restored, new_header = derive_indexes(repair)
+            compared, notes = _compare_with_witnesses(paths, new_header)
+            if dry_run:
+                broken = {paths.column(name): found for name, found in broken_columns(paths.prefix, new_header).items()}
+        else:
+            _require_own_header(paths, header, faults)
+            how_restored, new_header = restore_under_header(repair, header), header
         if not dry_run and faults.keys() <= how_restored.keys():
             # Before the files appear, because readers open a shard that breaks a rule.
             report = _verified(paths, watch, "verifying", repair.unpublished)
+            broken = _by_path(report)
             if header is None:
                 _require_none(report, _of_five(report), *_CHANGED_MEANWHILE)
             else:
                 _require_none(report, _of_five(report), "every file could be as its header says", *_WRITTEN_SO)
         kept = repair.publish()
-    note = ""
-    if not dry_run and header is None:
-        header = read_header(paths)
-        if columns := with_present_columns(paths).columns:
-            note = f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones"
-    return Rebuilt(paths.prefix, _states(paths, header, faults, how_restored, report), tuple(kept), note, dry_run)
+    states = _states(paths, new_header, faults, how_restored, broken)
+    return Rebuilt(paths.prefix, states, tuple(kept), "; ".join(notes), dry_run, compared)
 
 
 # ---- what is wrong ----
@@ -255,7 +274,14 @@ def _verified(
     """The report of a full verification; ``unpublished`` and ``beside`` as of ``verify_shard``."""
     files = {path: path for path in with_present_columns(paths).present()} | dict(unpublished or {})
     with watch(stage, sum(os.stat(path).st_size for path in files.values())) as advance:
-        return verify_shard(paths.prefix, full=True, unpublished=unpublished, beside=beside, advance=advance)
+        # So many that each column has one of each rule.
+        most = max(10, len(files))
+        return verify_shard(paths.prefix, full=True, most=most, unpublished=unpublished, beside=beside, advance=advance)
+
+
+def _by_path(report: Report) -> dict[str, Finding]:
+    """The first finding about each file."""
+    return {finding.path: finding for finding in reversed(report.findings)}
 
 
 # How rules can be broken all the same, and what to do.
@@ -294,9 +320,16 @@ _NOT_DERIVED = {
 
 
 def _states(
-    paths: ShardPaths, header: Header | None, faults: dict[str, str], how_restored: dict[str, str], report: Report
+    paths: ShardPaths,
+    header: Header,
+    faults: Mapping[str, str],
+    how_restored: Mapping[str, str],
+    broken: Mapping[str, Finding],
 ) -> tuple[FileState, ...]:
-    """The states of the five files, and of the columns that are at the prefix or listed."""
+    """The states of the five files, and of the columns that are at the prefix or listed.
+
+    ``broken`` are findings about columns, by path.
+    """
     states = []
     for path in paths.all:
         fault = faults.get(path, "")
@@ -307,14 +340,80 @@ def _states(
             states.append(FileState(path, "lost", fault, _NOT_DERIVED[path.removeprefix(paths.prefix)]))
         else:
             states.append(FileState(path, "good"))
-    broken = {finding.path: finding for finding in reversed(report.findings)}
-    paths = with_present_columns(paths.with_columns({} if header is None else listed_columns(header.metadata)))
+    is_doubted = header.rebuilt and header.shard_id not in _shards_of_columns(paths).values()
+    paths = with_present_columns(paths.with_columns(listed_columns(header.metadata)))
     for path in map(paths.column, paths.columns):
-        if finding := broken.get(path):
+        if (finding := broken.get(path)) and finding.rule == "C6" and is_doubted:
+            states.append(FileState(path, "uncertain", finding.what, finding.remedy))
+        elif finding:
             states.append(FileState(path, "lost", finding.what, f"a column cannot be derived; {finding.remedy}"))
         else:
             states.append(FileState(path, "good"))
     return tuple(states)
+
+
+# ---- which file is believed ----
+
+
+def _shards_of_columns(paths: ShardPaths) -> dict[str, bytes]:
+    """The shard ids in whole headers of columns at the prefix, by the column's name."""
+    ids = {}
+    for name in with_present_columns(paths).columns:
+        with contextlib.suppress(SFTIndexError):
+            if (start := read_start(path := paths.column(name), COLUMN)) is not None:
+                ids[name] = ColumnHeader.decode(start.raw, path).shard_id
+    return ids
+
+
+def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, list[str]]:
+    """Hold a header that was derived from the data to what else tells what the data was.
+
+    That are the columns, as a shard id follows from the checksums of the four data files, and what is left of a damaged
+    ``.seq.idx``, which may have these checksums still.
+
+    Returns:
+        Whether one of them proves that the data is as it was, and what to say.
+
+    Raises:
+        FormatError: all columns are those of other data.
+    """
+    start, values = read_start(paths.seq_idx, SEQ_IDX), {}
+    if start is not None and len(start.raw) >= HEADER_FIXED_NBYTES:
+        values = SEQ_IDX.values(start.raw)
+    names = ("tokens", "loss", "idx", "starts")
+    digests = zip(paths.data, names, header.digests, strict=True)
+    differing = [path for path, name, digest in digests if values.get(f"{name}_checksum") != digest.checksum]
+    ids = _shards_of_columns(paths)
+    is_proven = not differing or header.shard_id in ids.values()
+    if ids and not is_proven:
+        name, shard_id = next(iter(ids.items()))
+        raise FormatError(
+            f"{paths.column(name)}: of shard {shard_id.hex()}, and the other files would be shard"
+            f" {header.shard_id.hex()} (rule C6): tokens, masks, starts or pack lengths have changed, or the column is"
+            " another shard's; restore .seq.idx, or what has changed, from a copy; only if you know that the column is"
+            " not of this shard, move it away, and run again"
+        )
+    notes = []
+    if not is_proven and len(differing) < len(names):
+        notes.append(f"the damaged .seq.idx has other checksums of {', '.join(differing)}: it or they have changed")
+    if ids:
+        notes.append(f"the new .seq.idx lists no columns; {', '.join(ids)} stay beside it, like attached ones")
+    return is_proven, notes
+
+
+def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, str]) -> None:
+    """FormatError if it is not the data that is wrong but the ``.seq.idx``, which is another shard's, by a column."""
+    is_damaged = faults.keys() & {paths.tokens, paths.loss, paths.starts}
+    others = {name: each for name, each in _shards_of_columns(paths).items() if each != header.shard_id}
+    if is_damaged and others and all(map(os.path.exists, paths.data)):
+        tokens, loss, idx, starts = tuple(map(digest_file, paths.data))
+        found = replace(header, digests=(tokens, loss, idx, starts)).shard_id
+        if names := [name for name, shard_id in others.items() if shard_id == found]:
+            raise FormatError(
+                f"{paths.seq_idx}: of shard {header.shard_id.hex()}, and the other files are shard {found.hex()}, as"
+                f" column {names[0]} says (rule C6); restore the right one from a copy, or move this one away and run"
+                " again to have it derived from them"
+            )
 
 
 # ---- what a killed build left ----
@@ -371,4 +470,4 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
         f"from the journal of a {head.work} that was {state}: {num_packs} packs, {num_sequences} sequences,"
         f" {num_tokens} tokens"
     )
-    return Rebuilt(paths.prefix, files, kept, note, dry_run)
+    return Rebuilt(paths.prefix, files, kept, note, dry_run, compared=is_complete)

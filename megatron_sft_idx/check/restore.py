@@ -271,11 +271,11 @@ def _joined(paths: ShardPaths, lengths: NDArray[np.int64], starts: NDArray[np.ui
 # ---- without a header ----
 
 
-def derive_indexes(repair: Repair) -> dict[str, str]:
+def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
     """Write both indexes from the data files, and from ``.idx`` if that is good.
 
     Returns:
-        How each file came back, by path; without an ``.idx`` that is right already.
+        How each file came back, by path, without an ``.idx`` that is right already; and the new header.
 
     Raises:
         FormatError: the files that are left do not tell all that has to be known. Says what is missing.
@@ -326,9 +326,9 @@ def derive_indexes(repair: Repair) -> dict[str, str]:
         arrays_checksum=bytes(16),  # follows when the arrays are written
     )
     header, what = _marked(header, origin, facts)
-    write_seq_idx(repair.create(paths.seq_idx), [packs], header)
+    header = write_seq_idx(repair.create(paths.seq_idx), [packs], header)
     how_restored[paths.seq_idx] = f"from {origin} and the data; {what}"
-    return how_restored
+    return how_restored, header
 
 
 def _index_and_dtypes(

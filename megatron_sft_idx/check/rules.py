@@ -31,6 +31,7 @@ from megatron_sft_idx.layout.column import (
 )
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
+    FLAG_REBUILT,
     IDX_HEADER_NBYTES,
     MAX_CAPACITY,
     MAX_COUNT,
@@ -44,6 +45,10 @@ from megatron_sft_idx.layout.files import (
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
 _DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
 _ATTACHED = "restore it from a copy, or remove it and attach it anew"
+_DOUBTED = (
+    "the .seq.idx was derived from the data, so it may be the data that changed: compare all of them with a copy, or"
+    " write the shard again; remove the column only if it is another shard's"
+)
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
 
 # Rows of a column that are checked at once.
@@ -388,7 +393,7 @@ def check_column(
     """Hold one column to its rules (C1 to C10): its header and size, and with a ``meter`` all of its values."""
     remedy = _DATA if claims is not None and name in claims.listed else _ATTACHED
 
-    def add(rule: str, offset: int, found: object, expected: object) -> None:
+    def add(rule: str, offset: int, found: object, expected: object, remedy: str = remedy) -> None:
         findings.add(rule, file.path, offset, found, expected, remedy=remedy)
 
     raw = file.read(0, FIXED_NBYTES)
@@ -408,7 +413,8 @@ def check_column(
     if claims is not None and claims.sound:
         if column.shard_id != claims.values["shard_id"]:
             found, expected = f"a column of shard {column.shard_id.hex()}", claims.values["shard_id"].hex()
-            add("C6", 16, found, expected)
+            is_derived = claims.values["flags"] == FLAG_REBUILT
+            add("C6", 16, found, expected, _DOUBTED if is_derived else remedy)
         rows = num_rows_in(claims, column.spec.per)
         if column.rows != rows:
             add("C5", 40, f"{column.rows} rows", f"{rows}: one a {column.spec.per}")

@@ -33,8 +33,8 @@ from megatron_sft_idx.check.rules import (
     open_columns,
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES, listed_columns
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import columns_beside, where_to_look
 from megatron_sft_idx.storage.progress import Advance
@@ -163,6 +163,28 @@ def verify_shard(
     if claims is not None:
         counts = {"packs": claims.num_packs, "sequences": claims.num_sequences, "tokens": claims.num_tokens}
     return Report(paths.prefix, full, tuple(in_order), findings.omitted(), tuple(findings.notes), counts)
+
+
+def broken_columns(
+    prefix: str | os.PathLike[str], header: Header, advance: Advance = lambda nbytes: None
+) -> dict[str, Finding]:
+    """Hold every byte of the columns at a prefix to a header; of those that break a rule the first finding, by name.
+
+    ``advance`` is called with the bytes read since the last call.
+    """
+    paths = ShardPaths.of(prefix)
+    listed = listed_columns(header.metadata)
+    claims = HeaderClaims(SEQ_IDX.values(header.encode()), listed=listed)
+    absent = Findings(paths.prefix, len(listed))
+    with ExitStack() as stack:
+        files = open_columns(paths, columns_beside([paths.prefix])[paths.prefix], {}, claims, absent, stack)
+        broken = {name: absent.kept.pop(0) for name in sorted(listed) if name not in files}
+        for name, file in files.items():
+            findings = Findings(paths.prefix, 1)
+            check_column(file, name, claims, findings, Meter(advance))
+            if findings.kept:
+                broken[name] = findings.kept[0]
+    return broken
 
 
 def _open_files(

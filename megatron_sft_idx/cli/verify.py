@@ -172,9 +172,14 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
     _print_report(report)
     if not report.opens:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")
-    if not report.whole:
+    if report.uncertain:
         raise FormatError(
-            f"{report.prefix}: columns are lost, the rest is whole; see the lines above, or write it without them:"
+            f"{report.prefix}: data or columns have changed, and nothing tells which; see the lines above"
+        )
+    if not report.whole:
+        rest = "the rest is whole" if report.compared else "the rest keeps every rule"
+        raise FormatError(
+            f"{report.prefix}: columns are lost, {rest}; see the lines above, or write it without them:"
             f" megatron-sft-idx merge {report.prefix} --allow-loss --output-prefix NEW"
         )
 
@@ -191,5 +196,10 @@ def _print_report(report: Rebuilt) -> None:
         print(f"{report.prefix}: {report.note}")
     if report.dry_run:
         print("nothing was written")
-    elif report.changed and report.whole:
+    elif report.changed and report.whole and report.compared:
         print(f"{report.prefix}: a whole shard, every checksum verified")
+    elif report.changed and report.whole:
+        print(
+            f"{report.prefix}: a shard that keeps every rule; no checksum was left to tell whether its contents are"
+            " what was written"
+        )
