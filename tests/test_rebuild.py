@@ -139,7 +139,7 @@ def test_an_index_with_other_documents_gives_lengths_and_is_written_anew(tmp_pat
 def test_tokens_and_masks_cannot_be_derived_but_the_rest_is(tmp_path: Path, suffix: str, lost: bool) -> None:
     before = small(tmp_path / "x")
     path = tmp_path / f"x{suffix}"
-    os.unlink(path) if lost else damage(path, 3)
+    os.unlink(path) if lost else os.truncate(path, 3)
     os.unlink(tmp_path / "x.idx")
     report = rebuild(tmp_path / "x")
     assert not report.whole
@@ -148,6 +148,29 @@ def test_tokens_and_masks_cannot_be_derived_but_the_rest_is(tmp_path: Path, suff
     outcome = command("rebuild", tmp_path / "x")
     assert outcome.code == 1
     assert "cannot be derived; restore it from a copy" in outcome.out
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".seq.bin"])
+@pytest.mark.parametrize("lost", [".idx", ".seq.idx"])
+def test_no_index_has_readers_open_what_is_damaged_in_place(
+    tmp_path: Path, suffix: str, lost: str, dry_run: bool
+) -> None:
+    before = small(tmp_path / "x")
+    damage(tmp_path / f"x{suffix}", 9, 1)
+    os.unlink(tmp_path / "x.idx") if lost == ".idx" else damage(tmp_path / "x.seq.idx", -1)
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
+    assert done.code == 1
+    assert f"x{suffix}: lost: found checksum" in done.out
+    if suffix != ".seq.bin" or lost == ".idx":  # else no source gives back the arrays
+        assert f"readers would open {tmp_path}/x{suffix} with it, as if nothing was wrong; restore what is" in done.out
+    assert f"x{lost}: lost: " in done.out
+    assert "rebuilt" not in done.out
+    assert left == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / f"x{suffix}").write_bytes(before[suffix])
+    assert rebuild(tmp_path / "x").whole
+    assert five_files(tmp_path / "x") == before
 
 
 @pytest.mark.parametrize("also_lost", [None, ".idx", ".seq.idx"])

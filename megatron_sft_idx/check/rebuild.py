@@ -48,9 +48,9 @@ class FileState:
 
     Attributes:
         path: of the file.
-        state: ``good`` and left alone; ``rebuilt``; ``lost``, since it cannot be derived from what is left; or
-            ``uncertain``: a column of other data than is here, where nothing tells whether it is the column or the data
-            that has changed.
+        state: ``good`` and left alone; ``rebuilt``; ``lost``, since it cannot be derived from what is left, or would
+            have readers open what is damaged; or ``uncertain``: a column of other data than is here, where nothing
+            tells whether it is the column or the data that has changed.
         fault: what was wrong; empty for a good file.
         remedy: of a rebuilt file how it came back, else what the user can do.
     """
@@ -115,7 +115,8 @@ def rebuild(
     Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. It takes
     up to 100 bytes of memory a pack; where both indexes are lost, some 30 a sequence too.
 
-    - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all.
+    - With a good header of ``.seq.idx``, every other file is brought back exactly or not at all; and none that would
+      have readers open a shard of which another file is damaged.
     - Without one, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several shards could
       have given the same data, none is chosen: that is an error. Columns name the data that they were written for, and
       if that is other data than is here, it is an error too.
@@ -175,7 +176,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         note = "nothing was rebuilt" if good.uncertain else "the five files are good, and nothing was rebuilt"
         return replace(good, note="nothing to do" if good.whole else note)
     _refuse_links(paths)
-    broken, compared, notes = _by_path(report), True, list[str]()
+    broken, compared, notes, withheld = _by_path(report), True, list[str](), ""
     with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
         if header is None:
             how_restored, new_header = derive_indexes(repair)
@@ -185,6 +186,9 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         else:
             _require_own_header(paths, header, faults)
             how_restored, new_header = restore_under_header(repair, header), header
+            withheld = _damaged_and_readable(paths, header, faults.keys() - how_restored.keys())
+            for path in how_restored if withheld else ():
+                repair.reject(path)
         if not dry_run and faults.keys() <= how_restored.keys():
             # Before the files appear, because readers open a shard that breaks a rule.
             report = _verified(paths, watch, "verifying", repair.unpublished)
@@ -194,7 +198,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
             else:
                 _require_none(report, _of_five(report), "every file could be as its header says", *_WRITTEN_SO)
         kept = repair.publish()
-    states = _states(paths, new_header, faults, how_restored, broken)
+    states = _states(paths, new_header, faults, how_restored, broken, withheld)
     return Rebuilt(paths.prefix, states, tuple(kept), "; ".join(notes), dry_run, compared)
 
 
@@ -325,15 +329,20 @@ def _states(
     faults: Mapping[str, str],
     how_restored: Mapping[str, str],
     broken: Mapping[str, Finding],
+    withheld: str = "",
 ) -> tuple[FileState, ...]:
     """The states of the five files, and of the columns that are at the prefix or listed.
 
-    ``broken`` are findings about columns, by path.
+    ``broken`` are findings about columns, by path. Where ``withheld`` names damaged files, nothing was restored after
+    all.
     """
     states = []
     for path in paths.all:
         fault = faults.get(path, "")
-        if path in how_restored:
+        if path in how_restored and withheld:
+            remedy = f"readers would open {withheld} with it, as if nothing was wrong; {_NOT_DERIVED['.idx']}"
+            states.append(FileState(path, "lost", fault, remedy))
+        elif path in how_restored:
             fault = fault or "not as Megatron writes it (rule I1)"
             states.append(FileState(path, "rebuilt", fault, how_restored[path]))
         elif fault:
@@ -399,6 +408,16 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     if ids:
         notes.append(f"the new .seq.idx lists no columns; {', '.join(ids)} stay beside it, like attached ones")
     return is_proven, notes
+
+
+def _damaged_and_readable(paths: ShardPaths, header: Header, damaged: Collection[str]) -> str:
+    """The names of the damaged files, if readers would open a shard that has them; else nothing.
+
+    Readers compare sizes and no checksums: an index that is brought back would hide what is known to be damaged.
+    """
+    sizes = header.sizes(paths)
+    is_read = all(os.path.exists(path) and os.stat(path).st_size == sizes[path] for path in damaged)
+    return ", ".join(sorted(damaged)) if is_read else ""
 
 
 def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, str]) -> None:
