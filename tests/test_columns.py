@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from chats import command
 from columned import SOURCE, SPECS, assert_columns, values_of, write_columned
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from rebuilding import damage
 from shard_folders import files_of as open_files_of
 from shard_folders import maps_of
 
-from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.errors import (
     CorruptShardError,
     FormatError,
@@ -502,6 +503,29 @@ def test_a_broken_rule_is_named(
         assert isinstance(refused.value, UnsupportedVersionError) or re.search(
             r"\(rule C\d|rule F2", str(refused.value)
         )
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(("rule", "change", "offset", "others"), BROKEN)
+def test_a_shard_is_written_without_a_broken_column_as_it_is_advised(
+    tmp_path: Path, rule: str, change: Change, offset: int | None, others: set[str], listed: bool
+) -> None:
+    write_columned(tmp_path / "x", PACKS, {"source": SOURCE} if listed else {})
+    path, kept = tmp_path / "x.source.col", Shard(tmp_path / "x")
+    if not listed:
+        shape = (kept.header.num_sequences, 2)
+        write_column(tmp_path / "x", "source", np.zeros(shape, np.uint32), per="sequence", metadata=SOURCE.metadata)
+    raw = change(bytearray(path.read_bytes()))
+    path.write_bytes(b"" if raw is None else raw)
+    if not rebuild(tmp_path / "x").whole:
+        advice = command("rebuild", tmp_path / "x").err.rsplit(": megatron-sft-idx ", 1)[1].split()
+        done = command(*advice[:-1], tmp_path / "new")
+        assert (done.code, "column source left out, as was allowed: " in done.out) == (0, True), done.err
+    else:  # it does not begin like a column any more, and nobody says that there was one
+        assert (rule, listed) == ("C1", False)
+        assert command("merge", tmp_path / "x", "--output-prefix", tmp_path / "new").code == 0
+    assert (verify_shard(tmp_path / "new", full=True).ok, list(Shard(tmp_path / "new").columns)) == (True, [])
+    assert Shard(tmp_path / "new").shard_id == kept.shard_id
 
 
 def test_every_rule_of_columns_is_broken_here() -> None:

@@ -88,7 +88,7 @@ def add_parser(verbs: Verbs) -> None:
         sources SOURCE...  prefixes, folders of shards, or globs, in the order of their packs
         --mixed-capacity  accept shards of different capacities; the merged shard has the largest
         --mixed-templates  accept shards of different chat templates
-        --allow-loss  leave out columns that some shards lack or have of another kind
+        --allow-loss  leave out columns that some shards lack, have of another kind, or that are damaged
         """,
         sources=local_path,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -25,6 +25,9 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import columns_beside, has_column
 from megatron_sft_idx.shard.shard_set import kind_in_words
+
+if TYPE_CHECKING:
+    from megatron_sft_idx.check.rules import Finding
 
 _FILES = "files"
 _MAX_NUMBER = int(np.iinfo(np.uint32).max)
@@ -82,7 +85,8 @@ class _Found(NamedTuple):
 class JoinedColumns:
     """The columns of shards that are merged, by prefixes and headers. Call ``renumber`` for each shard, in order.
 
-    ``allow_loss`` leaves out columns that do not go together, instead of an error.
+    ``allow_loss`` leaves out columns that do not go together, and those that are among the ``broken`` of their shard,
+    instead of an error.
 
     Attributes:
         specs: the columns of the merged shard, by name.
@@ -95,7 +99,14 @@ class JoinedColumns:
         ShardNotFoundError, CorruptShardError: of a column that a shard has.
     """
 
-    def __init__(self, prefixes: Sequence[str], headers: Sequence[Header], *, allow_loss: bool) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        headers: Sequence[Header],
+        broken: Sequence[Mapping[str, Finding]],
+        *,
+        allow_loss: bool,
+    ) -> None:
         self._allow_loss = allow_loss
         self._reasons: dict[str, str] = {}  # why a column is left out, by its name
         self._table = _FileTable()
@@ -104,7 +115,8 @@ class JoinedColumns:
         self._split: SplitOutput | None = None  # of the shard before
         beside = columns_beside(prefixes)
         self._found: list[dict[str, _Found]] = []
-        for prefix, header in zip(prefixes, headers, strict=True):
+        for prefix, header, findings in zip(prefixes, headers, broken, strict=True):
+            self._reasons = {name: f"{found.path}: {found.what}" for name, found in findings.items()} | self._reasons
             columns, paths = {}, ShardPaths.of(prefix)
             for name in sorted({*beside[prefix], *listed_columns(header.metadata)}):
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -14,12 +14,15 @@ from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.journal import BuildOptions
-from megatron_sft_idx.shard.opening import require_same
+from megatron_sft_idx.shard.opening import columns_beside, require_same
 from megatron_sft_idx.shard.publication import Publication, places_of
 from megatron_sft_idx.shard.shard_set import require_alike
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
+
+if TYPE_CHECKING:
+    from megatron_sft_idx.check.rules import Finding
 
 _COPY = "copy one with ShardWriter(..., {}=...).add_shard(Shard(...)), which converts, and merge the copy"
 _TOKENIZERS = "they come from different tokenizers: preprocess one again with the tokenizer of the other"
@@ -145,9 +148,10 @@ def merge(
     """Write the packs of many shards, in the order given, as one shard.
 
     Everything is compared before the first byte is written: token and mask dtype, capacity, sequence multiple, pad id,
-    tokenizer and chat template. Every byte of the sources is read once and held to its checksum. The merged shard's
-    JSON block keeps what the sources have in common and lists where its packs come from (``origin``). Memory
-    is a few MiB for any number of packs, and the headers of all sources; one source is open at a time.
+    tokenizer and chat template. Every byte of the sources is read once and held to its checksum; with ``allow_loss``,
+    columns are read before that too. The merged shard's JSON block keeps what the sources have in common and lists
+    where its packs come from (``origin``). Memory is a few MiB for any number of packs, and the headers of all sources;
+    one source is open at a time.
 
     Columns go along, attached ones too, and are written with the merged shard: all sources must have them, of one kind.
     Of ``source``, the tables of files become one, in which a file is the same where its name and fingerprint are; of
@@ -160,7 +164,7 @@ def merge(
         overwrite: replace what is at the prefix.
         mixed_capacity: let capacities differ; the largest is that of the merged shard.
         mixed_templates: let chat templates differ.
-        allow_loss: leave out columns that some of the shards lack, have of another kind, or cannot be opened.
+        allow_loss: leave out columns that some of the shards lack, have of another kind, or that break a rule.
         durable: False skips fsync, for files that are thrown away anyway.
         watch: called as the reading begins, with the bytes there are to read.
 
@@ -179,7 +183,8 @@ def merge(
     headers, runs = _read_headers(prefixes)
     like, notes = _agree(prefixes, headers, {name for name, is_allowed in allowed.items() if is_allowed})
     like.metadata[ORIGIN] = list(map(dataclasses.asdict, runs))
-    columns = JoinedColumns(prefixes, headers, allow_loss=allow_loss)
+    broken = _broken_columns(prefixes, headers, watch) if allow_loss else [{} for _ in prefixes]
+    columns = JoinedColumns(prefixes, headers, broken, allow_loss=allow_loss)
     total = sum(map(nbytes_of, headers)) + columns.nbytes
     new = begin_copy(paths.prefix, like, columns.specs, overwrite=overwrite, durable=durable, nbytes=total)
     with new as writer, watch("merging", total) as advance:
@@ -191,6 +196,16 @@ def merge(
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
     return MergeReport(paths.prefix, merged, len(prefixes), notes)
+
+
+def _broken_columns(prefixes: Sequence[str], headers: Sequence[Header], watch: Watch) -> list[dict[str, Finding]]:
+    """What is wrong with the columns of each shard, by name; every value is read."""
+    from megatron_sft_idx.check.verify import broken_columns  # imported late: most merges have nothing to check
+
+    beside = columns_beside(prefixes)
+    files = (ShardPaths.of(prefix).column(name) for prefix in prefixes for name in beside[prefix])
+    with watch("checking columns", sum(map(os.path.getsize, files))) as advance:
+        return [broken_columns(prefix, header, advance) for prefix, header in zip(prefixes, headers, strict=True)]
 
 
 # ---- what splitting needs too ----
