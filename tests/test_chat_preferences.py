@@ -137,13 +137,16 @@ def test_what_stands_beside_a_pair_is_read() -> None:
             {"history": ["x"], "prompt": "Q", "chosen": "A", "rejected": "B"},
             r"history is not a list of \[prompt, answer\] pairs",
         ),
-        ({"prompt": "X", "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "in which prompt is not a message"),
-        ({"messages": said("X"), "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "do not begin with the row's"),
+        ({"prompt": "X", "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "do not begin with the row's prompt"),
+        (
+            {"messages": said("X"), "chosen": said("Q", "A"), "rejected": said("Q", "B")},
+            "do not begin with the row's messages",
+        ),
         (
             {"prompt": Q, "chosen": GOOD, "rejected": [{"role": "tool", "content": "B"}]},
             "rejected: the assistant says nothing",
         ),
-        ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, "chosen: .* has the role 'x'"),
+        ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, r"^chosen\[0\] has the role 'x'"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; only text"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label is true"),
         (None, "the row is null, expected an object"),
@@ -152,6 +155,166 @@ def test_what_stands_beside_a_pair_is_read() -> None:
 def test_no_pair(row: Any, words: str) -> None:
     with pytest.raises(RowError, match=words):
         read_judged(row, PAIRS)
+
+
+OTHER = {
+    "another question": said("S", "OTHER", roles="su"),
+    "no system message": said("Q"),
+    "another system message": said("OTHER", "Q", roles="su"),
+    "the question in another role": said("S", "Q", roles="ss"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+@pytest.mark.parametrize("rejected_is_whole", [True, False])
+@pytest.mark.parametrize("chosen_is_whole", [True, False])
+def test_both_answers_are_to_the_prompt_whether_it_stands_before_them_or_not(
+    chosen_is_whole: bool, rejected_is_whole: bool, other: str
+) -> None:
+    prompt = said("S", "Q", roles="su")
+    row: dict[str, Any] = {
+        "prompt": prompt,
+        "chosen": prompt * chosen_is_whole + GOOD,
+        "rejected": prompt * rejected_is_whole + BAD,
+    }
+    for prompted in (row, {"messages": prompt} | row, {"prompt": "Q", "system": "S"} | row):
+        (chosen, rejected), _ = read_judged(prompted, PAIRS)
+        assert (chosen.messages, rejected.messages) == (prompt + GOOD, prompt + BAD)
+        assert chosen.weights == rejected.weights == [0, 0, 1]
+    for name, is_whole, answer in (("chosen", chosen_is_whole, GOOD), ("rejected", rejected_is_whole, BAD)):
+        if is_whole:
+            for prompted in (row, {"messages": prompt} | row):
+                with pytest.raises(RowError, match=r"do not begin with the row's (prompt|messages)"):
+                    read_judged({**prompted, name: OTHER[other] + answer}, PAIRS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": said("S", "Q", "A", roles="sua"), "rejected_messages": said("S", "OTHER", "B", roles="sua")},
+        {"chosen": said("S", "Q", "A", roles="sua"), "rejected": said("S", "OTHER", "B", roles="sua")},
+        {"prompt": said("Q"), "chosen": said("Q", "A", "P", "C"), "rejected": said("Q", "A", "OTHER", "D")},
+        {"messages": Q, "chosen": said("A", "P", "C", roles="aua"), "rejected": said("A", "OTHER", "D", roles="aua")},
+    ],
+    ids=["ms-swift", "whole", "in the end", "answers of several turns"],
+)
+def test_the_two_differ_in_answers_alone(row: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="differ in what is asked"):
+        read_judged(row, PAIRS)
+
+
+def test_an_answer_within_the_prompt_is_that_of_both() -> None:
+    prompt = said("Q", "A", "P")
+    row = {"chosen": said("Q", "A", "P", "C"), "rejected": said("Q", "OTHER", "P", "D")}
+    for key in ("prompt", "messages", "conversations"):
+        with pytest.raises(RowError, match=f"do not begin with the row's {key}"):
+            read_judged({key: prompt, **row}, PAIRS)
+    # Without a prompt these are two answers to Q, of several turns each; as they are where the messages are the chosen.
+    for beside in ({}, {"prompt": "Q"}, {"messages": row["chosen"]}):
+        (chosen, rejected), _ = read_judged({**beside, **row}, PAIRS)
+        assert chosen.weights == rejected.weights == [0, 1, 1, 1]
+
+
+def parts(text: str, role: str = "assistant") -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize("same", [parts("A"), {"from": "gpt", "value": "A"}, GOOD[0] | {"weight": 0.5}, "A", GOOD])
+def test_an_answer_in_two_spellings_is_one_answer(same: Any) -> None:
+    for whole in (parts("Q", "user"), {"from": "human", "value": "Q"}):
+        row: dict[str, Any] = {"prompt": "Q", "chosen": said("Q", "A"), "rejected": same}
+        with pytest.raises(RowError, match="are the same"):
+            read_judged(row, PAIRS)
+        if isinstance(same, dict) and ("from" in same) == ("from" in whole):
+            with pytest.raises(RowError, match="are the same"):
+                read_judged({"chosen": said("Q", "A"), "rejected": [whole, same]}, PAIRS)
+
+
+@pytest.mark.parametrize("spelled", [[parts("Q", "user"), parts("B")], turns("Q", "B"), json.dumps(turns("Q", "B"))])
+def test_a_question_in_two_spellings_is_one_question(spelled: Any) -> None:
+    expected = read_judged({"chosen": said("Q", "A"), "rejected": said("Q", "B")}, PAIRS)
+    for row in ({}, {"prompt": "Q"}, {"prompt": turns("Q")}, {"messages": [parts("Q", "user")]}):
+        assert read_judged({**row, "chosen": said("Q", "A"), "rejected": spelled}, PAIRS) == expected
+
+
+def test_a_rejected_answer_stands_in_the_place_of_the_chosen_one() -> None:
+    tool = [{"role": "tool", "content": "T"}]
+    call, other = said("C", roles="a"), said("D", roles="a")
+    for before, rejected, answers in (
+        (said("Q", "A", "P"), "B", BAD),
+        (Q + call + tool, "B", BAD),
+        (Q, "B", BAD),
+        (Q, other + tool + BAD, other + tool + BAD),
+    ):
+        for chosen in (GOOD, call + GOOD, call + tool + GOOD):
+            if before[-1] in tool and tool[0] in chosen:
+                continue  # then the end of what precedes the answer is not where this test has it
+            at = len(before) + 2 * (tool[0] in chosen and len(answers) == 1)
+            pair, _ = read_judged({"messages": before + chosen, "rejected_response": rejected}, PAIRS)
+            assert [one.messages for one in pair] == [before + chosen, (before + chosen)[:at] + answers]
+            assert [sum(one.weights) for one in pair] == [len(before + chosen) - at, len(answers)]
+
+
+@pytest.mark.parametrize("answer", ["A", GOOD, GOOD[0]])
+def test_messages_that_end_with_an_answer_do_not_ask_for_it_again(answer: Any) -> None:
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        with pytest.raises(RowError, match="the row's messages ends with an answer already"):
+            read_judged({"messages": said("Q", "A"), name: answer, other: "B"}, PAIRS)
+
+
+def test_what_ms_swift_gives_the_rejected_alone_is_not_passed_over() -> None:
+    row = {"messages": said("Q", "A"), "rejected_messages": said("Q", "B"), "tools": [{"name": "f"}]}
+    assert read_judged({**row, "rejected_tools": [{"name": "f"}], "rejected_images": []}, PAIRS) == read_judged(
+        row, PAIRS
+    )
+    for key, value in {"rejected_tools": [{"name": "g"}], "rejected_images": ["x.png"]}.items():
+        with pytest.raises(RowError, match=f"{key} and {key[9:]} differ"):
+            read_judged({**row, key: value}, PAIRS)
+
+
+def test_an_answer_of_weight_0_makes_no_pair() -> None:
+    for name in ("chosen", "rejected"):
+        row: dict[str, Any] = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+        with pytest.raises(RowError, match=f"{name}: the assistant says nothing that is trained on"):
+            read_judged({**row, name: [GOOD[0] | {"content": "C", "weight": 0}]}, PAIRS)
+    row = {"prompt": Q, "chosen": [GOOD[0] | {"weight": 0.5}], "rejected": BAD}
+    assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0.5], [0, 1]]
+
+
+@pytest.mark.parametrize("options", [PAIRS, VERDICTS], ids=["preference", "kto"])
+def test_a_row_of_both_kinds_is_told_what_to_leave_out(options: RowOptions) -> None:
+    with pytest.raises(RowError) as caught:
+        read_judged({"prompt": "Q", "chosen": "A", "rejected": "B", "label": False}, options)
+    assert str(caught.value) == (
+        "a preference row (chosen, rejected) in which label is false, a verdict on one answer: leave out what is not"
+        " meant"
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*said("A", "Q", roles="au"), {"role": "tool", "content": "T"}]},
+        {"messages": said("A", "Q", roles="au") + said("S", roles="s")},
+        {"messages": [*said("Q", "A", "P"), {"role": "assistant", "content": ""}]},
+        {"messages": [*said("Q", "A", "P"), {"role": "assistant", "content": "B", "weight": 0}]},
+        {"messages": [*said("Q", "A", "P"), {"role": "assistant", "content": "B", "train": False}]},
+        {"prompt": Q, "completion": [{"role": "assistant", "content": "B", "loss_weight": 0}]},
+        {"input_ids": [1, 2], "loss_mask": [0, 0]},
+        {"input_ids": [1, 2], "loss_mask": [1, 0]},
+    ],
+    ids=["a tool", "a system", "empty", "weight 0", "not to train", "completion", "mask", "first token"],
+)
+def test_a_verdict_is_on_something_that_is_trained_on(row: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="no answer that its label could judge"):
+        read_judged({**row, "label": True}, VERDICTS)
+
+
+def test_two_verdicts_that_differ_are_none() -> None:
+    row = {"prompt": "Q", "completion": "A"}
+    with pytest.raises(RowError, match="label and kto_tag that differ; keep one"):
+        read_judged({**row, "label": True, "kto_tag": False}, VERDICTS)
+    assert read_judged({**row, "label": 1, "kto_tag": True}, VERDICTS) == read_judged({**row, "label": 1}, VERDICTS)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ MaskAlignment = Literal["token", "label"]
 _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
 _Message = dict[str, Any]
 # Messages, and the loss weight of each.
-_Turns = tuple[list[_Message], list[float]]
+Turns = tuple[list[_Message], list[float]]
 
 TURNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "prompt", "query", "question")
@@ -97,15 +97,20 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
         names = [options.messages_key] if options.messages_key else TURNS
         if (key := first_given(data, names)) is None:
             raise RowError(f"the row has no {' or '.join(names)}")
-        messages, weights = _read_list(data[key], key)
+        messages, weights = read_list(data[key], key)
     else:
         messages, weights = _read_prompt_completion(data) if kind == "prompt-completion" else _read_alpaca(data)
-    has_more = not keys.isdisjoint(_MORE)
-    if has_more:
-        _put_system_first(data, messages, weights)
     if options.require_assistant and not any(map(_says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
-    return Conversation(messages, weights, _tools_of(data) if has_more else None, _kwargs_of(data) if has_more else {})
+    return to_conversation(data, messages, weights)
+
+
+def to_conversation(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> Conversation:
+    """A conversation of these messages with the system prompt, tools and template variables that stand beside them."""
+    if data.keys().isdisjoint(_MORE):
+        return Conversation(messages, weights, None, {})
+    _put_system_first(data, messages, weights)
+    return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
 
 
 def require_object(data: Any) -> dict[str, Any]:
@@ -114,10 +119,8 @@ def require_object(data: Any) -> dict[str, Any]:
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
-    if (media := first_filled(data, _MEDIA)) is not None:
-        raise RowError(f"the row has {media}; only text can be trained on here")
-    names = [name for name in (*CHOSEN, *REJECTED) if _is_filled(data.get(name)) and not isinstance(data[name], int)]
-    if names and options.messages_key not in names:
+    refuse_media(data)
+    if names := preference_keys(data, options):
         raise RowError(
             f"a preference row ({', '.join(names)}), but supervised fine-tuning takes one answer: make pairs of such"
             " rows with --row-kind preference, or name the column with the one answer as messages with --messages-key"
@@ -130,6 +133,18 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
                 f"{key} is {str(verdict).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
                 " trains on every one: keep the column with --row-kind kto, or the good rows without it"
             )
+
+
+def refuse_media(data: dict[str, Any]) -> None:
+    """RowError where something else than text stands beside the messages."""
+    if (media := first_filled(data, _MEDIA)) is not None:
+        raise RowError(f"the row has {media}; only text can be trained on here")
+
+
+def preference_keys(data: dict[str, Any], options: RowOptions) -> list[str]:
+    """The keys that make a row one of preference; none where the answer under one of them was asked for."""
+    names = [name for name in (*CHOSEN, *REJECTED) if _is_filled(data.get(name)) and not isinstance(data[name], int)]
+    return [] if options.messages_key in names else names
 
 
 def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
@@ -154,7 +169,12 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     )
 
 
-def _read_list(turns: Any, key: str) -> _Turns:
+def read_list(turns: Any, key: str) -> Turns:
+    """Messages as chat templates expect them, of a list of OpenAI's messages or ShareGPT's turns, or of its JSON.
+
+    Raises:
+        RowError: one of them cannot be used; it is named by ``key`` and its index.
+    """
     turns = _typed(_parsed(turns, key), list, key, "a list of messages")
     if not turns:
         raise RowError(f"{key} is empty")
@@ -185,7 +205,7 @@ def _read_plain(turn: Any, is_sharegpt: bool) -> _Message | None:
     return None if role is None or role == "function_call" else {"role": role, "content": turn[text]}
 
 
-def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
+def _read_prompt_completion(data: dict[str, Any]) -> Turns:
     prompt, completion = data.get("prompt"), data.get("completion")
     turns = messages_of_json(prompt), messages_of_json(completion)
     if all(isinstance(some, list) for some in turns):
@@ -199,14 +219,14 @@ def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
             f"prompt is {_kind_of(prompt)} and completion is {_kind_of(completion)}, "
             "expected two strings or two lists of messages"
         )
-    before, _ = _read_list(prompt, "prompt")
-    after, weights = _read_list(completion, "completion")
+    before, _ = read_list(prompt, "prompt")
+    after, weights = read_list(completion, "completion")
     if not any(map(_says_something, after)):
         raise RowError("the assistant says nothing in the completion, so there is nothing to learn")
     return before + after, [0.0] * len(before) + weights
 
 
-def _read_alpaca(data: dict[str, Any]) -> _Turns:
+def _read_alpaca(data: dict[str, Any]) -> Turns:
     history, asked = read_prompt(data)
     if not asked:
         raise RowError("the prompt is empty")
@@ -231,7 +251,7 @@ def _text_under(data: dict[str, Any], names: Iterable[str]) -> str:
     return "" if key is None else _typed(data[key], str, key)
 
 
-def _exchange(pairs: Sequence[Sequence[str]]) -> _Turns:
+def _exchange(pairs: Sequence[Sequence[str]]) -> Turns:
     if not pairs[-1][1]:
         raise RowError("the answer is empty, so there is nothing to learn")
     messages = turns_of_pairs(pairs)
@@ -248,6 +268,11 @@ def _says_something(message: _Message) -> bool:
     return message["role"] == "assistant" and bool(
         message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
     )
+
+
+def any_trained(messages: Iterable[_Message], weights: Iterable[float]) -> bool:
+    """Whether the assistant says something in a message whose weight is not 0."""
+    return any(weight and _says_something(message) for message, weight in zip(messages, weights, strict=True))
 
 
 def _put_system_first(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> None:

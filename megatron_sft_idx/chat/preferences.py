@@ -6,13 +6,17 @@ They are read only where ``RowOptions.kind`` asks for them. Read as ordinary cha
 
 - a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
 - one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
-- a list of messages (TRL): the whole conversation where it begins with a system's or user's message, else what follows
-  the prompt; also as JSON text, as tables hold them
+- a list of messages (TRL): the whole conversation where it begins with a system's or user's message, or with the
+  prompt, else what follows the prompt; also as JSON text, as tables hold them
 
 The prompt stands under ``messages``, ``conversations`` or ``conversation``, under ``prompt`` as messages, or under the
 keys of Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages``, with nothing chosen (ms-swift),
-end with the chosen answer. The messages that both conversations begin with are the prompt, which is never trained on;
-as in TRL, all that follows is the answer, of which the template's mask takes what the assistant says.
+are the whole chosen conversation, and so may they be beside ``chosen`` (UltraFeedback). A rejected answer then takes
+the place of what the assistant says last; several rejected messages that of all behind the last user's message.
+
+The messages that both conversations begin with, compared as chat templates see them, are never trained on. The row's
+prompt must be among them, and what differs first must be the assistant's or a tool's. As in TRL, all that follows is
+the answer, of which the template's mask takes what the assistant says.
 
 ``kto``: any row of chats beside ``label`` or ``kto_tag``, true or false, of which only what follows the last user's
 message, or the ``completion``, is trained on.
@@ -32,22 +36,28 @@ from megatron_sft_idx.chat.chat_rows import (
     VERDICTS,
     RowError,
     RowOptions,
+    Turns,
+    any_trained,
     first_filled,
     first_given,
     kind_by_keys,
     messages_of_json,
+    preference_keys,
+    read_list,
     read_prompt,
+    refuse_media,
     require_object,
+    to_conversation,
     to_sequence_source,
     turns_of_pairs,
-    without_nulls,
 )
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
-_BEGINNERS: Final = ("system", "developer", "user", "human")
+_BEGINNERS: Final = ("system", "developer", "user")
+_ANSWERING: Final = ("assistant", "tool")
+# What ms-swift gives a rejected conversation alone.
+_FOR_REJECTED: Final = tuple(f"rejected_{name}" for name in ("tools", "images", "audios", "videos", "objects"))
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
-
-Turns = list[Any]
 
 
 def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
@@ -63,93 +73,87 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
     row = require_object(data)
     if options.kind == "kto":
         return _read_verdict(row, options)
-    prompt, chosen, rejected = _pair_of(row, options)
-    used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
-    # A number in the place of a verdict is a class; beside the completions below it would be taken for one on them.
-    used |= {key for key in VERDICTS if not isinstance(row.get(key), bool)}
-    rest = {key: value for key, value in row.items() if key not in used}
-    alone = replace(options, kind="prompt-completion", messages_key=None)
+    refuse_media(row)
+    chosen, rejected, shared = _pair_of(row, options)
     conversations: list[Conversation | TokenizedRow] = []
-    for name, completion in (("chosen", chosen), ("rejected", rejected)):
-        try:
-            conversations.append(to_sequence_source({**rest, "prompt": prompt, "completion": completion}, alone))
-        except RowError as error:
-            raise RowError(f"{name}: {error}") from None
+    for name, (messages, of_messages) in (("chosen", chosen), ("rejected", rejected)):
+        weights = [0.0] * shared + of_messages[shared:]
+        if not any_trained(messages, weights):
+            raise RowError(f"{name}: the assistant says nothing that is trained on, so there is nothing to learn")
+        conversations.append(to_conversation(row, messages, weights))
     return conversations, None
 
 
-def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, Turns]:
-    """The turns that both conversations begin with, and what follows in the chosen and in the rejected one."""
+def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, int]:
+    """The chosen and the rejected conversation, and how many messages both begin with; RowError if they are no pair."""
     turns = first_filled(data, (options.messages_key or TURNS[0], *TURNS))
     # An answer that is there and empty is not one that the messages end with.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
-    messages = _turns(data[turns]) if turns else None
-    if messages is not None and not isinstance(messages, list):
-        raise RowError(f"{turns} is no list of messages")
-    rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in)
-    if chosen_in is None:  # the row's messages end with the chosen answer
-        chosen, chosen_is_whole = messages or [], True
-        prompt = chosen[:-1]
-        rejected_is_whole |= rejected_in == "rejected_messages"
-    else:
-        chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in)
-        prompt = _prompt_of(data) if messages is None else messages
-        if chosen_is_whole and rejected_is_whole:
-            _require_shared(data, prompt, chosen, rejected)
-    chosen = chosen if chosen_is_whole else prompt + chosen
-    rejected = rejected if rejected_is_whole else prompt + rejected
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
+    if (verdict := next((key for key in VERDICTS if isinstance(data.get(key), bool)), None)) is not None:
+        raise _two_verdicts([key for key in (chosen_in, rejected_in) if key], verdict, data)
+    for key in _FOR_REJECTED:
+        if first_filled(data, (key,)) and data[key] != data.get(name := key.removeprefix("rejected_")):
+            raise RowError(f"{key} and {name} differ: chosen and rejected must answer the same")
+    prompt, prompt_in = _prompt_of(data, turns)
+    rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in, prompt)
+    rejected_is_whole |= chosen_in is None and rejected_in == "rejected_messages"
+    chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in, prompt) if chosen_in else (prompt, True)
+    if chosen_is_whole and chosen[0] == prompt[0]:  # the row's messages are the chosen conversation, answer included
+        answering = _ANSWERING[: len(rejected[0])]  # one rejected message leaves the tool's results where they are
+        asked = max((i + 1 for i, each in enumerate(chosen[0]) if each["role"] not in answering), default=0)
+        prompt = ([], []) if rejected_is_whole else (chosen[0][:asked], chosen[1][:asked])
+    chosen = chosen if chosen_is_whole else _answered(prompt, chosen, prompt_in)
+    rejected = rejected if rejected_is_whole else _answered(prompt, rejected, prompt_in)
+    pairs = list(zip(chosen[0], rejected[0], strict=False))
+    shared = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    begins = range(shared - len(prompt[0]) + 1)  # of the prompt, which a system's message may precede
+    if not any(chosen[0][i : i + len(prompt[0])] == prompt[0] for i in begins):
+        raise RowError(f"chosen and rejected do not begin with the row's {prompt_in}")
     if not shared:
         raise RowError("chosen and rejected answer no common prompt: no message is before both")
-    if shared == min(len(chosen), len(rejected)):
+    if shared == len(pairs):
         raise RowError("chosen and rejected are the same, or one is the beginning of the other")
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    if not {each["role"] for each in pairs[shared]} <= {*_ANSWERING}:
+        raise RowError("chosen and rejected differ in what is asked: the first message that differs is no answer")
+    return chosen, rejected, shared
 
 
-def _answer(value: Any, key: str) -> tuple[Turns, bool]:
-    """The turns of an answer, and whether they are a whole conversation rather than what follows the prompt."""
-    value = _turns(value)
+def _answer(value: Any, key: str, prompt: Turns) -> tuple[Turns, bool]:
+    """The messages of an answer, and whether they are a whole conversation rather than what follows the prompt."""
+    value = messages_of_json(value)
     if isinstance(value, str):
-        return (_transcript(value), True) if value.startswith(_HUMAN) else ([_message("assistant", value)], False)
+        return (_transcript(value), True) if value.startswith(_HUMAN) else (_said([("assistant", value)]), False)
     if isinstance(value, dict):
-        return [without_nulls(value)], False
+        return read_list([value], key), False
     if not (value and isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
         raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
-    return value, value[0].get("role", value[0].get("from")) in _BEGINNERS
+    messages, weights = read_list(value, key)
+    begins_with_prompt = prompt[0] and messages[: len(prompt[0])] == prompt[0]
+    return (messages, weights), bool(messages[0]["role"] in _BEGINNERS or begins_with_prompt)
 
 
-def _turns(value: Any) -> Any:
-    """Messages without their nulls, so that those of two columns compare alike; any other value as it is."""
-    turns = messages_of_json(value)
-    is_list = isinstance(turns, list)
-    return [without_nulls(turn) if isinstance(turn, dict) else turn for turn in turns] if is_list else turns
+def _answered(prompt: Turns, answer: Turns, prompt_in: str) -> Turns:
+    """The prompt with an answer behind it."""
+    if prompt[0][-1:] == answer[0][:1]:
+        raise RowError(f"the row's {prompt_in} ends with an answer already, which chosen or rejected says again")
+    return prompt[0] + answer[0], prompt[1] + answer[1]
 
 
-def _prompt_of(data: dict[str, Any]) -> Turns:
-    prompt = _turns(data.get("prompt"))
-    if isinstance(prompt, list):
-        return prompt
-    if isinstance(prompt, str) and prompt.startswith(_HUMAN):
-        return _transcript(prompt)
+def _prompt_of(data: dict[str, Any], turns: str | None) -> tuple[Turns, str]:
+    """The prompt of a row with its turns under the key ``turns``, or without such, and what errors call it."""
+    key = turns or "prompt"
+    value = messages_of_json(data.get(key))
+    if isinstance(value, list):
+        return read_list(value, key) if value else ([], []), key
+    if turns is not None:
+        raise RowError(f"{turns} is no list of messages")
+    if isinstance(value, str) and value.startswith(_HUMAN):
+        return _transcript(value), key
     history, asked = read_prompt(data)
-    turns = turns_of_pairs(history)
-    return [*turns, _message("user", asked)] if asked else turns
-
-
-def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
-    """RowError where whole conversations stand beside a prompt that they do not begin with."""
-    if prompt and prompt == chosen[: len(prompt)]:
-        return  # the row's messages are those of the chosen conversation, as UltraFeedback has it
-    texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
-    for name in (first_filled(data, PROMPTS), first_filled(data, INPUTS)):
-        if name is not None and data[name] not in texts:
-            raise RowError(f"chosen and rejected are whole conversations, in which {name} is not a message of both")
-    if first_filled(data, TURNS):
-        raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")
+    pairs = [(each["role"], each["content"]) for each in turns_of_pairs(history)] + [("user", asked)] * bool(asked)
+    return _said(pairs), first_filled(data, (*PROMPTS, *INPUTS, "history")) or key
 
 
 def _transcript(text: str) -> Turns:
@@ -157,28 +161,49 @@ def _transcript(text: str) -> Turns:
     turns = []
     for human in text.split(_HUMAN)[1:]:
         request, *answers = human.split(_ASSISTANT)
-        turns.append(_message("user", request.strip()))
-        turns += [_message("assistant", answer.strip()) for answer in answers if answer.strip()]
-    return turns
+        turns.append(("user", request.strip()))
+        turns += [("assistant", answer.strip()) for answer in answers if answer.strip()]
+    return _said(turns)
 
 
-def _message(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
+def _said(turns: list[tuple[str, str]]) -> Turns:
+    """Messages of pairs of role and text."""
+    return [{"role": role, "content": text} for role, text in turns], [1.0] * len(turns)
 
 
 def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int]:
-    key = next((name for name in VERDICTS if data.get(name) is not None), None)
-    if key is None:
+    given = [name for name in VERDICTS if data.get(name) is not None]
+    if not given:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
-    if data[key] not in (0, 1) or not isinstance(data[key], int):
-        raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
+    for key in given:
+        if data[key] not in (0, 1) or not isinstance(data[key], int):
+            raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
+        if data[key] != data[given[0]]:
+            raise RowError(f"the row has {' and '.join(given)} that differ; keep one")
+    if names := preference_keys(data, options):
+        raise _two_verdicts(names, given[0], data)
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
     options = replace(options, kind="auto")
     source = to_sequence_source(rest, options)
-    # A completion is what is judged, whatever stands in it; it has weights of its own by now.
-    if isinstance(source, Conversation) and kind_by_keys(rest, options) != "prompt-completion":
-        answer_at = max((i + 1 for i, message in enumerate(source.messages) if message["role"] == "user"), default=0)
-        if answer_at == len(source.messages):
-            raise RowError("the row ends with a user's message, so there is no answer that its label could judge")
-        source.weights[:answer_at] = [0.0] * answer_at
-    return [source], int(data[key])
+    if isinstance(source, TokenizedRow):
+        is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
+    else:
+        # A completion is what is judged, whatever stands in it; it has weights of its own by now.
+        if kind_by_keys(rest, options) != "prompt-completion":
+            answer_at = max((i + 1 for i, each in enumerate(source.messages) if each["role"] == "user"), default=0)
+            source.weights[:answer_at] = [0.0] * answer_at
+        is_judged = any_trained(source.messages, source.weights)
+    if not is_judged:
+        raise RowError(
+            "the row ends with a user's message, or with nothing that is trained on, so there is no answer that its"
+            " label could judge"
+        )
+    return [source], int(data[given[0]])
+
+
+def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:
+    """The error about a row of both kinds."""
+    return RowError(
+        f"a preference row ({', '.join(names)}) in which {verdict} is {str(data[verdict]).lower()}, a verdict on one"
+        " answer: leave out what is not meant"
+    )
