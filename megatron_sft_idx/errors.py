@@ -1,4 +1,4 @@
-"""The error tree.
+"""The error tree, and what holds options to their type hints.
 
 ::
 
@@ -17,6 +17,8 @@ argument), then what was found and expected, the rule of FORMAT.md where there i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class SFTIndexError(Exception):
@@ -120,3 +122,33 @@ class StorageError(SFTIndexError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+# ---- options, checked ----
+
+
+def check_option(name: str, value: Any, hint: Any, lowest: int = 1, highest: int = 2**31 - 1) -> None:
+    """Hold an option to its type hint: a switch, a whole number, or a ``Literal``; those of other hints all pass.
+
+    Raises:
+        FormatError: it is none of the choices, or no number from ``lowest`` to ``highest``.
+    """
+    if hint is bool and not isinstance(value, bool):
+        raise FormatError(f"{name}: {value!r}, expected True or False")
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
+    is_number = hint is int or (hint == int | None and value is not None)
+    if is_number and (not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest):
+        raise FormatError(f"{name}: {value!r}, expected a whole number from {lowest} to {highest}")
+
+
+def check_options(options: Any, **ranges: tuple[int, int]) -> None:
+    """``check_option`` for every field of a dataclass of options; ``ranges`` gives lowest and highest by name."""
+    kind: type = type(options)
+    for name, hint in _hints_of(kind).items():
+        check_option(name, getattr(options, name), hint, *ranges.get(name, ()))
+
+
+@cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

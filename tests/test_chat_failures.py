@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from template_styles import CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 PAIR = talk(user("question"), said("words of mine"))
@@ -102,7 +105,14 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "unknown filter": (lambda: make("{{ x | nope }}"), "t.jinja: line 1: No filter named 'nope'"),
     "stray break": (lambda: make("\n{% break %}"), "t.jinja: line"),
     "too deep": (lambda: make("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "t.jinja: the chat template is nested too deeply"),
-    "train on": (lambda: MaskOptions(train_on="answers"), "'answers' is none of assistant, last-turn, all"),
+    "train on": (lambda: MaskOptions(train_on="answers"), "train_on: 'answers', choose one of assistant, last-turn, all"),
+    "turns": (lambda: MaskOptions(turns="Split"), "turns: 'Split', choose one of error, whole, split"),
+    "markers": (lambda: MaskOptions(partial_markers=None), "partial_markers: None, choose one of error, keep"),
+    "thinking": (lambda: MaskOptions(train_on_thinking="no"), "train_on_thinking: 'no', expected True or False"),
+    "day": (lambda: MaskOptions(template_date="yesterday"), "--template-date: 'yesterday' is not a date like 2025-01-31"),
+    "kind": (lambda: RowOptions(kind="chat"), "kind: 'chat', choose one of auto, messages, alpaca, "),
+    "alignment": (lambda: RowOptions(mask_alignment="left"), "mask_alignment: 'left', choose one of token, label"),
+    "number": (lambda: MaskOptions(template_date=20250131), "20250131 is not a date like 2025-01-31"),
     "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
     "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
     "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
@@ -112,6 +122,23 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "underscores": (lambda: make("{% set n = namespace() %}{% set n._x = 1 %}").render(PAIR), "underscore names"),
     "chance": (lambda: make("{{ messages | random }}").render(PAIR), "random"),
 }  # fmt: skip
+
+
+def test_what_a_conversation_is_not_given_is_not_shared_with_others() -> None:
+    first, second = Conversation([], []), Conversation([], [])
+    for default in (
+        first.kwargs,
+        Rendered("", []).notes,
+        Encoded(np.empty(0, np.int32), np.empty(0, np.float32)).notes,
+    ):
+        assert (default, {**default}, repr(default)) == ({}, {}, "{}")
+        with pytest.raises((TypeError, AttributeError)):
+            default["enable_thinking"] = False  # type: ignore[index]
+        with pytest.raises((TypeError, AttributeError)):
+            default.update(enable_thinking=False)  # type: ignore[attr-defined]
+        with pytest.raises(KeyError):
+            default["enable_thinking"]
+    assert pickle.loads(pickle.dumps(first)) == second
 
 
 @pytest.mark.parametrize("name", UNUSABLE)

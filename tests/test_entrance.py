@@ -148,6 +148,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"train_on": "user"}, "train_on: 'user', choose one of assistant, last-turn, all"),
         ({"straddling": "exlude"}, "straddling: 'exlude', choose one of include, exclude"),
         ({"seq_length": 0}, "seq_length: 0, expected a whole number from 1"),
+        ({"seq_length": True}, "seq_length: True, expected a whole number from 1"),
         ({"seq_length": "1024"}, "seq_length: '1024', expected a whole number"),
         ({"overwrite": "no"}, "overwrite: 'no', expected True or False"),
         ({"tokenizer": object()}, r"tokenizer: a object, expected a path; .*save_pretrained\(FOLDER\)"),

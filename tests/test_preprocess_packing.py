@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from chats import MADE, command, files_of, preprocess, remains, sequences_of
 
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import PackOptions, num_kept_tokens
+from megatron_sft_idx.tokenize.plan import SequenceReader, plan_packs
 
 LONG = [{"prompt": "Count.", "completion": " ".join(map(str, range(400)))}, {"prompt": "Hi", "completion": "Hello"}]
+
+
+class LengthsAlone(SequenceReader):
+    """A reader of sequences in which nothing is trained on."""
+
+    def _by_file(self, sequences):
+        return iter(())
+
+    def count_trained(self, sequences, positions):
+        return 0
 
 
 def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
@@ -97,3 +111,33 @@ def test_options_that_no_plan_can_keep_are_told_before_anything_is_tokenised(tmp
     assert (refused.code, said in refused.err, remains(tmp_path)) == (2, True, []), refused
     refused = command("pack", tmp_path / "x", "--seq-length", 256, *options, "--output-prefix", tmp_path / "y")
     assert (refused.code, said in refused.err) == (2, True), refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"overlong": "Drop"}, "overlong: 'Drop', choose one of error, drop, truncate, split"),
+        ({"method": "best"}, "method: 'best', choose one of auto, best-fit, .*, none"),
+        ({"effort": "High"}, "effort: 'High', choose one of normal, high"),
+        ({"capacity": 0}, "capacity: 0, expected a whole number from 1 to 2147483647"),
+        ({"capacity": True}, "capacity: True, expected a whole number"),
+        ({"capacity": 100.0}, "capacity: 100.0, expected a whole number"),
+        ({"sequence_multiple": 0}, "sequence_multiple: 0, expected a whole number from 1"),
+        ({"max_sequences_per_pack": 0}, "max_sequences_per_pack: 0, expected a whole number from 1"),
+        ({"seed": -1}, "seed: -1, expected a whole number from 0"),
+    ],
+)
+def test_a_program_is_told_of_options_that_are_none_before_a_sequence_is_cut(options, said):
+    with pytest.raises(FormatError, match=said):
+        PackOptions(**{"capacity": 10} | options)
+
+
+def test_the_tokens_that_are_kept_are_those_of_the_plan():
+    lengths, reader = np.array([5, 25, 3]), LengthsAlone()
+    for overlong, kept in (("drop", 8), ("truncate", 18), ("split", 33)):
+        options = PackOptions(10, overlong=overlong)
+        assert num_kept_tokens(lengths, options, reader) == kept
+        assert plan_packs(lengths, options, shards=1, name="x").run.lengths.sum() == kept
+    for planned in (num_kept_tokens, partial(plan_packs, shards=1, name="x")):
+        with pytest.raises(SequenceError, match="1 of 3 sequences are longer than 10 tokens"):
+            planned(lengths, PackOptions(10), reader=reader)

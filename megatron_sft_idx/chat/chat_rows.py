@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.errors import check_options
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
@@ -70,12 +71,18 @@ class RowOptions:
         mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
             (label) at the position that predicts it.
         require_assistant: whether a conversation in which the assistant says nothing is refused.
+
+    Raises:
+        FormatError: an option is none of its choices.
     """
 
     kind: RowKind = "auto"
     messages_key: str | None = None
     mask_alignment: MaskAlignment = "token"
     require_assistant: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 _DEFAULT = RowOptions()

@@ -5,12 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, check_options
+
+TrainOn: TypeAlias = Literal["assistant", "last-turn", "all"]
+ReasoningTurns: TypeAlias = Literal["error", "whole", "split"]
+PartialMarkers: TypeAlias = Literal["error", "keep"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +47,25 @@ class Piece(ABC):
         """A hash that is equal for pieces of the same rows, wherever these lie: xxh3_128 in hex."""
 
 
+class _Nothing(Mapping[str, Any]):
+    """An empty mapping that cannot be filled: as a default it is one object for all."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "{}"
+
+
+_NOTHING = _Nothing()
+
+
 class Conversation(NamedTuple):
     """One chat in OpenAI's form, as chat templates expect it.
 
@@ -57,7 +81,7 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     weights: list[float]
     tools: list[dict[str, Any]] | None = None
-    kwargs: Mapping[str, Any] = {}
+    kwargs: Mapping[str, Any] = _NOTHING
 
 
 class TokenizedRow(NamedTuple):
@@ -89,7 +113,7 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     literals: Sequence[tuple[int, int]] = ()
-    notes: Mapping[str, int] = {}
+    notes: Mapping[str, int] = _NOTHING
 
 
 class Encoded(NamedTuple):
@@ -105,7 +129,7 @@ class Encoded(NamedTuple):
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
-    notes: Mapping[str, int] = {}
+    notes: Mapping[str, int] = _NOTHING
     straddling: str = ""
 
 
@@ -126,21 +150,23 @@ class MaskOptions:
             assistant says: ``"error"`` refuses it, ``"keep"`` trains on what the markers enclose.
         allow_control_tokens: whether text of the data that spells a control token becomes that token.
         template_date: the day, ``YYYY-MM-DD``, that a template is given when it asks for the date.
+
+    Raises:
+        FormatError: an option is none of its choices, or ``template_date`` is no date.
     """
 
-    train_on: str = "assistant"
+    train_on: TrainOn = "assistant"
     train_on_thinking: bool = True
     train_on_tool_calls: bool = True
-    turns: str = "error"
-    partial_markers: str = "error"
+    turns: ReasoningTurns = "error"
+    partial_markers: PartialMarkers = "error"
     allow_control_tokens: bool = False
     template_date: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, value, choices in (
-            ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
-            ("--turns", self.turns, ("error", "whole", "split")),
-            ("--partial-markers", self.partial_markers, ("error", "keep")),
-        ):
-            if value not in choices:
-                raise FormatError(f"{flag}: {value!r} is none of {', '.join(choices)}")
+        check_options(self)
+        if self.template_date is not None:
+            try:
+                datetime.strptime(self.template_date, "%Y-%m-%d")
+            except (TypeError, ValueError):
+                raise FormatError(f"--template-date: {self.template_date!r} is not a date like 2025-01-31") from None

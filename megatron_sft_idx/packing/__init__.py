@@ -4,4 +4,4 @@ Numbers in, numbers out: neither tokens nor files are known here. Whatever is dr
 seed that is handed in.
 """
 
-from megatron_sft_idx.packing.pack import METHODS, PackPlan, WindowPacker, csr_rows, pack_sequences
+from megatron_sft_idx.packing.pack import METHODS, Effort, Method, PackPlan, WindowPacker, csr_rows, pack_sequences

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,8 +23,9 @@ from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing.linear_program import Patterns, plan_by_linear_program
 
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
-METHODS: Final = ("auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential")
-EFFORTS: Final = ("normal", "high")
+Method: TypeAlias = Literal["auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential"]
+Effort: TypeAlias = Literal["normal", "high"]
+METHODS: Final = get_args(Method)
 
 # Native planners with their methods. Of two plans with as many packs the earlier planner's is taken: exact fill by
 # average mixes lengths best.
@@ -109,8 +110,8 @@ def pack_sequences(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, choose one of {', '.join(METHODS)}")
-    if effort not in EFFORTS:
-        raise ValueError(f"effort is {effort!r}, choose one of {', '.join(EFFORTS)}")
+    if effort not in get_args(Effort):
+        raise ValueError(f"effort is {effort!r}, choose one of {', '.join(get_args(Effort))}")
     if effort == "high" and method != "auto":
         raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
     capacity = _as_integer("capacity", capacity, 1, _LARGEST_CAPACITY)

@@ -18,14 +18,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_type_hints
 
-from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
+from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.inputs import named_by
-from megatron_sft_idx.chat.template import MaskOptions
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, ReasoningTurns, TrainOn
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, check_option
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.publication import places_of
@@ -37,7 +38,7 @@ from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.local import available_cpus
 from megatron_sft_idx.tokenize.pipeline import make_shards
-from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.plan import Overlong, PackingMethod, PackOptions
 from megatron_sft_idx.tokenize.report import Summary, check_summary
 from megatron_sft_idx.tokenize.selection import Selection
 
@@ -46,15 +47,10 @@ StrPath: TypeAlias = str | os.PathLike[str]
 # Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.
 Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]]
 
-Packing: TypeAlias = Literal[
-    "auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential", "none"
-]
-
 # Options that are whole numbers and may be 0; all others must be 1 or more.
 FROM_ZERO = ("workers", "seed", "log_interval")
 # By the hint of an option: the types that its value may have, and what they are called.
 _EXPECTED: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"),
     str: (str | os.PathLike, "a path"),
     str | None: (str | None, "a string"),
     StrPath: (str | os.PathLike, "a path; an object that was loaded is saved by its save_pretrained(FOLDER)"),
@@ -76,22 +72,22 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     chat_template: StrPath | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     template_date: str | None = None,
-    train_on: Literal["assistant", "last-turn", "all"] = "assistant",
-    turns: Literal["error", "whole", "split"] = "error",
+    train_on: TrainOn = "assistant",
+    turns: ReasoningTurns = "error",
     no_train_on_thinking: bool = False,
     no_train_on_tool_calls: bool = False,
     allow_control_tokens: bool = False,
-    partial_markers: Literal["error", "keep"] = "error",
+    partial_markers: PartialMarkers = "error",
     straddling: Literal["include", "exclude"] = "include",
     span_by_span: bool = False,
     row_kind: RowKind = "auto",
     messages_key: str | None = None,
-    mask_alignment: Literal["token", "label"] = "token",
+    mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
     append_eod: bool = False,
-    packing: Packing = "auto",
-    packing_effort: Literal["normal", "high"] = "normal",
-    overlong: Literal["error", "drop", "truncate", "split"] = "error",
+    packing: PackingMethod = "auto",
+    packing_effort: Effort = "normal",
+    overlong: Overlong = "error",
     sequence_multiple: int = 1,
     max_sequences_per_pack: int | None = None,
     drop_untrained: bool = False,
@@ -190,12 +186,7 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
         raise FormatError(f"{name}: {shown}, expected {expected}")
     if hint == Sequence[str] and (wrong := [each for each in value if not isinstance(each, str)]):
         raise FormatError(f"{name}: {wrong[0]!r}, expected a string")
-    if get_origin(hint) is Literal and value not in get_args(hint):
-        raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
-    if hint in (int, int | None) and value is not None:
-        lowest = 0 if name in FROM_ZERO else 1
-        if not isinstance(value, int) or not lowest <= value < 2**31:
-            raise FormatError(f"{name}: {value!r}, expected a whole number from {lowest} to {2**31 - 1}")
+    check_option(name, value, hint, lowest=0 if name in FROM_ZERO else 1)
 
 
 def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:

@@ -9,16 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.errors import FormatError, SequenceError, check_options
+from megatron_sft_idx.packing import Effort, Method, PackPlan, pack_sequences
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.tokenize.selection import Selection
+
+PackingMethod: TypeAlias = Literal[Method, "none"]
+Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 
 # A mask is summed in windows of about this many tokens, 8 bytes of memory each.
 _SUMMED_TOKENS = 1 << 20
@@ -39,19 +42,21 @@ class PackOptions:
         selection: of rows and sequences; None takes all.
 
     Raises:
-        FormatError: no sequence would fit a pack, or ``effort`` does not go with ``method``.
+        FormatError: an option is none of its choices or out of range, no sequence would fit a pack, or ``effort`` does
+            not go with ``method``.
     """
 
     capacity: int
-    method: str = "auto"
-    effort: Literal["normal", "high"] = "normal"
-    overlong: Literal["error", "drop", "truncate", "split"] = "error"
+    method: PackingMethod = "auto"
+    effort: Effort = "normal"
+    overlong: Overlong = "error"
     sequence_multiple: int = 1
     max_sequences_per_pack: int | None = None
     seed: int = 0
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
+        check_options(self, seed=(0, 2**64 - 1), max_sequences_per_pack=(1, 2**63 - 1))
         if self.sequence_multiple > self.capacity:
             raise FormatError(
                 f"--seq-length {self.capacity} is below --sequence-multiple {self.sequence_multiple}: no sequence fits;"
@@ -277,8 +282,8 @@ def plan_packs(
 
 
 def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
-    """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments as for it."""
-    cuts = _cut(lengths, lengths > options.longest_sequence, options)
+    """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments and errors as of it."""
+    cuts = _cut(lengths, _overlong(lengths, None, options, "lengths"), options)
     if options.selection is not None and options.selection.drop_untrained:
         cuts = cuts.only(np.flatnonzero(_which_train(reader, cuts, None)))
     return int(cuts.lengths.sum())
@@ -370,6 +375,7 @@ def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], options: PackOptio
     if options.overlong == "truncate":
         dropped, at = int((lengths[long] - longest).sum()), np.full(count, longest, np.int64)
         return _Cuts(np.minimum(lengths, longest), None, None, count, dropped, np.flatnonzero(long), at)
+    assert options.overlong == "split", options.overlong
     counts = -(-lengths // longest)
     sequences = np.repeat(np.arange(len(lengths)), counts)
     begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
