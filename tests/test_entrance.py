@@ -21,6 +21,7 @@ from chats import CHATS, TOKENIZER, files_of, remains, write_rows
 from chats import preprocess as run_command
 
 from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset, preprocess, show_pack
+from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.formats.convert import convert
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
@@ -382,6 +383,36 @@ def test_answers_are_judged_still_where_nothing_says_of_which_kind_the_rows_were
             as_torch(str(tmp_path / name))
     with pytest.raises(FormatError, match=refused):
         LiveChunks(str(tmp_path / "chunks"), Limits(8, 2), num_chunks=1).open(0)
+
+
+@pytest.mark.parametrize(
+    "spec", [ColumnSpec("token", "f4"), ColumnSpec("sequence", "i4"), ColumnSpec("sequence", "u1", 2)]
+)
+def test_a_column_of_ones_own_that_is_called_label_judges_nothing(tmp_path: Path, spec: ColumnSpec) -> None:
+    pytest.importorskip("torch")
+    from megatron_sft_idx.live.catalog import Limits
+    from megatron_sft_idx.live.chunks import LiveChunks
+
+    rows = 4 if spec.per == "token" else 2
+    with ShardWriter(tmp_path / "x", columns={"label": spec}, capacity=8) as writer:
+        writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"label": np.zeros(spec.shape(rows), spec.dtype)})
+    convert(tmp_path / "x", tmp_path / "rows", "memmap")
+    for name in ("x", "rows"):
+        assert as_torch(str(tmp_path / name))[0]["labels"].tolist() == [-100, 2, -100, 4]
+    convert(tmp_path / "x", tmp_path / "chunks", "jsonl-chunks")
+    assert LiveChunks(str(tmp_path / "chunks"), Limits(8, 2), num_chunks=1).open(0).num_packs == 1
+
+
+@pytest.mark.parametrize("column", ["pair", "label"])
+def test_answers_are_judged_still_where_the_header_was_made_anew(tmp_path: Path, column: str) -> None:
+    pytest.importorskip("torch")
+    spec, values = {"pair": (PAIR, [[0, 0], [0, 1]]), "label": (ColumnSpec("sequence", "u1"), [1, 0])}[column]
+    with ShardWriter(tmp_path / "x", columns={column: spec}) as writer:
+        writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={column: values})
+    (tmp_path / "x.seq.idx").unlink()
+    rebuild(tmp_path / "x")
+    with pytest.raises(FormatError, match=f"x: its answers are judged, by the column {column}; "):
+        as_torch(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("given", ["rows", "pipe"])

@@ -112,6 +112,16 @@ def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -
     assert read(Path(catalog.folder), "pair")[0]["pair"].tolist() == [[[0, 0], [0, 1], [0, 0], [0, 0]]]
 
 
+def test_a_column_of_ones_own_that_is_called_label_may_be_left_out(tmp_path: Path) -> None:
+    catalog = make_catalog(tmp_path / "catalog", [])
+    with ShardWriter(
+        catalog.shard_prefix(0), capacity=CAPACITY, columns={"label": ColumnSpec("token", "f4")}
+    ) as writer:
+        writer.add_pack([1, 2], [1, 0], [0], columns={"label": [0.5, 1]})
+    catalog.write_end(1)
+    assert "label" not in read(Path(catalog.folder))[0]
+
+
 @pytest.mark.parametrize("odd", [0, 3, 5])
 def test_a_shard_without_a_column_is_named(catalog: Path, odd: int) -> None:
     remove(catalog, odd)

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from training_twin import Pair, batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
-from megatron_sft_idx.layout.column import PAIR
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -260,3 +260,12 @@ def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -
     assert {"pair", "cu_seqlens"} <= train[0].keys()
     with pytest.raises(FormatError, match="its answers are judged, by the column pair; ask for it in columns"):
         build(config_of(str(tmp_path / "x"), sequence_length=LENGTH))
+
+
+def test_a_column_of_ones_own_that_is_called_label_may_be_left_out(tmp_path: Path) -> None:
+    spec = ColumnSpec("token", np.float32)
+    with ShardWriter(tmp_path / "x", capacity=LENGTH, columns={"label": spec}, durable=False) as writer:
+        writer.add_pack([1, 2, 3], [1, 1, 0], [0], columns={"label": [0.5, 1, 2]})
+    for columns in ((), ("label",)):
+        train, *_ = build(config_of(str(tmp_path / "x"), sequence_length=LENGTH, columns=columns))
+        assert ("label" in train[0]) == bool(columns)

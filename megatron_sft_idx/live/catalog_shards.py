@@ -10,12 +10,11 @@ import numpy as np
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Stopped, Unchanged, Waiter, shard_name
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.training import require_judged
+from megatron_sft_idx.training import require_shard_judged
 
 _Read = TypeVar("_Read")
 
@@ -133,7 +132,7 @@ class CatalogShards(Catalog, LiveShards):
         """
         shard = Shard(self.shard_prefix(number), columns=columns)
         header = shard.header
-        require_judged(shard.prefix, listed_columns(header.metadata), header.metadata, columns)
+        require_shard_judged(shard.prefix, header, columns)
         if self._limits is not None:
             limits, pad_id = self._limits
             sequences, multiple = limits.max_sequences_per_pack, limits.sequence_multiple

@@ -264,7 +264,8 @@ class LiveChunks(LiveShards):
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
         if self.encoding is None:
             instead = "chunks hand none on: make a shard of them (convert), and train on that"
-            require_judged(path, read_column_specs(self.folder, None), {}, columns, instead)
+            specs = read_column_specs(self.folder, None)
+            require_judged(path, specs, specs.__getitem__, {}, columns, instead)
         chunk = self._opened(number)
 
         def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:

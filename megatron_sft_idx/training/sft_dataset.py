@@ -24,12 +24,11 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_judged
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_shard_judged
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                     f"{prefix}: tokenized with {tokenizer}, the tokenizer of this job is {self.tokenizer_fingerprint};"
                     " take the tokenizer the shard was made with, or tokenize again"
                 )
-            require_judged(prefix, listed_columns(header.metadata), header.metadata, self.columns)
+            require_shard_judged(prefix, header, self.columns)
             if self.index_only_packing:
                 continue
             if header.capacity > self.sequence_length:

@@ -8,7 +8,7 @@ set. The mask of a sequence's last position is 0, hence no label ever lies on th
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -20,9 +20,8 @@ from torch.utils.data import Dataset
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
 from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.shard import Pack, Shard
-from megatron_sft_idx.training.sources import require_judged
+from megatron_sft_idx.training.sources import require_judged, require_shard_judged
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -109,14 +108,13 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
     if layout not in get_args(Layout):
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     packs = open_dataset(source) if isinstance(source, (str, os.PathLike, Sequence)) else source
-    instead = "as_torch hands out none: take BatchAssembler and training.losses.dpo_losses"
-    for path, names, metadata in _written_columns(packs):
-        require_judged(path, names, metadata, (), instead)
+    _require_not_judged(packs)
     return TorchPacks(packs, layout)
 
 
-def _written_columns(packs: _Packs) -> Iterator[tuple[str, Collection[str], Mapping[str, Any]]]:
-    """The path, the names of the columns and the metadata of each shard or file that has these packs."""
+def _require_not_judged(packs: _Packs) -> None:
+    """FormatError where a column of the shards or files that have these packs judges the answers."""
+    remedy = "as_torch hands out none: take BatchAssembler and training.losses.dpo_losses"
     if not isinstance(packs, PackedDataset):
         shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
         headers = [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
@@ -125,6 +123,7 @@ def _written_columns(packs: _Packs) -> Iterator[tuple[str, Collection[str], Mapp
         if not headers and "columns" in options_of_reader(packs.format):
             for path in packs.paths:
                 reader = open_reader(path, packs.format, columns=None)
-                yield path, reader.columns, reader.spec.metadata if reader.columns else {}
+                metadata = reader.spec.metadata if reader.columns else {}
+                require_judged(path, reader.columns, reader.columns.__getitem__, metadata, (), remedy)
     for prefix, header in headers:
-        yield prefix, listed_columns(header.metadata), header.metadata
+        require_shard_judged(prefix, header, (), remedy)
