@@ -39,6 +39,9 @@ def test_the_summary_lists_every_column(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     nbytes = (tmp_path / "x.late.col").stat().st_size
     assert f"{'column late':22}float16 x 1 a pack, {nbytes:,} bytes, attached" in lines
+    assert all(
+        any(line.split()[:3] == ["column", name, spec.dtype.name] for line in lines) for name, spec in SPECS.items()
+    )
     assert any(line.endswith("bytes, written with the shard") and "uint32 x 2 a sequence" in line for line in lines)
     assert main(["inspect", prefix, "--html", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()

@@ -353,7 +353,7 @@ def provenance(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
-    return [f"{name:22}{value}" for name, value in rows]
+    return [f"{name:21} {value}" for name, value in rows]
 
 
 def _row(name: str, tally: Tally, scale: float = 1) -> str:
