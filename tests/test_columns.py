@@ -7,8 +7,9 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_a_column_is_attached_in_pieces_and_again_with_leave(tmp_path: Path) -> 
             tmp_path / "x", "source", np.zeros((header.num_sequences, 2), "u4"), per="sequence", overwrite=True
         )
     assert verify_shard(tmp_path / "x", full=True).ok
+
+
+def test_what_a_killed_attachment_left_is_taken_over_by_the_next(tmp_path: Path) -> None:
+    header = write_samples(tmp_path / "x", PACKS)
+    before = sorted(os.listdir(tmp_path))
+
+    def attached(dies: bool) -> None:
+        def values() -> Iterator[Any]:
+            for row in range(header.num_sequences):
+                yield np.zeros((1, 1000))
+                if dies and row == 50:  # far behind what is buffered
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        write_column(tmp_path / "x", "topk", values(), per="sequence")
+
+    for _ in range(2):
+        assert killed_at(1 << 30, lambda: attached(True))
+        assert (tmp_path / ".x.topk.col.tmp").stat().st_size > 50_000
+        assert len(list(tmp_path.glob(".*.tmp"))) == 1
+    attached(False)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "x.topk.col"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
     COLUMN,
+    COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
     Alignment,
@@ -86,7 +87,8 @@ def write_column(
         expected = num_rows_in(header, per)
         with new_file(path, _KIND, overwrite=overwrite) as new:
             file = new.open()
-            file.write(bytes(spec.header_nbytes))
+            # By the magic the next attempt knows what a killed one left, and takes it over.
+            file.write(COLUMN_MAGIC.ljust(spec.header_nbytes, b"\0"))
             hashed, rows = HashedFile(file), 0
             for values_of_rows in chain([first], arrays):
                 where = f"{path}: from row {rows} on"
