@@ -79,7 +79,8 @@ def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monk
         for _ in range(9):
             writer.add_pack([1] * 4, [0] * 4, [0], columns={"topk": np.ones((4, 18))})
         assert (tmp_path / "x.topk.col.tmp").stat().st_size == spec.header_nbytes + 8 * 4 * spec.row_nbytes
-    found = windows(Shard(tmp_path / "x"), 80, ["topk"])
+    shard = Shard(tmp_path / "x")
+    found = windows(shard.files, 80, {"topk": shard.columns.open("topk")})
     assert [window.num_tokens for window in found] == [8, 8, 8, 8, 4]
 
 

@@ -14,7 +14,7 @@ LIMITS = {
     "row": (30, "megatron_sft_idx.shard.writer"),
     "item": (5, "megatron_sft_idx.dataset"),
     "batch": (11, "megatron_sft_idx.training.batch"),
-    "conversion": (11, "megatron_sft_idx.formats.memmap"),
+    "conversion": (10, "megatron_sft_idx.formats.memmap"),
 }
 
 

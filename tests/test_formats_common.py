@@ -273,8 +273,11 @@ def test_windows_of_a_shard_carry_the_rows_of_their_packs(packs: list[Sample], t
         for name, (spec, values) in columns.items():
             write_column(prefix, name, values, per=spec.per)
         shard = Shard(prefix)
-        found = [window.columns for window in windows(shard, tokens, columns)]
+        found = [
+            window.columns
+            for window in windows(shard.files, tokens, {name: shard.columns.open(name) for name in columns})
+        ]
         for name, (_, values) in columns.items():
             assert np.concatenate([each[name].values for each in found]).tolist() == values.tolist()
         with pytest.raises(ShardNotFoundError, match="no column other"):
-            next(windows(shard, tokens, ["other"]))
+            next(windows(shard.files, tokens, {"other": shard.columns.open("other")}))

@@ -164,7 +164,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_an_error_and_not_garbage(
     reads: list[Any] = [lambda: shard[last], lambda: shard.sequences(last), lambda: list(shard)]
     reads += {
         ".bin": [lambda: shard.get(last)],
-        ".seq.idx": [lambda: shard.get(last), lambda: shard.token_offsets, shard.check_ends],
+        ".seq.idx": [lambda: shard.get(last), lambda: shard.token_offsets, shard.files.check_ends],
         ".seq.bin": [shard.sequence_bounds],
     }.get(suffix, [])
     for read in reads:

@@ -227,7 +227,7 @@ def test_packs_larger_than_the_header_says_are_an_error(tmp_path: Path, name: st
 def test_a_window_knows_the_places_of_its_sequences(tmp_path: Path) -> None:
     packs = random_packs(9)
     write_samples(tmp_path / "x", packs, capacity=64)
-    window = runs.read_window(Shard(tmp_path / "x"), 3, 7)
+    window = runs.read_window(Shard(tmp_path / "x").files, 3, 7)
     places = [(3 + i, s) for i, pack in enumerate(packs[3:7]) for s in range(len(pack.starts))]
     assert [window.locate(i) for i in range(len(places))] == places
     before, inside = (sum(len(p.tokens) for p in some) for some in (packs[:3], packs[3:7]))

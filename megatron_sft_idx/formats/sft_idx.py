@@ -17,9 +17,11 @@ from megatron_sft_idx.errors import SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, Window, read_window, windows
-from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.opening import column_names, read_header
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.opening import column_names, open_files, read_header
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
 
@@ -72,12 +74,13 @@ class Reader(PackedReader):
         super().__init__(self._paths.prefix, mask_alignment=mask_alignment, **options)
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
-        self.shard = Shard(self._paths)
-        self.header = self.shard.header
+        self._files = open_files(self._paths, ReadOptions(), None)
+        self.header = self._files.header
         self.identity = self.header.shard_id.hex()
         self._dtypes = self.header.token_dtype, self.header.mask_dtype
         names = column_names(self._paths, self.header) if columns is None else columns
-        self.columns = {name: self.shard.columns.open(name).spec for name in names}
+        self._opened = {name: open_column(self._paths, name, self.header) for name in names}
+        self.columns = {name: column.spec for name, column in self._opened.items()}
 
     @property
     def spec(self) -> PackedSpec:
@@ -89,10 +92,10 @@ class Reader(PackedReader):
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the mapped files."""
-        return self._run_of(read_window(self.shard, index, index + 1, columns=self.columns)).pack(0)
+        return self._run_of(read_window(self._files, index, index + 1, columns=self._opened)).pack(0)
 
     def _runs(self) -> Iterator[PackRun]:
-        return map(self._run_of, windows(self.shard, RUN_TOKENS, self.columns))
+        return map(self._run_of, windows(self._files, RUN_TOKENS, self._opened))
 
     def _run_of(self, window: Window) -> PackRun:
         counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)

@@ -134,15 +134,15 @@ def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progres
     """
     result = Comparison(_header_differences(here.header, there.header), (len(here), len(there)))
     result.columns = _column_differences(here, there)
-    here.check_ends()
-    there.check_ends()
+    here.files.check_ends()
+    there.files.check_ends()
     shared, first = min(len(here), len(there)), 0
     while first < shared:
         # As many packs as fit into a window of both shards.
-        window = read_window(here, first, shared)
-        other = read_window(there, first, first + len(window))
+        window = read_window(here.files, first, shared)
+        other = read_window(there.files, first, first + len(window))
         if len(other) < len(window):
-            window = read_window(here, first, first + len(other))
+            window = read_window(here.files, first, first + len(other))
         _compare_windows(window, other, result, max_named)
         if on_progress:
             on_progress(window.num_tokens, len(window))
@@ -276,7 +276,7 @@ def set_difference(here: Shard, there: Shard, max_named: int) -> SetDifference:
 def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
     """Hashes of the ids of a shard's sequences, and of their ids and mask together."""
     ids, whole = HashSample(_MAX_HASHES), HashSample(_MAX_HASHES)
-    for window in windows(shard):
+    for window in windows(shard.files):
         tokens, loss = window.content()
         hashes, masks = _native.hash_runs(tokens, window.bounds), _native.hash_runs(loss, window.bounds)
         ids.add(hashes, window.first_sequence)

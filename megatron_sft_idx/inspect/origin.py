@@ -72,7 +72,7 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
 
 def find_row(shard: Shard, file: int, row: int) -> Iterator[tuple[int, int]]:
     """Pack, and number in the pack, of every sequence that was made from a row."""
-    for window in windows(shard, columns=[SOURCE]):
+    for window in windows(shard.files, columns={SOURCE: shard.columns.open(SOURCE)}):
         values = window.columns[SOURCE].values
         for number in np.flatnonzero((values[:, 0] == file) & (values[:, 1] == row)).tolist():
             yield window.locate(number)

@@ -244,7 +244,7 @@ def survey_shard(shard: Shard, *, on_progress: Update | None = None) -> Survey:
         FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
     """
     survey = Survey(shard)
-    for window in windows(shard, columns=[] if survey.sources is None else [SOURCE]):
+    for window in windows(shard.files, columns={} if survey.sources is None else {SOURCE: shard.columns.open(SOURCE)}):
         survey.add(window)
         if on_progress:
             on_progress(window.num_tokens, len(window))

@@ -235,7 +235,7 @@ def find_text(shard: Shard, text: str, decode: Decode, *, on_progress: Update | 
         decode: ids to text.
         on_progress: called after each window with its tokens and packs.
     """
-    for window in windows(shard):
+    for window in windows(shard.files):
         ids, loss = window.content()
         for number, (start, stop) in enumerate(pairwise(window.bounds.tolist())):
             decoded = decode(ids[start:stop].tolist())

@@ -152,7 +152,7 @@ class CatalogShards(Catalog, LiveShards):
         for array in arrays:
             _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
         specs = {column.name: column.spec for column in opened}
-        return OpenPacks(header.num_packs, header.num_tokens, specs, (shard.index, arrays), None, shard.pack_error)
+        return OpenPacks(header.num_packs, header.num_tokens, specs, (shard.index, arrays), None, files.pack_error)
 
     # ---- waiting for its producer ----
 

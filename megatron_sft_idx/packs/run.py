@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError
-from megatron_sft_idx.layout import FileDigest, ShardPaths
+from megatron_sft_idx.layout import FileDigest
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file
@@ -20,7 +20,8 @@ from megatron_sft_idx.storage.progress import Advance
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.columns import ShardColumn
-    from megatron_sft_idx.shard.reader import Pack, Shard
+    from megatron_sft_idx.shard.opening import OpenFiles
+    from megatron_sft_idx.shard.reader import Pack
 
 # Tokens in a run, about. In larger runs, what is done once a run costs no less; smaller ones stay in the cache.
 RUN_TOKENS = 1 << 20
@@ -183,7 +184,7 @@ class Window:
     """Consecutive packs of a shard: their offsets are in memory, ids and masks are read by ``content``.
 
     Attributes:
-        shard: the shard that the packs are of.
+        files: of the shard that the packs are of.
         first_pack: number of the first pack in the shard; ``first_token``, ``first_sequence`` likewise of its tokens
             and sequences.
         pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
@@ -192,7 +193,7 @@ class Window:
         columns: columns of these packs, by name.
     """
 
-    shard: Shard
+    files: OpenFiles
     first_pack: int
     first_token: int
     first_sequence: int
@@ -212,7 +213,7 @@ class Window:
     def content(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Ids and label-aligned mask, each [tokens]: views where the shard is mapped, else read now."""
         tokens = slice(self.first_token, self.first_token + self.num_tokens)
-        return self.shard.files.tokens[tokens], self.shard.files.loss[tokens]
+        return self.files.tokens[tokens], self.files.loss[tokens]
 
     def starts(self) -> NDArray[np.int64]:
         """Where each sequence begins in its pack, int64 [sequences]."""
@@ -231,38 +232,45 @@ class Window:
 
 
 def windows(
-    shard: Shard, tokens: int | None = None, columns: Iterable[str] = (), first: int = 0, stop: int | None = None
+    files: OpenFiles,
+    tokens: int | None = None,
+    columns: Mapping[str, ShardColumn] | None = None,
+    first: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Window]:
     """Packs of a shard, in order, in windows of bounded size.
 
     Args:
-        shard: opened with any backend; with ``pread`` no page of it is mapped.
+        files: of the shard, opened with any backend; with ``pread`` no page of it is mapped.
         tokens: the most tokens of a window, or fewer with columns of tokens (``fewer_tokens``); a longer pack is a
             window of its own. None for ``WINDOW_TOKENS``.
-        columns: names of the columns that the windows carry.
+        columns: those that the windows carry.
         first: the first pack.
         stop: the pack behind the last; None for all packs from ``first`` on.
 
     Raises:
-        ShardNotFoundError: the shard lacks one of the columns.
         FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
     """
-    shard.check_ends()
-    stop = len(shard) if stop is None else stop
-    specs = {name: shard.columns.open(name).spec for name in columns}
-    tokens = fewer_tokens(tokens or WINDOW_TOKENS, specs)
+    files.check_ends()
+    stop = files.num_packs if stop is None else stop
+    tokens = fewer_tokens(tokens or WINDOW_TOKENS, {name: column.spec for name, column in (columns or {}).items()})
     # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
-    step = 1 + 2 * tokens * len(shard) // max(1, shard.files.num_tokens)
+    step = 1 + 2 * tokens * files.num_packs // max(1, files.num_tokens)
     while first < stop:
-        window = read_window(shard, first, min(first + step, first + WINDOW_PACKS, stop), tokens, specs)
+        window = read_window(files, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns)
         yield window
         first += len(window)
 
 
-def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Iterable[str] = ()) -> Window:
+def read_window(
+    files: OpenFiles,
+    first: int,
+    stop: int,
+    tokens: int | None = None,
+    columns: Mapping[str, ShardColumn] | None = None,
+) -> Window:
     """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
-    files = shard.files
-    stop = min(stop, len(shard))
+    stop = min(stop, files.num_packs)
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
     max_tokens = WINDOW_TOKENS if tokens is None else tokens
     count = max(1, min(count_fitting(pack_bounds, max_tokens), count_fitting(sequence_offsets, WINDOW_SEQUENCES)))
@@ -276,14 +284,14 @@ def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, 
         pack_bounds, sequence_offsets = pack_bounds - token, sequence_offsets - sequence
         bounds = _native.absolute_offsets(sequence_offsets, pack_bounds, files.starts[sequence:last])
     except ValueError as error:
-        raise shard.pack_error(f"{error}", first_pack=first) from None
+        raise files.pack_error(f"{error}", first_pack=first) from None
     values = sliced(
-        {name: shard.columns.open(name) for name in columns},
+        columns or {},
         token=slice(token, token + int(pack_bounds[-1])),
         sequence=slice(sequence, last),
         pack=slice(first, first + count),
     )
-    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)
+    return Window(files, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)
 
 
 def nbytes_of_run(run: PackRun) -> int:
@@ -292,25 +300,25 @@ def nbytes_of_run(run: PackRun) -> int:
     return run.tokens.nbytes + run.loss_mask.nbytes + 4 * len(run.seq_starts) + columns
 
 
-def checked_runs(shard: Shard, columns: Collection[str], advance: Advance) -> Iterator[PackRun]:
+def checked_runs(files: OpenFiles, columns: Mapping[str, ShardColumn], advance: Advance) -> Iterator[PackRun]:
     """All packs of a shard, with columns; each file is held to its checksum.
 
     The checksums of local indexes and starts are compared before the first run, all others behind the last. ``advance``
     is called with the bytes that were read since the last call. CorruptShardError: a file does not have its checksum
     (F3, of a column C7), or the offsets break O1 or O2.
     """
-    shard.check_ends()
-    paths, header = ShardPaths.of(shard.prefix), shard.header
+    files.check_ends()
+    paths, header = files.paths, files.header
     tokens, loss, idx, starts = header.digests
     arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
     small = (paths.idx, 0, idx), (paths.seq_idx, header.nbytes, arrays), (paths.starts, 0, starts)
-    for path, begin, digest in () if is_remote(shard.prefix) else small:
+    for path, begin, digest in () if is_remote(paths.prefix) else small:
         _require_checksum(path, "F3", digest_file(path, begin).checksum, digest.checksum)
     advance(idx.nbytes + arrays.nbytes)
     expected = {paths.tokens: ("F3", tokens.checksum), paths.loss: ("F3", loss.checksum)}
-    expected |= {paths.column(name): ("C7", shard.columns.open(name).header.checksum) for name in columns}
+    expected |= {paths.column(name): ("C7", column.header.checksum) for name, column in columns.items()}
     hashes = {path: StreamHash() for path in expected}
-    for window in windows(shard, COPIED_TOKENS, columns):
+    for window in windows(files, COPIED_TOKENS, columns):
         run = window.run()
         rows = run.tokens, run.loss_mask, *(column.values.reshape(-1) for column in run.columns.values())
         for stream, values in zip(hashes.values(), rows, strict=True):

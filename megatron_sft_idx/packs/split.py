@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.merge import begin_copy, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.packs.run import COPIED_TOKENS, checked_runs, windows
 from megatron_sft_idx.shard import Shard, check_free, read_header
-from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.columns import ShardColumn, open_column
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
@@ -107,10 +106,9 @@ def split(
     whole = ShardPaths.of(source)
     prefix = ShardPaths.of(prefix).prefix
     shard = open_source(whole.prefix, read_header(whole.prefix).shard_id)
-    columns = {name: column.header for name, column in shard.columns.items()}
-    specs = {name: column.spec for name, column in columns.items()}
+    columns = dict(shard.columns)
     outputs = _plan(shard, columns, prefix, size)
-    nbytes = nbytes_of(shard.header) + sum(column.rows * column.spec.row_nbytes for column in columns.values())
+    nbytes = nbytes_of(shard.header) + sum(len(column) * column.spec.row_nbytes for column in columns.values())
     with watch("splitting", nbytes + sum(output.nbytes for output in outputs)) as advance:
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
         require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
@@ -121,7 +119,7 @@ def split(
                 files = output.paths.with_columns(columns)
                 check_free(files, overwrite=overwrite or output in kept, only=files.all)
             _require_room(prefix, [output for output in outputs if output not in kept])
-            for _ in checked_runs(shard, columns, advance):
+            for _ in checked_runs(shard.files, columns, advance):
                 pass
             origin = Origin(shard.header, lambda first, stop: _spans(shard, first, stop))
             set_aside: list[ShardPaths] = []
@@ -129,7 +127,7 @@ def split(
                 for output in outputs:
                     if output not in kept:
                         drops = ("build",) if resume else ()
-                        _copy(output, shard, specs, origin, overwrite=overwrite, durable=durable, drops=drops)
+                        _copy(output, shard, columns, origin, overwrite=overwrite, durable=durable, drops=drops)
                         set_aside.append(output.paths)
                     advance(output.nbytes)
             except BaseException as error:
@@ -150,14 +148,15 @@ def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
 
 
-def _copy(output: _Output, shard: Shard, specs: Mapping[str, ColumnSpec], origin: Origin, **writing: Any) -> None:
+def _copy(output: _Output, shard: Shard, columns: Mapping[str, ShardColumn], origin: Origin, **writing: Any) -> None:
     """Copy the packs of one output, and set it aside. ``writing`` as of ``begin_copy``."""
     runs = origin.of_packs(output.first, output.stop)
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
+    specs = {name: column.spec for name, column in columns.items()}
     with begin_copy(output.paths.prefix, like, specs, **writing) as writer:
-        for window in windows(shard, COPIED_TOKENS, specs, output.first, output.stop):
+        for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop):
             writer.add_run(window.run())
         writer.set_aside()
 
@@ -218,7 +217,7 @@ def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[
     return span(shard.files.token_offsets), span(shard.files.sequence_offsets)
 
 
-def _plan(shard: Shard, columns: Mapping[str, ColumnHeader], prefix: str, size: SplitSize) -> list[_Output]:
+def _plan(shard: Shard, columns: Mapping[str, ShardColumn], prefix: str, size: SplitSize) -> list[_Output]:
     """The outputs in order. FormatError where they are too many."""
     num_packs = shard.header.num_packs
 
@@ -241,7 +240,7 @@ def _plan(shard: Shard, columns: Mapping[str, ColumnHeader], prefix: str, size: 
     edges = [*islice(first_packs, _MAX_OUTPUTS + 1), num_packs]
     if len(edges) > _MAX_OUTPUTS + 1:
         raise FormatError(f"{shard.prefix}: more than {_MAX_OUTPUTS} parts, five files each; ask for larger ones")
-    checksums = tuple((name, column.checksum.hex()) for name, column in columns.items())
+    checksums = tuple((name, column.header.checksum.hex()) for name, column in columns.items())
     return [
         _Output(shard.shard_id, prefix, number, len(edges) - 1, first, stop, checksums, before(stop) - before(first))
         for number, (first, stop) in enumerate(pairwise(edges))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
@@ -284,6 +285,7 @@ class OpenFiles:
     """The files of an open shard: its header and counts, five arrays, and functions for the offsets of one pack.
 
     Attributes:
+        paths: of the files.
         tokens: ids [tokens].
         loss: label-aligned mask [tokens].
         starts: where each sequence begins in its pack, uint32 [sequences].
@@ -295,9 +297,16 @@ class OpenFiles:
     """
 
     def __init__(
-        self, header: Header, tokens: Array, loss: Array, starts: Array, offsets: Iterable[Array], advice: Advice
+        self,
+        paths: ShardPaths,
+        header: Header,
+        tokens: Array,
+        loss: Array,
+        starts: Array,
+        offsets: Iterable[Array],
+        advice: Advice,
     ) -> None:
-        self.header, self.tokens, self.loss, self.starts = header, tokens, loss, starts
+        self.paths, self.header, self.tokens, self.loss, self.starts = paths, header, tokens, loss, starts
         self.num_packs, self.num_sequences, self.num_tokens = header.num_packs, header.num_sequences, header.num_tokens
         self.sequence_offsets, self.token_offsets = offsets
         self.sequence_range_of = _range_of(self.sequence_offsets)
@@ -305,6 +314,41 @@ class OpenFiles:
         self.first_reads: FirstReadHints | None = None
         if advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
             self.first_reads = FirstReadHints(tokens, loss)
+
+    def check_ends(self) -> None:
+        """CorruptShardError unless the offsets cover the files from end to end. Reads two values of each array."""
+        header = self.header
+        for rule, unit, offsets, total, base in (
+            ("O1", "sequence", self.sequence_offsets, header.num_sequences, header.nbytes),
+            ("O2", "token", self.token_offsets, header.num_tokens, header.token_offsets_offset),
+        ):
+            first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
+            if (first, last) != (0, total):
+                detail = f"{unit} offsets go from {first} to {last}, expected 0 to {total}; {self.paths.index_remedy}"
+                raise CorruptShardError(self.paths.seq_idx, base, rule, detail)
+
+    def pack_error(self, reason: str, pack: int | None = None, first_pack: int = 0) -> FormatError:
+        """The error about a pack that breaks a rule, with file and byte.
+
+        Args:
+            reason: the message of a native kernel, such as ``shard 0, pack 7: what is wrong (rule O2)``.
+            pack: the number of the pack in this shard; None if it is the one in ``reason``.
+            first_pack: what is added to the number in ``reason``.
+        """
+        match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
+        if match is None:
+            return FormatError(f"{self.paths.prefix}: {reason}; {self.paths.index_remedy}")
+        number = first_pack + int(match[1]) if pack is None else pack
+        breach, rule = match[2], match[3]
+        if rule.startswith("O"):
+            header = self.header
+            base = header.nbytes if rule == "O1" else header.token_offsets_offset
+            path, offset = self.paths.seq_idx, base + 8 * number
+            remedy = self.paths.index_remedy
+        else:
+            path, offset = self.paths.starts, 4 * self.sequence_range_of(number)[0]
+            remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
+        return CorruptShardError(path, offset, rule, f"pack {number}: {breach}; {remedy}")
 
 
 def _range_of(offsets: Array) -> Callable[[int], tuple[int, int]]:
@@ -383,7 +427,7 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
             advise_order(data, options.advice, huge_pages=options.huge_pages)
     if options.backend == "reopen":
         starts = starts[:]
-    return OpenFiles(header, tokens, loss, starts, offsets, options.advice)
+    return OpenFiles(paths, header, tokens, loss, starts, offsets, options.advice)
 
 
 def _open_remote(
@@ -416,7 +460,7 @@ def _open_remote(
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return OpenFiles(header, tokens, loss, starts, offsets, "normal")
+    return OpenFiles(paths, header, tokens, loss, starts, offsets, "normal")
 
 
 def object_at(path: str) -> ObjectInfo | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.shard.columns import ShardColumns
@@ -259,29 +258,17 @@ class Shard:
         ids, mask = pack["input_ids"], pack["loss_mask"]
         return [(ids[a:b], mask[a:b]) for a, b in pairwise(bounds)]
 
-    def check_ends(self) -> None:
-        """CorruptShardError unless the offsets cover the files from end to end. Reads two values of each array."""
-        header = self.header
-        for rule, unit, offsets, total, base in (
-            ("O1", "sequence", self.files.sequence_offsets, header.num_sequences, header.nbytes),
-            ("O2", "token", self.files.token_offsets, header.num_tokens, header.token_offsets_offset),
-        ):
-            first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
-            if (first, last) != (0, total):
-                detail = f"{unit} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}"
-                raise CorruptShardError(self._paths.seq_idx, base, rule, detail)
-
     def pack_bounds(self) -> NDArray[np.int64]:
         """``token_offsets``, once they are checked.
 
         CorruptShardError: they do not divide all tokens into packs that are at most ``longest_pack`` long (O1, O2).
         """
-        self.check_ends()
+        self.files.check_ends()
         offsets, longest = self.token_offsets, self.header.longest_pack
         lengths = np.diff(offsets)
         if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
             reason = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
-            raise self.pack_error(f"shard 0, pack {wrong[0]}: {reason} (rule O2)")
+            raise self.files.pack_error(f"shard 0, pack {wrong[0]}: {reason} (rule O2)")
         return offsets
 
     def sequence_bounds(self) -> NDArray[np.int64]:
@@ -293,7 +280,7 @@ class Shard:
         try:
             return _native.absolute_offsets(*arrays)
         except ValueError as error:
-            raise self.pack_error(str(error)) from None
+            raise self.files.pack_error(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
         """Ask the kernel to read packs in the background, because they are read within moments; return at once.
@@ -348,29 +335,6 @@ class Shard:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def pack_error(self, reason: str, pack: int | None = None, first_pack: int = 0) -> FormatError:
-        """The error about a pack that breaks a rule, with file and byte.
-
-        Args:
-            reason: the message of a native kernel, such as ``shard 0, pack 7: what is wrong (rule O2)``.
-            pack: the number of the pack in this shard; None if it is the one in ``reason``.
-            first_pack: what is added to the number in ``reason``.
-        """
-        match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", reason)
-        if match is None:
-            return FormatError(f"{self.prefix}: {reason}; {self._paths.index_remedy}")
-        number = first_pack + int(match[1]) if pack is None else pack
-        breach, rule = match[2], match[3]
-        if rule.startswith("O"):
-            header = self.header
-            base = header.nbytes if rule == "O1" else header.token_offsets_offset
-            path, offset = self._paths.seq_idx, base + 8 * number
-            remedy = self._paths.index_remedy
-        else:
-            path, offset = self._paths.starts, 4 * self.files.sequence_range_of(number)[0]
-            remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
-        return CorruptShardError(path, offset, rule, f"pack {number}: {breach}; {remedy}")
-
     def _corrupt(self, files: OpenFiles, i: int) -> FormatError:
         """The error about the offsets of pack ``i``."""
         first, last = files.token_range_of(i)
@@ -378,7 +342,7 @@ class Shard:
         if 0 <= first < last <= files.num_tokens:
             first, last = files.sequence_range_of(i)
             reason = f"sequence offsets {first}, {last}, expected ascending and at most {files.num_sequences} (rule O1)"
-        return self.pack_error(f"shard 0, pack {i}: {reason}")
+        return self.files.pack_error(f"shard 0, pack {i}: {reason}")
 
 
 # ---- packs as ranges ----

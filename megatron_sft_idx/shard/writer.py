@@ -319,7 +319,8 @@ class ShardWriter:
         begin, refused = self.num_packs, None
         with self._all_or_nothing():
             self._journals_packs = False
-            for run in checked_runs(shard, columns, advance):
+            opened = {name: shard.columns.open(name) for name in columns}
+            for run in checked_runs(shard.files, opened, advance):
                 try:
                     if refused is None:  # of a shard that is damaged, that is the error
                         self.add_run(changed(run))

@@ -282,7 +282,7 @@ class StoredPacks(_ShardPacks):
 
         def broken(at: int, reason: str) -> FormatError:
             number, pack = (int(each[0]) for each in self.shards.locate(in_set[at : at + 1]))
-            return self.shards.shard(number).pack_error(reason, pack)
+            return self.shards.shard(number).files.pack_error(reason, pack)
 
         limits = self.capacity, self.sequence_multiple, self.most_sequences
         return located(indexes, slots, local, limits, broken, numbers=numbers, numbered=self._numbered)

@@ -46,7 +46,7 @@ def _write_again(prefix: str) -> None:
         source = Shard(prefix)
         dtypes = {"token_dtype": source.header.token_dtype, "mask_dtype": source.header.mask_dtype}
         with ShardWriter(prefix + "-again", **dtypes, durable=False, overwrite=True) as writer:
-            for window in windows(source):
+            for window in windows(source.files):
                 writer.add_run(window.run())
         again = Shard(prefix + "-again")
         assert len(again) == len(source)
