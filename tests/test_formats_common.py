@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 from packs import Sample, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
-from megatron_sft_idx.formats.base import (
-    ALIGNMENT_NOTES,
-    MASK_ALIGNMENTS,
-    checked_alignment,
-    checked_run,
-    label_aligned,
-    require_same_length,
-    unplaced_note,
-)
+from megatron_sft_idx.formats.base import ALIGNMENT_NOTES, checked_alignment, unplaced_note
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.registry import WRITABLE, create
 from megatron_sft_idx.layout.column import ColumnSpec, Per
-from megatron_sft_idx.packs.run import Column, PackRun, windows
+from megatron_sft_idx.packs.run import (
+    MASK_ALIGNMENTS,
+    Column,
+    PackRun,
+    checked_run,
+    label_aligned,
+    require_same_length,
+    windows,
+)
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
-from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.bridge import Padding, summary_path
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
+from megatron_sft_idx.packs.run import MASK_ALIGNMENTS
 from megatron_sft_idx.storage.progress import Progress
 
 _HELP = """\

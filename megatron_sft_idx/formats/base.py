@@ -1,18 +1,12 @@
-"""What all formats of packed data share: their reader, their writer, the rules of packs, and help with their files.
+"""What all formats of packed data share: the spec, their reader, their writer, and help with their files.
 
 A format is a module with a function ``recognise``, a class ``Reader`` (a ``PackedReader``) and mostly a class
 ``Writer`` (a ``PackedWriter``). It reads and writes runs of packs (``PackRun``); everything else that a reader or
-writer does is here. Options of a format are keywords of its ``_open`` and ``_begin``.
+writer does is here, but for the rules of packs (``packs.run.checked_run``). Options of a format are keywords of its
+``_open`` and ``_begin``.
 
-Four chapters: the spec, reader and writer; the rules of packs (``checked_run``); what foreign files hold (JSON,
-``.npy`` headers, ranges of bytes); and the package metadata, a JSON object in which this package keeps, in files of
-other formats, what they have no place for.
-
-Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
-predicting token j + 1 of the same sequence counts; it is 0 at every sequence's end. *Token*: value j says whether token
-j itself is trained on. *Rolled right*: a token mask that its writer moved one place to the right over the whole pack,
-with 0 in front, meaning to align it with labels. That is the wrong way round, and across sequences; reading undoes it.
-The mask of each pack's last token was lost when the file was written; that token counts as untrained.
+Two chapters follow reader and writer: what foreign files hold (JSON, ranges of bytes); and the package metadata, a JSON
+object in which this package keeps, in files of other formats, what they have no place for.
 """
 
 from __future__ import annotations
@@ -20,20 +14,27 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, get_args
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, StorageError
 from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
-from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, integer_array, mask_array, token_array
-from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
+from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name
+from megatron_sft_idx.packs.run import (
+    MASK_ALIGNMENTS,
+    Columns,
+    MaskAlignment,
+    PackRun,
+    checked_run,
+    first_true,
+    run_bounds,
+)
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import read_beginning
 from megatron_sft_idx.storage.publish import Kind, PendingOutput, new_file, new_folder, require_space
@@ -41,10 +42,8 @@ from megatron_sft_idx.storage.publish import Kind, PendingOutput, new_file, new_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MaskAlignment = Literal["label", "token", "rolled-right"]
 # What is trained on in files without loss masks.
 MaskRule = Literal["all"]
-MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
 # For ``PackedReader.notes``: how all masks of a file were changed.
 ALIGNMENT_NOTES = {
     "token": "loss masks taken as token-aligned: shifted left by one inside every sequence",
@@ -87,7 +86,7 @@ class PackedSpec:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
 
     def package_metadata(self) -> dict[str, Any]:
-        """The package metadata of a file of these packs, as JSON values; ``spec_fields`` reads them."""
+        """The package metadata of a file of these packs, as JSON values; ``PackedReader`` reads them."""
         keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
         values = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
         columns = {name: spec.encode() for name, spec in self.columns.items()}
@@ -101,8 +100,8 @@ class PackedSpec:
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. It cannot be pickled: each process opens its own.
 
-    A format implements ``_open``, which sets ``identity`` and ``_dtypes``, then ``spec``, ``__len__``, and either
-    ``_run`` and ``_token_offsets``, or ``read`` and ``_runs``.
+    A format implements ``_open``, which sets ``identity``, ``num_packs``, ``_dtypes``, and ``spec`` where that costs no
+    pass over packs; and either ``_run`` and ``_token_offsets``, or ``read`` and ``_runs``.
 
     Args:
         path: what is opened.
@@ -116,6 +115,7 @@ class PackedReader(ABC):
         path: what was opened.
         identity: an id, or sizes and times of change. It differs where the content differs, as far as that can be told
             without reading all of it.
+        num_packs: how many packs there are.
         columns: specs of the columns that packs come with, by name.
         notes: sentences for people: what the file does not say and was assumed, and what was corrected.
 
@@ -125,10 +125,13 @@ class PackedReader(ABC):
 
     label_only: ClassVar[str] = ""
     identity: str
+    num_packs: int
     # Of the ids and masks that ``read`` and ``runs`` give.
     _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
     # Where each pack begins among the tokens of all packs, and where the last one ends: [packs + 1].
     _token_offsets: NDArray[np.int64]
+    # What the file says in the words of this package; it may hold anything, and files of other writers have none.
+    _package_metadata: Mapping[str, Any] = {}
 
     def __init__(
         self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", **options: Any
@@ -161,14 +164,13 @@ class PackedReader(ABC):
         if self.alignment in ALIGNMENT_NOTES:
             self.notes.append(ALIGNMENT_NOTES[self.alignment])
 
-    @property
-    @abstractmethod
+    @cached_property
     def spec(self) -> PackedSpec:
         """The spec; the first call may cost one pass over the lengths of packs."""
+        raise NotImplementedError
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Number of packs."""
+        return self.num_packs
 
     def read(self, index: int) -> Pack:
         """Pack ``index``; arrays are read-only where they are views. The caller keeps 0 <= index < ``len(self)``.
@@ -202,17 +204,30 @@ class PackedReader(ABC):
         options = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
         return checked_run(self.path, first_pack, *arrays, columns=columns, **options)  # type: ignore[arg-type]
 
-    def _make_spec(self, num_sequences: int, num_tokens: int, longest_pack: int, **fields: Any) -> PackedSpec:
-        """The spec with these counts and further fields; without a ``capacity`` it is that of the longest pack."""
-        counts = len(self), num_sequences, num_tokens, longest_pack
-        return PackedSpec(*counts, *self._dtypes, **{"capacity": longest_pack, "columns": self.columns, **fields})
+    def _make_spec(
+        self, num_sequences: int, num_tokens: int, longest_pack: int, capacity: int = 0, **fields: Any
+    ) -> PackedSpec:
+        """The spec with these counts, what the package metadata say, where that makes sense, and further fields.
+
+        ``capacity`` is taken where the package metadata have none; it is at least the longest pack.
+        """
+        values = self._package_metadata
+        metadata = values.get("metadata")
+        said: dict[str, Any] = {
+            "capacity": max(int_within(values, "capacity") or capacity, longest_pack),
+            "sequence_multiple": int_within(values, "sequence_multiple") or 1,
+            "pad_id": int_within(values, "pad_id", 0),
+            "metadata": metadata if isinstance(metadata, dict) else {},
+        }
+        counts = self.num_packs, num_sequences, num_tokens, longest_pack
+        return PackedSpec(*counts, *self._dtypes, columns=self.columns, **(said | fields))
 
 
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
-    A format implements ``_begin``, which calls ``_make_output`` once it has checked its options, ``_append`` and
-    ``_finish``. Nothing is at ``path`` before ``publish``.
+    A format implements ``_begin``, which is given the spec and calls ``_make_output`` once it has checked its options,
+    ``_append`` and ``_finish``. Nothing is at ``path`` before ``publish``.
 
     Args:
         path: what is written.
@@ -262,7 +277,7 @@ class PackedWriter(ABC):
         if spec is not None:
             self.columns = spec.columns
         try:
-            self._begin(**options)
+            self._begin(spec, **options)
             if self.columns and not self.stores_columns:
                 self._drop_columns(self.columns)
                 self.columns = {}
@@ -271,7 +286,7 @@ class PackedWriter(ABC):
             raise
 
     @abstractmethod
-    def _begin(self, *args: Any, **options: Any) -> None:
+    def _begin(self, *spec: Any, **options: Any) -> None:
         """Check the options, make the output, and write what stands before the first pack."""
 
     def _make_output(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
@@ -296,9 +311,10 @@ class PackedWriter(ABC):
 
         Raises:
             FormatError: the format cannot hold columns, or loss weights other than 0 and 1, and loss is not allowed;
-                or the run has other columns than were announced.
+                or the run has other columns than were announced; or the writer is finished.
             SequenceError: a pack does not fit what the spec announced.
         """
+        self._require_open()
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
@@ -313,9 +329,9 @@ class PackedWriter(ABC):
     def _binary_mask(self, run: PackRun) -> NDArray[np.uint8]:
         """The mask as 0 and 1. FormatError where that changes a weight and loss is not allowed."""
         mask: NDArray[Any] = run.loss_mask
-        if (weights := (mask != 0) & (mask != 1)).any():
+        weights = (mask != 0) & (mask != 1)
+        if (at := first_true(weights)) is not None:
             if not self._allow_loss:
-                at = int(np.argmax(weights))
                 pack = self._pack_of_token(run, at)
                 raise FormatError(
                     f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0"
@@ -332,10 +348,14 @@ class PackedWriter(ABC):
     def _require_ids_fit(self, run: PackRun, dtype: np.dtype[Any]) -> None:
         """SequenceError unless the ids of a run fit the integer dtype in which they are written."""
         largest = int(np.iinfo(dtype).max)
-        if len(run.tokens) and run.tokens.max() > largest:
+        if run.tokens.max(initial=0) > largest:
             at = int(np.argmax(run.tokens))
             reason = f"id {run.tokens[at]} in {dtype}, at most {largest}"
             raise SequenceError(self._path, self._pack_of_token(run, at), reason)
+
+    def _require_open(self) -> None:
+        if self._is_complete:
+            raise FormatError(f"{self._path}: this writer is finished; open another one")
 
     def complete(self) -> None:
         """Write what follows the last pack, so that ``reread`` can read all of it; may be called twice.
@@ -343,8 +363,13 @@ class PackedWriter(ABC):
         Raises:
             FormatError: other packs were written than the spec announced, whose counts the file may begin with.
         """
-        if self._is_complete:
-            return
+        if not self._is_complete:
+            self._require_all()
+            self._finish()
+            self._is_complete = True
+
+    def _require_all(self) -> None:
+        """FormatError unless as much was written as was announced."""
         written, expected = (
             (counts.num_packs, counts.num_sequences, counts.num_tokens)
             for counts in (self._counts, self._spec or self._counts)
@@ -354,8 +379,6 @@ class PackedWriter(ABC):
                 "{}: {} packs, {} sequences and {} tokens were written, expected {}, {} and {}; the source changed"
                 " while it was read: start again".format(self._path, *written, *expected)
             )
-        self._finish()
-        self._is_complete = True
 
     @abstractmethod
     def _append(self, run: PackRun) -> None:
@@ -426,128 +449,7 @@ class PackCounts:
         self.longest_pack = max(self.longest_pack, int(run.pack_lengths.max(initial=0)))
 
 
-# ---- packs that keep the rules ----
-
-
-def checked_run(
-    path: str,
-    first_pack: int,
-    tokens: ArrayLike,
-    loss_mask: ArrayLike,
-    seq_starts: ArrayLike,
-    pack_lengths: ArrayLike,
-    pack_sequences: ArrayLike,
-    *,
-    mask_alignment: MaskAlignment = "label",
-    token_dtype: Any = None,
-    mask_dtype: Any = None,
-    columns: Columns | None = None,
-) -> PackRun:
-    """A run of packs, checked against every rule, its mask label-aligned.
-
-    The arrays may hold anything: nothing is cast before it is known to fit, no sum overflows, and nothing outside the
-    arrays is read.
-
-    Args:
-        path: of the file, for errors.
-        first_pack: number of the first of these packs in the file, for errors.
-        tokens: ids [sum of lengths], integers of any kind.
-        loss_mask: [sum of lengths], booleans, integers or floats.
-        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
-        pack_lengths: tokens in each pack [packs], integers.
-        pack_sequences: sequences in each pack [packs], integers.
-        mask_alignment: of ``loss_mask``.
-        token_dtype: of the ids in the result, uint16 or int32; None keeps uint16 and makes all else int32.
-        mask_dtype: of the mask in the result, uint8 or float32; None makes floats float32 and all else uint8.
-        columns: of these tokens, sequences or packs; they are taken over as they are.
-
-    Raises:
-        SequenceError: a rule is broken, with the number of the pack.
-        FormatError: the arrays' lengths contradict each other, so that no single pack is wrong.
-    """
-    try:
-        ids, mask = token_array(tokens), mask_array(loss_mask)
-        starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
-    token_dtype = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
-    mask_dtype = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
-    if len(lengths) != len(sequences):
-        raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
-    try:
-        breach = _native.first_breach(
-            ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, token_dtype, mask_dtype
-        )
-    except ValueError:
-        expected = f"{lengths.sum()} ids, {lengths.sum()} loss mask values and {sequences.sum()} sequence starts"
-        raise FormatError(
-            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {expected};"
-            f" found {len(ids)}, {len(mask)} and {len(starts)}"
-        ) from None
-    if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
-        raise SequenceError(path, first_pack + breach[0][1], breach[1])
-    ids, mask, unplaced = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False), 0
-    if mask_alignment == "rolled-right":
-        firsts = np.cumsum(lengths) - lengths
-        if (wrong := mask[firsts] != 0).any():
-            raise SequenceError(
-                path,
-                first_pack + int(np.argmax(wrong)),
-                "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
-                " say mask alignment label or token",
-            )
-    if breach is not None or mask_alignment != "label":
-        mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
-    return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
-
-
-def checked_pack(
-    path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **options: Any
-) -> PackRun:
-    """``checked_run`` of one pack, whose number is for errors. SequenceError where it breaks a rule."""
-    ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(starts)
-    if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
-        raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
-    require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
-    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **options)
-
-
-def require_same_length(path: str, pack: int, **lengths: int) -> None:
-    """SequenceError unless these arrays of a pack, of which the lengths are given by name, are equally long."""
-    if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{length} in {name}" for name, length in lengths.items())
-        raise SequenceError(path, pack, f"{found}; they have one entry a token each")
-
-
-def label_aligned(
-    mask: NDArray[Any],
-    seq_starts: NDArray[np.int64],
-    pack_lengths: NDArray[np.int64],
-    pack_sequences: NDArray[np.int64],
-    alignment: MaskAlignment = "label",
-) -> tuple[NDArray[Any], int]:
-    """The label-aligned mask of packs, and how many of the given values above 0 it leaves out (see ``unplaced_note``).
-
-    The arrays are those of ``checked_run``, which must have checked them. The given mask is never written to; it is
-    returned itself where nothing changes.
-    """
-    if not len(mask):
-        return mask, 0
-    pack_ends = np.cumsum(pack_lengths)
-    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
-    ends = np.append(starts[1:], len(mask)) - 1
-    if alignment == "label":
-        if unplaced := int(np.count_nonzero(mask[ends])):
-            mask = mask.copy()
-            mask[ends] = 0
-        return mask, unplaced
-    token_mask = mask
-    if alignment == "rolled-right":
-        token_mask = np.append(mask[1:], mask[:1])
-        token_mask[pack_ends - 1] = 0
-    label_mask = np.append(token_mask[1:], token_mask[:1])
-    label_mask[ends] = 0
-    return label_mask, int(np.count_nonzero(token_mask[starts]))
+# ---- what files of other formats hold ----
 
 
 def unplaced_note(count: int, alignment: MaskAlignment) -> str:
@@ -564,15 +466,22 @@ def checked_alignment(path: str, alignment: str) -> MaskAlignment:
     return alignment
 
 
-def all_trained_mask(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Label-aligned mask of sequences of these lengths that are trained as a whole: 1 but for 0 at each one's end."""
-    ends = lengths.cumsum()
-    mask = np.ones(int(ends[-1]) if len(ends) else 0, np.uint8)
-    mask[ends - 1] = 0
-    return mask
+def recogniser(looks_right: Callable[[str], bool]) -> Callable[[str], bool]:
+    """A function that says whether a path is of some kind, made of one that files of other kinds may break in any way.
 
+    StorageError: an object store did not answer, so that something may be there or not.
+    """
 
-# ---- what files of other formats hold ----
+    @wraps(looks_right)
+    def recognise(path: str) -> bool:
+        try:
+            return looks_right(path)
+        except StorageError:
+            raise
+        except Exception:
+            return False
+
+    return recognise
 
 
 def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
@@ -597,7 +506,7 @@ def first_bad_range(starts: NDArray[np.int64], lengths: NDArray[np.int64], size:
     ends = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
     bad |= ends > size
     bad[1:] |= starts[1:] < ends[:-1] + min_gap
-    return int(np.argmax(bad)) if bad.any() else None
+    return first_true(bad)
 
 
 def file_identity(*paths: str) -> str:
@@ -617,31 +526,6 @@ def read_json_object(path: str) -> tuple[dict[str, Any], bytes]:
     if not isinstance(value, dict):
         raise FormatError(f"{path}: JSON, but no object")
     return value, raw
-
-
-def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of a ``.npy``: its shape, whether it is in Fortran order, and its dtype; ``name`` is for errors.
-
-    Raises:
-        FormatError: the file does not begin with such a header.
-    """
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    try:
-        return headers[np.lib.format.read_magic(file)](file)
-    except Exception as error:
-        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
-        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
-
-
-def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The header of a ``.npy`` as ``numpy.save`` writes it. Its size does not depend on the first side of the shape.
-
-    numpy fills it up with spaces, so that the first side may grow.
-    """
-    out = BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(out, description)
-    return out.getvalue()
 
 
 # ---- the package metadata ----
@@ -681,20 +565,3 @@ def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] 
     if missing := [name for name in chosen or () if name not in specs]:
         raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(specs) or 'none'}")
     return specs if chosen is None else {name: specs[name] for name in chosen}
-
-
-def spec_fields(values: Mapping[str, Any], longest_pack: int, capacity: int) -> dict[str, Any]:
-    """Fields of ``PackedSpec`` from the package metadata of a file, which may hold anything; bad values are ignored.
-
-    Args:
-        values: the package metadata; empty in files of other writers.
-        longest_pack: tokens in the longest pack; the capacity in the result is at least as large.
-        capacity: taken where the package metadata have none.
-    """
-    metadata = values.get("metadata")
-    return {
-        "capacity": max(int_within(values, "capacity") or capacity, longest_pack),
-        "sequence_multiple": int_within(values, "sequence_multiple") or 1,
-        "pad_id": int_within(values, "pad_id", 0),
-        "metadata": metadata if isinstance(metadata, dict) else {},
-    }

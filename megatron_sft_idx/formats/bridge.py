@@ -21,8 +21,8 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedSpec, PackedWriter
-from megatron_sft_idx.packs.run import Column, PackRun
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, recogniser
+from megatron_sft_idx.packs.run import Column, PackRun, first_true
 from megatron_sft_idx.storage.publish import Identity, Kind, check_place, head_of, new_file, remove_file, resolve
 
 # The key of ``PackedSpec.metadata`` where packs are stored with padding (``Padding``).
@@ -66,15 +66,9 @@ class Padding:
             name: Column(spec, spread(values) if spec.per == "token" else values)
             for name, (spec, values) in run.columns.items()
         }
-        pack_lengths = sums_by_pack(padded_lengths, run)
+        pack_lengths = run.sums_by_pack(padded_lengths)
         starts = padded_starts - np.repeat(np.cumsum(pack_lengths) - pack_lengths, run.pack_sequences)
         return PackRun(tokens, spread(run.loss_mask), starts, pack_lengths, run.pack_sequences, run.unplaced, columns)
-
-
-def sums_by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:
-    """Sums of the values of each pack's sequences: int64 [packs]."""
-    sums: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(values))[run.sequence_offsets])
-    return sums
 
 
 class _Summary(NamedTuple):
@@ -118,9 +112,8 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
     shortest_pack = spec.capacity
     for run in runs:
         positions = padding.positions(run.sequence_lengths())
-        pack_positions = sums_by_pack(positions, run)
-        if (too_long := pack_positions > spec.capacity).any():
-            pack = int(np.argmax(too_long))
+        pack_positions = run.sums_by_pack(positions)
+        if (pack := first_true(pack_positions > spec.capacity)) is not None:
             raise SequenceError(
                 path,
                 num_packs + pack,
@@ -164,14 +157,12 @@ def summary_path(destination: str) -> str:
 _MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
 
 
+@recogniser
 def _is_summary(path: str) -> bool:
     """Whether a file is, byte by byte, as ``_Summary.encode`` writes it; Bridge's own has the same keys, but spaces."""
     content = head_of(path, _MAX_SUMMARY_NBYTES)
-    try:
-        (entry,) = orjson.loads(content)
-        summary = _Summary(*map(entry.get, _Summary._fields))
-    except (AttributeError, ValueError, TypeError):
-        return False
+    (entry,) = orjson.loads(content)
+    summary = _Summary(*map(entry.get, _Summary._fields))
     return all(type(value) in (int, float) for value in summary) and content == summary.encode()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import MaskAlignment, PackCounts, PackedReader, PackedSpec
+from megatron_sft_idx.formats.base import PackCounts, PackedReader, PackedSpec
 from megatron_sft_idx.formats.bridge import (
     BRIDGE_PADDING_KEY,
     Padding,
@@ -23,7 +23,6 @@ from megatron_sft_idx.formats.bridge import (
     measure_padded,
     publish_with_summary,
     summary_path,
-    sums_by_pack,
 )
 from megatron_sft_idx.formats.registry import (
     JoinedReader,
@@ -35,7 +34,7 @@ from megatron_sft_idx.formats.registry import (
     resolve_source,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun, first_true
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Place, require_apart
@@ -213,11 +212,11 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
 
 def _reader_options(name: str, options: ConvertOptions) -> dict[str, Any]:
     """What the source's ``Reader`` is opened with; without a choice of columns, all that there are."""
-    reader_options = dict(options.reader)
+    known, reader_options = options_of_reader(name), dict(options.reader)
     columns = reader_options.pop("columns", None)
-    if "columns" in options_of_reader(name):
+    if "columns" in known:
         reader_options["columns"] = columns
-    if name == "npy" and options.capacity is not None:
+    if "capacity" in known and options.capacity is not None:
         # Packers of this format exceed the capacity that they were given, by an amount that its reader knows.
         reader_options["capacity"] = options.capacity
     return reader_options
@@ -243,7 +242,7 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
             f"{source.paths[0]}: its metadata say that its loss masks are label-aligned already; taking them as"
             f" {options.mask_alignment} would shift them twice: leave --mask-alignment out"
         )
-    if options.capacity is None or source.name == "npy":
+    if options.capacity is None or "capacity" in source.options:
         return spec
     if spec.longest_pack > options.capacity:
         raise SequenceError(
@@ -267,9 +266,8 @@ def _require_room(run: PackRun, spec: PackedSpec, path: str, first_pack: int) ->
     """SequenceError unless packs keep a capacity that was asked for with sequences rounded up, as the spec promises."""
     if (multiple := spec.sequence_multiple) == 1:
         return
-    positions = sums_by_pack(-(-run.sequence_lengths() // multiple) * multiple, run)
-    if (too_long := positions > spec.capacity).any():
-        pack = int(np.argmax(too_long))
+    positions = run.padded_lengths(multiple)
+    if (pack := first_true(positions > spec.capacity)) is not None:
         raise SequenceError(
             path,
             first_pack + pack,

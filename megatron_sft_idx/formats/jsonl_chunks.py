@@ -44,14 +44,14 @@ from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
     PackedWriter,
-    checked_run,
     column_specs_of,
     encode_json,
     file_identity,
     read_json_object,
+    recogniser,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, run_bounds
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, checked_run, first_true, run_bounds
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind
 
@@ -266,15 +266,13 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
     counts = {"input_ids": len(tokens), "labels": len(labels), "position_ids": len(positions)}
     _check_counts(fields, counts, lengths)
     expected = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    if (wrong := positions != expected).any():
-        at = int(np.argmax(wrong))
+    if (at := first_true(positions != expected)) is not None:
         raise ValueError(
             f"position_ids[{at}] is {positions[at]}, expected {expected[at]}: they start again at 0 with every"
             " sequence of lengths"
         )
     trained = labels != UNTRAINED
-    if (wrong := trained & (labels != tokens)).any():
-        at = int(np.argmax(wrong))
+    if (at := first_true(trained & (labels != tokens))) is not None:
         raise ValueError(
             f"labels[{at}] is {labels[at]} where input_ids has {tokens[at]}; a label is -100 or the id at its own"
             " place, labels that are shifted already have to be shifted back"
@@ -381,17 +379,15 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
 _MAX_HEAD_NBYTES = 32 << 20
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a folder or file holds pre-packed chunks, by the fields of its first line."""
-    try:
-        if not os.path.isdir(path):
-            return _begins_packed(path)
-        chunks = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
-        # Chunks may be empty; in a dataset without packs all are.
-        first = next((chunk for chunk in chunks if os.path.getsize(chunk)), None)
-        return bool(chunks) if first is None else _begins_packed(first)
-    except (OSError, ValueError, RecursionError):
-        return False
+    if not os.path.isdir(path):
+        return _begins_packed(path)
+    chunks = [os.path.join(path, chunk_name(number)) for number in chunk_numbers(path)]
+    # Chunks may be empty; in a dataset without packs all are.
+    first = next((chunk for chunk in chunks if os.path.getsize(chunk)), None)
+    return bool(chunks) if first is None else _begins_packed(first)
 
 
 def _begins_packed(path: str) -> bool:
@@ -405,18 +401,16 @@ def _begins_packed(path: str) -> bool:
     return all(name in fields for name in FIELDS)
 
 
+@recogniser
 def _is_chunk(path: str) -> bool:
     """Whether a file is one of a folder of chunks: a chunk by name and first line or empty, a mark, or the specs."""
     name = os.path.basename(path)
-    try:
-        if name == COLUMNS_FILE:
-            return bool(read_column_specs(os.path.dirname(path), None))
-        match = _NAME.fullmatch(name.removesuffix(COMPLETED))
-        if match is None or match[0] != chunk_name(int(match[1])):
-            return False
-        return not os.path.getsize(path) or (name == match[0] and _begins_packed(path))
-    except (OSError, ValueError, RecursionError, FormatError):
+    if name == COLUMNS_FILE:
+        return bool(read_column_specs(os.path.dirname(path), None))
+    match = _NAME.fullmatch(name.removesuffix(COMPLETED))
+    if match is None or match[0] != chunk_name(int(match[1])):
         return False
+    return not os.path.getsize(path) or (name == match[0] and _begins_packed(path))
 
 
 class Reader(PackedReader):
@@ -439,6 +433,7 @@ class Reader(PackedReader):
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
+        self.num_packs = len(self._starts)
         self.columns = read_column_specs(self.path if os.path.isdir(self.path) else os.path.dirname(self.path), columns)
         names = [os.path.basename(chunk) for chunk in self._paths]
         self.identity = xxhash.xxh3_128_hexdigest(f"{names} {file_identity(*self._paths)}".encode())
@@ -449,12 +444,7 @@ class Reader(PackedReader):
         counts = PackCounts()
         for run in self.runs():
             counts.add(run)
-        return self._make_spec(
-            counts.num_sequences, counts.num_tokens, counts.longest_pack, capacity=max(counts.longest_pack, 1)
-        )
-
-    def __len__(self) -> int:
-        return len(self._starts)
+        return self._make_spec(counts.num_sequences, counts.num_tokens, counts.longest_pack, 1)
 
     def _run(self, first: int, last: int) -> PackRun:
         return run_of_lines(self.path, first, list(self._lines(first, last)))
@@ -495,9 +485,8 @@ class Writer(PackedWriter):
     binary_masks = True
     stores_columns = True
 
-    def _begin(self, *, samples_per_chunk: int = 100) -> None:
-        assert self._spec is not None
-        spec, self._samples_per_chunk = self._spec, samples_per_chunk
+    def _begin(self, spec: PackedSpec, *, samples_per_chunk: int = 100) -> None:
+        self._samples_per_chunk = samples_per_chunk
         if samples_per_chunk < 1:
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0

@@ -31,7 +31,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from io import BytesIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -39,24 +40,28 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
-    MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
     checked_alignment,
-    checked_pack,
     column_specs_of,
     encode_json,
     file_identity,
     joined_ranges,
-    npy_header,
-    npy_header_bytes,
     read_json_object,
-    spec_fields,
+    recogniser,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
+from megatron_sft_idx.packs.run import (
+    RUN_TOKENS,
+    Column,
+    MaskAlignment,
+    PackRun,
+    checked_pack,
+    fewer_tokens,
+    first_true,
+)
 from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, PendingOutput, head_of
@@ -72,12 +77,10 @@ _COLUMN_SUFFIX = ".col.npy"
 _PACKS_AT_ONCE = 1 << 20
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a folder has the manifest of padded memmap arrays."""
-    try:
-        return bool(read_manifest(path))
-    except (FormatError, OSError, ValueError):
-        return False
+    return bool(read_manifest(path))
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -106,6 +109,31 @@ def _column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) 
     """The shape of the array that holds a column."""
     rows = {"token": (packs, pack_size), "sequence": (sequences,), "pack": (packs,)}[spec.per]
     return (*rows, spec.width) if spec.width > 1 else rows
+
+
+def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a ``.npy``: its shape, whether it is in Fortran order, and its dtype; ``name`` is for errors.
+
+    Raises:
+        FormatError: the file does not begin with such a header.
+    """
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    try:
+        return headers[np.lib.format.read_magic(file)](file)
+    except Exception as error:
+        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
+        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
+
+
+def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The header of a ``.npy`` as ``numpy.save`` writes it. Its size does not depend on the first side of the shape.
+
+    numpy fills it up with spaces, so that the first side may grow.
+    """
+    out = BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(out, description)
+    return out.getvalue()
 
 
 def _map_npy(path: str) -> NDArray[Any]:
@@ -152,9 +180,9 @@ class Reader(PackedReader):
         self._take_alignment(self._manifest.get("mask_alignment"))
         files = {name: os.path.join(self.path, f"{name}.npy") for name in ARRAYS}
         arrays = {name: _map_npy(file) for name, file in files.items()}
-        self._num_packs, self._pack_size = self._sizes()
+        self.num_packs, self._pack_size = self._sizes()
         self._ids, self._mask, self._lengths, self._offsets, self._starts = arrays.values()
-        packs, pack_size, sequences = sizes = self._num_packs, self._pack_size, self._starts.size
+        packs, pack_size, sequences = sizes = self.num_packs, self._pack_size, self._starts.size
         shapes = (packs, pack_size), (packs, pack_size), (packs,), (packs + 1,), (sequences,)
         for (name, array), shape in zip(arrays.items(), shapes, strict=True):
             if array.shape != shape:
@@ -200,34 +228,30 @@ class Reader(PackedReader):
     def spec(self) -> PackedSpec:
         """The spec; the first call costs one pass over the lengths of packs, 4 bytes each."""
         tokens = longest = 0
-        for first in range(0, self._num_packs, _PACKS_AT_ONCE):
-            lengths = self._lengths_of(first, min(first + _PACKS_AT_ONCE, self._num_packs))
+        for first in range(0, self.num_packs, _PACKS_AT_ONCE):
+            lengths = self._lengths_of(first, min(first + _PACKS_AT_ONCE, self.num_packs))
             tokens += int(lengths.sum())
             longest = max(longest, int(lengths.max()))
         sizes = len(self._starts), tokens, longest
-        return self._make_spec(*sizes, **spec_fields(self._package_metadata, longest, self._pack_size))
+        return self._make_spec(*sizes, self._pack_size)
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
         """Lengths of packs ``first`` up to ``last``; SequenceError unless each is from 1 to the pack size."""
         lengths = self._lengths[first:last].astype(np.int64)
-        if (wrong := (lengths < 1) | (lengths > self._pack_size)).any():
-            pack = int(np.argmax(wrong))
+        if (pack := first_true((lengths < 1) | (lengths > self._pack_size))) is not None:
             reason = f"packed_len is {lengths[pack]}, expected 1 to {self._pack_size} (rule P1)"
             raise SequenceError(self.path, first + pack, reason)
         return lengths
 
-    def __len__(self) -> int:
-        return self._num_packs
-
     def _runs(self) -> Iterator[PackRun]:
         packs = max(1, fewer_tokens(RUN_TOKENS, self.columns) // self._pack_size)
-        return (self._run(i, min(i + packs, self._num_packs)) for i in range(0, self._num_packs, packs))
+        return (self._run(i, min(i + packs, self.num_packs)) for i in range(0, self.num_packs, packs))
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._lengths_of(first, last)
         offsets = self._offsets[first : last + 1].astype(np.int64)
-        if (wrong := (np.diff(offsets) < 1) | (offsets[1:] > len(self._starts)) | (offsets[:-1] < 0)).any():
-            pack = int(np.argmax(wrong))
+        wrong = (np.diff(offsets) < 1) | (offsets[1:] > len(self._starts)) | (offsets[:-1] < 0)
+        if (pack := first_true(wrong)) is not None:
             found = f"{offsets[pack]}, {offsets[pack + 1]}"
             reason = f"seq_offsets {found}, expected ascending and at most {len(self._starts)}"
             raise SequenceError(self.path, first + pack, reason)
@@ -263,13 +287,11 @@ _NPY_MAGIC = b"\x93NUMPY"
 _BUFFER_NBYTES = 1 << 16
 
 
+@recogniser
 def _is_file_of_folder(path: str) -> bool:
     """Whether a file is the manifest of such a folder, one of its arrays, or has a checksum in the manifest."""
     folder, name = os.path.split(path)
-    try:
-        checksums = read_manifest(folder).get("checksums")
-    except (FormatError, OSError, ValueError):
-        return False
+    checksums = read_manifest(folder).get("checksums")
     is_array = name.removesuffix(".npy") in ARRAYS or (isinstance(checksums, dict) and name in checksums)
     return name == MANIFEST or (is_array and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
 
@@ -308,11 +330,120 @@ class _ArrayFile:
         return self._file.hex()
 
 
-class MemmapShardWriter(PackedWriter):
-    """Writes a memmap folder whose sizes are known from the start; it needs memory for one pack.
+class Writer(PackedWriter):
+    """Writes a memmap folder of packs of a spec; its rows have the capacity. It needs memory for one pack.
 
-    The folder appears when ``finalize`` is done; until then it is a hidden one beside ``output_dir``. The caller must
-    call ``finalize``, which returns the manifest, as a context manager too: leaving it does not finalize.
+    The folder appears when ``finalize`` is done; until then it is a hidden one beside it.
+
+    Raises:
+        FormatError: sizes or a dtype that the format does not have.
+        OSError: no space for the whole of it, among others.
+    """
+
+    format = "memmap"
+    reader, kind = Reader, Kind("a folder of padded arrays", _is_file_of_folder)
+    is_folder = True
+    binary_masks = True
+    stores_columns = True
+
+    def _begin(self, spec: PackedSpec) -> None:
+        package_metadata = spec.package_metadata()
+        encode_json(self._path, package_metadata)  # refuses now what the manifest could not hold in the end
+        # An empty shard's capacity may be 0.
+        self._make_arrays(spec, max(spec.capacity, 1), {"mask_alignment": "label", PACKAGE_KEY: package_metadata})
+
+    def _make_arrays(self, spec: PackedSpec, pack_size: int, more: Mapping[str, Any]) -> None:
+        """Make all files but the manifest, which will say ``more``."""
+        self._dtype, mask_dtype = spec.token_dtype.newbyteorder("<"), np.dtype(np.uint8)
+        if self._dtype.kind not in "iu":
+            raise FormatError(f"{self._path}: dtype {self._dtype} for ids, expected an integer type")
+        for name, value, minimum, maximum in (
+            ("num_bins", spec.num_packs, 0, _MAX_INDEX),
+            ("pack_size", pack_size, 1, MAX_CAPACITY),
+            ("total_seq_starts", spec.num_sequences, spec.num_packs, _MAX_INDEX),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
+                raise FormatError(
+                    f"{self._path}: {name} {value!r}, expected a whole number from {minimum} to {maximum}"
+                )
+        sizes = int(spec.num_packs), int(pack_size), int(spec.num_sequences)
+        self._num_bins, self._pack_size, self._total_sequences = sizes
+        self._manifest: dict[str, Any] = {
+            "version": _VERSION,
+            "format": NAME,
+            "num_bins": self._num_bins,
+            "pack_size": self._pack_size,
+            "dtype": self._dtype.str,
+            "loss_mask_dtype": mask_dtype.str,
+            "index_dtype": _INDEX.str,
+            "bins_written": self._num_bins,
+            **more,
+        }
+        kinds = {
+            "input_ids.npy": (self._dtype, sizes[:2]),
+            "loss_mask.npy": (mask_dtype, sizes[:2]),
+            "packed_len.npy": (_INDEX, sizes[:1]),
+            "seq_offsets.npy": (_INDEX, (sizes[0] + 1,)),
+            "seq_starts.npy": (_INDEX, sizes[2:]),
+            **{
+                f"{name}{_COLUMN_SUFFIX}": (column.dtype, _column_shape(column, *sizes))
+                for name, column in spec.columns.items()
+            },
+        }
+        folder = self._make_output()
+        self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
+        self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
+        # For each array with a row a pack, one row that is filled anew for every pack.
+        by_token = (f"{name}{_COLUMN_SUFFIX}" for name, column in spec.columns.items() if column.per == "token")
+        padded = {name: kinds[name] for name in ("input_ids.npy", "loss_mask.npy", *by_token)}
+        self._rows = {name: np.zeros(shape[1:], dtype) for name, (dtype, shape) in padded.items()}
+
+    def _append(self, run: PackRun) -> None:
+        self._require_room(run)
+        files, by_row = self._files, {"input_ids.npy": run.tokens, "loss_mask.npy": run.loss_mask}
+        for name, (spec, values) in run.columns.items():
+            if spec.per == "token":
+                by_row[f"{name}{_COLUMN_SUFFIX}"] = values
+            else:
+                files[f"{name}{_COLUMN_SUFFIX}"].write(values.tobytes())
+        padded = [(files[name], self._rows[name], values) for name, values in by_row.items()]
+        for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
+            for file, row, values in padded:
+                row[:length] = values[start : start + length]
+                row[length:] = 0
+                file.write(row.reshape(-1).view(np.uint8).data)
+        sequence_ends = self._counts.num_sequences + run.sequence_offsets[1:]
+        files["packed_len.npy"].write(run.pack_lengths.astype(_INDEX).tobytes())
+        files["seq_offsets.npy"].write(sequence_ends.astype(_INDEX).tobytes())
+        files["seq_starts.npy"].write(run.seq_starts.astype(_INDEX).tobytes())
+
+    def _require_room(self, run: PackRun) -> None:
+        """FormatError or SequenceError unless the packs of a run fit what was announced, and their ids the dtype."""
+        first, packs, sequences = self._counts.num_packs, len(run), len(run.seq_starts)
+        missing_sequences = self._total_sequences - self._counts.num_sequences
+        if first + packs > self._num_bins or sequences > missing_sequences:
+            raise FormatError(
+                f"{self._path}: packs {first} to {first + packs - 1} with {sequences} sequences, expected at most"
+                f" {self._num_bins} packs (num_bins) and {missing_sequences} more sequences (total_seq_starts);"
+                " announce as many as there are"
+            )
+        if (pack := first_true(run.pack_lengths > self._pack_size)) is not None:
+            reason = f"{run.pack_lengths[pack]} tokens in rows of {self._pack_size} (pack_size); nothing is truncated"
+            raise SequenceError(self._path, first + pack, reason)
+        self._require_ids_fit(run, self._dtype)
+
+    def _finish(self) -> None:
+        checksums = {name: file.close() for name, file in self._files.items()}
+        self._manifest["checksums"] = {"algorithm": "xxh3_128", **checksums}
+        with contextlib.closing(self._output.open(MANIFEST)) as file:
+            file.write((json.dumps(self._manifest, indent=2) + "\n").encode())
+
+
+class MemmapShardWriter(Writer):
+    """The writer of a memmap folder by its own interface: sizes are known from the start, packs come one by one.
+
+    The caller must call ``finalize``, which returns the manifest, as a context manager too: leaving it does not
+    finalize.
 
     Args:
         output_dir: the folder; one that exists must be empty.
@@ -331,12 +462,6 @@ class MemmapShardWriter(PackedWriter):
         OSError: no space for the whole of it, among others.
     """
 
-    format = "memmap"
-    reader, kind = Reader, Kind("a folder of padded arrays", _is_file_of_folder)
-    is_folder = True
-    binary_masks = True
-    stores_columns = True
-
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
@@ -350,55 +475,15 @@ class MemmapShardWriter(PackedWriter):
         extra: Mapping[str, Any] | None = None,
         columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
-        path, self._dtype = os.fspath(output_dir), np.dtype(dtype).newbyteorder("<")
-        if self._dtype.kind not in "iu":
-            raise FormatError(f"{path}: dtype {self._dtype} for ids, expected an integer type")
-        for argument, value, minimum, maximum in (
-            ("num_bins", num_bins, 0, _MAX_INDEX),
-            ("pack_size", pack_size, 1, MAX_CAPACITY),
-            ("total_seq_starts", total_seq_starts, num_bins, _MAX_INDEX),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
-                raise FormatError(f"{path}: {argument} {value!r}, expected a whole number from {minimum} to {maximum}")
-        self._num_bins, self._pack_size, self._total_sequences = int(num_bins), int(pack_size), int(total_seq_starts)
-        self.columns = columns or {}
-        self._manifest: dict[str, Any] = {
-            "version": _VERSION,
-            "format": NAME,
-            "num_bins": self._num_bins,
-            "pack_size": self._pack_size,
-            "dtype": self._dtype.str,
-            "loss_mask_dtype": np.dtype(np.uint8).str,
-            "index_dtype": _INDEX.str,
-            "bins_written": self._num_bins,
-        }
-        if mask_alignment is not None:
-            self._manifest["mask_alignment"] = checked_alignment(path, mask_alignment)
-        self._manifest.update(extra or {})
-        super().__init__(path, overwrite=overwrite)
+        alignment = mask_alignment and checked_alignment(os.fspath(output_dir), mask_alignment)
+        self._extra = {**({"mask_alignment": alignment} if alignment else {}), **(extra or {})}
+        dtypes = np.dtype(dtype), np.dtype(np.uint8)
+        # How many tokens come is not said, nor compared in the end.
+        spec = PackedSpec(num_bins, total_seq_starts, 0, pack_size, *dtypes, pack_size, columns=columns or {})
+        super().__init__(output_dir, spec, overwrite=overwrite)
 
-    def _begin(self) -> None:
-        folder, sizes = self._make_output(), (self._num_bins, self._pack_size, self._total_sequences)
-        uint8 = np.dtype(np.uint8)
-        kinds = {
-            "input_ids.npy": (self._dtype, sizes[:2]),
-            "loss_mask.npy": (uint8, sizes[:2]),
-            "packed_len.npy": (_INDEX, sizes[:1]),
-            "seq_offsets.npy": (_INDEX, (sizes[0] + 1,)),
-            "seq_starts.npy": (_INDEX, sizes[2:]),
-            **{
-                f"{name}{_COLUMN_SUFFIX}": (spec.dtype, _column_shape(spec, *sizes))
-                for name, spec in self.columns.items()
-            },
-        }
-        self._files = {name: _ArrayFile(folder, name, dtype, shape) for name, (dtype, shape) in kinds.items()}
-        self._files["seq_offsets.npy"].write(bytes(_INDEX.itemsize))
-        # For each array with a row a pack, one row that is filled anew for every pack.
-        rows = {name: np.zeros(self._pack_size, kinds[name][0]) for name in ("input_ids.npy", "loss_mask.npy")}
-        for name, spec in self.columns.items():
-            if spec.per == "token":
-                rows[f"{name}{_COLUMN_SUFFIX}"] = np.zeros(spec.shape(self._pack_size), spec.dtype)
-        self._rows = rows
+    def _begin(self, spec: PackedSpec) -> None:
+        self._make_arrays(spec, spec.capacity, self._extra)
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Write one pack.
@@ -423,100 +508,23 @@ class MemmapShardWriter(PackedWriter):
         run = checked_pack(self._path, bin_id, input_ids, loss_mask, seq_start_id, mask_dtype=np.uint8)
         self.write(dataclasses.replace(run, loss_mask=np.asarray(loss_mask).astype(np.uint8)))
 
-    def _append(self, run: PackRun) -> None:
-        self._require_room(run)
-        files, by_row = self._files, {"input_ids.npy": run.tokens, "loss_mask.npy": run.loss_mask}
-        for name, (spec, values) in run.columns.items():
-            if spec.per == "token":
-                by_row[f"{name}{_COLUMN_SUFFIX}"] = values
-            else:
-                files[f"{name}{_COLUMN_SUFFIX}"].write(values.tobytes())
-        padded = [(files[name], self._rows[name], values) for name, values in by_row.items()]
-        for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
-            for file, row, values in padded:
-                row[:length] = values[start : start + length]
-                row[length:] = 0
-                file.write(row.reshape(-1).view(np.uint8).data)
-        sequence_ends = self._counts.num_sequences + run.sequence_offsets[1:]
-        files["packed_len.npy"].write(run.pack_lengths.astype(_INDEX).tobytes())
-        files["seq_offsets.npy"].write(sequence_ends.astype(_INDEX).tobytes())
-        files["seq_starts.npy"].write(run.seq_starts.astype(_INDEX).tobytes())
-
-    def _require_open(self) -> None:
-        if self._is_complete:
-            raise FormatError(f"{self._path}: this writer is finished; open another one")
-
-    def _require_room(self, run: PackRun) -> None:
-        """FormatError or SequenceError unless the packs of a run fit what was announced, and their ids the dtype."""
-        self._require_open()
-        first, packs, sequences = self._counts.num_packs, len(run), len(run.seq_starts)
-        missing_sequences = self._total_sequences - self._counts.num_sequences
-        if first + packs > self._num_bins or sequences > missing_sequences:
-            raise FormatError(
-                f"{self._path}: packs {first} to {first + packs - 1} with {sequences} sequences, expected at most"
-                f" {self._num_bins} packs (num_bins) and {missing_sequences} more sequences (total_seq_starts);"
-                " announce as many as there are"
-            )
-        if (too_long := run.pack_lengths > self._pack_size).any():
-            pack = int(np.argmax(too_long))
-            reason = f"{run.pack_lengths[pack]} tokens in rows of {self._pack_size} (pack_size); nothing is truncated"
-            raise SequenceError(self._path, first + pack, reason)
-        self._require_ids_fit(run, self._dtype)
-
-    def complete(self) -> None:
-        """Write the manifest, so that the folder can be read; may be called twice.
-
-        Raises:
-            FormatError: packs or sequences are missing; they may still be written then.
-        """
+    def _require_all(self) -> None:
         if (self._counts.num_packs, self._counts.num_sequences) != (self._num_bins, self._total_sequences):
             raise FormatError(
                 f"{self._path}: {self._counts.num_packs} packs with {self._counts.num_sequences} sequences, expected"
                 f" {self._num_bins} (num_bins) with {self._total_sequences} (total_seq_starts); write the missing ones,"
                 " or announce fewer"
             )
-        super().complete()
-
-    def _finish(self) -> None:
-        checksums = {name: file.close() for name, file in self._files.items()}
-        self._manifest["checksums"] = {"algorithm": "xxh3_128", **checksums}
-        with contextlib.closing(self._output.open(MANIFEST)) as file:
-            file.write((json.dumps(self._manifest, indent=2) + "\n").encode())
 
     def finalize(self) -> dict[str, Any]:
-        """Write the manifest, put the folder at ``output_dir``, and return the manifest. Raises as ``complete``."""
+        """Write the manifest, put the folder at ``output_dir``, and return the manifest; may be called twice.
+
+        Raises:
+            FormatError: packs or sequences are missing; they may still be written then.
+        """
         self.complete()
         super().finalize()
         return self._manifest
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.abandon()
-
-
-class Writer(MemmapShardWriter):
-    """Writes a memmap folder of packs of a spec, finalizing as ``PackedWriter`` does; its rows have the capacity."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False
-    ) -> None:
-        package_metadata = spec.package_metadata()
-        encode_json(os.fspath(path), package_metadata)  # refuses now what the manifest could not hold in the end
-        super().__init__(
-            path,
-            spec.num_packs,
-            max(spec.capacity, 1),  # an empty shard's capacity may be 0
-            spec.num_sequences,
-            np.uint16 if spec.token_dtype == np.uint16 else np.int32,
-            mask_alignment="label",
-            overwrite=overwrite,
-            extra={PACKAGE_KEY: package_metadata},
-            columns=spec.columns,
-        )
-        self._spec, self._allow_loss = spec, allow_loss
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self.finalize()
-        finally:
-            self.abandon()

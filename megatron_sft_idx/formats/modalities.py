@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs, parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import file_identity, first_bad_range
+from megatron_sft_idx.formats.base import file_identity, first_bad_range, recogniser
 from megatron_sft_idx.formats.pbin import Framing, native_tokens, read_document_index, require_framings
 from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.layout.files import IDX_MAGIC
@@ -88,12 +88,10 @@ def _read_index(path: str) -> NDArray[np.int64]:
     return read_pairs(path, raw)
 
 
+@recogniser
 def _is_raw_index(path: str) -> bool:
     """Whether a file is a pickled list of pairs and nothing else, all of which is read."""
-    try:
-        return _read_index(path).ndim == 2
-    except Exception:  # a foreign file may break the reader in any way
-        return False
+    return _read_index(path).ndim == 2
 
 
 def create_raw_index(

@@ -19,20 +19,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
-    MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
-    checked_pack,
-    checked_run,
     file_identity,
-    npy_header,
-    npy_header_bytes,
+    recogniser,
     unplaced_note,
 )
+from megatron_sft_idx.formats.memmap import npy_header, npy_header_bytes
 from megatron_sft_idx.formats.pickles import PickledArray, pickle_opcodes, unpickle_list
-from megatron_sft_idx.packs.run import PackRun
-from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, checked_run, first_true
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind
 
@@ -72,14 +68,12 @@ def _beginning(num_packs: int) -> bytes:
     )
 
 
+@recogniser
 def _holds_packs(path: str) -> bool:
     """Whether a file is an array of objects, empty or with a pack first; reads no further, and unpickles nothing."""
-    try:
-        with open_regular(path) as file:
-            shape, _, dtype = npy_header(file, path)
-            return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
-    except Exception:  # a foreign pickle may break its reader in any way
-        return False
+    with open_regular(path) as file:
+        shape, _, dtype = npy_header(file, path)
+        return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
 
 
 def _first_keys(file: BinaryIO) -> set[str]:
@@ -100,13 +94,11 @@ def _first_keys(file: BinaryIO) -> set[str]:
     return keys
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a file is a ``.npy`` of objects, or an empty one; only ``Reader`` looks whether the objects are packs."""
-    try:
-        with open_regular(path) as file:
-            shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
-    except (OSError, FormatError):
-        return False
+    with open_regular(path) as file:
+        shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     return bool(dtype.hasobject) or shape == (0,)  # numpy.save of an empty list: an array of float64
 
 
@@ -186,21 +178,20 @@ class Reader(PackedReader):
         self._take_alignment()
         if self.packs.unplaced:
             self.notes.append(unplaced_note(self.packs.unplaced, self.alignment))
-        self._token_offsets = self.packs.token_offsets
-        self._capacity = self._true_capacity(capacity)
+        self.num_packs, self._token_offsets = len(self.packs), self.packs.token_offsets
+        longest = int(self.packs.pack_lengths.max(initial=0))
+        counts = len(self.packs.seq_starts), len(self.packs.tokens), longest
+        self.spec = self._make_spec(*counts, capacity=self._true_capacity(capacity, longest))
 
-    def _true_capacity(self, stated: int | None) -> int:
+    def _true_capacity(self, stated: int | None, longest: int) -> int:
         """The capacity that every pack keeps, given the stated one; notes where the two differ."""
         lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
-        longest = int(lengths.max(initial=0))
         if stated is None:
             self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
             return longest
         if longest <= stated:
             return stated
-        too_long = lengths > stated + sequences
-        if too_long.any():
-            pack = int(np.argmax(too_long))
+        if (pack := first_true(lengths > stated + sequences)) is not None:
             reason = f"has {lengths[pack]} tokens in {sequences[pack]} sequences, too many for a capacity of {stated}"
             raise SequenceError(self.path, pack, f"{reason}; give a larger capacity, or none for the longest pack")
         self.notes.append(
@@ -208,20 +199,6 @@ class Reader(PackedReader):
             f" sequence, as packers do that count length - 1: all tokens are kept, the capacity is set to {longest}"
         )
         return longest
-
-    @property
-    def spec(self) -> PackedSpec:
-        """The spec; ids are int32, as the format does not say how large they may be."""
-        packs = self.packs
-        longest = int(packs.pack_lengths.max(initial=0))
-        return self._make_spec(len(packs.seq_starts), len(packs.tokens), longest, capacity=self._capacity)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def read(self, index: int) -> Pack:
-        """Pack ``index``: views of what is in memory."""
-        return self.packs.pack(index)
 
     def _run(self, first: int, last: int) -> PackRun:
         return self.packs.subrun(first, last)
@@ -247,9 +224,9 @@ class LegacyPickleWriter(PackedWriter):
     ) -> None:
         super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
 
-    def _begin(self) -> None:
+    def _begin(self, spec: PackedSpec | None) -> None:
         # At least an opcode and a byte for each id and each mask value.
-        self._file = self._make_output(4 * self._spec.num_tokens if self._spec else 0).open()
+        self._file = self._make_output(4 * spec.num_tokens if spec else 0).open()
         self._file.write(_beginning(0))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.formats.base import MaskAlignment, MaskRule, PackedSpec
+from megatron_sft_idx.formats.base import MaskRule, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import counts_text
+from megatron_sft_idx.packs.run import MaskAlignment
 from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet

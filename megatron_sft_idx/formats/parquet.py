@@ -46,13 +46,21 @@ from megatron_sft_idx.formats.base import (
     column_specs_of,
     encode_json,
     int_within,
-    require_same_length,
-    spec_fields,
+    recogniser,
 )
 from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, count_fitting, fewer_tokens, run_bounds
+from megatron_sft_idx.packs.run import (
+    RUN_TOKENS,
+    Column,
+    PackRun,
+    count_fitting,
+    fewer_tokens,
+    first_true,
+    require_same_length,
+    run_bounds,
+)
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import name_in_errors, open_regular
 from megatron_sft_idx.storage.publish import Kind
@@ -75,18 +83,16 @@ _READ_NBYTES = 1 << 20
 _MAX_GROUP_VALUES = 1 << 31
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a file is packed Parquet, by its magic and its three fields."""
-    try:
-        with open_regular(path) as file:
-            if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
-                return False
-        with pyarrow_errors(path):
-            import pyarrow.parquet as pq
+    with open_regular(path) as file:
+        if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
+            return False
+    with pyarrow_errors(path):
+        import pyarrow.parquet as pq
 
-            checked_schema(pq.read_schema(path), path)
-    except Exception:  # whatever the content does to pyarrow, it is no packed Parquet
-        return False
+        checked_schema(pq.read_schema(path), path)
     return True
 
 
@@ -147,8 +153,7 @@ def _column_of(
         SequenceError: a pack has other than ``width`` values for each.
     """
     values, lengths = _list_field(rows.column(name), path, name, first_pack)
-    if (wrong := lengths != counts * spec.width).any():
-        pack = int(np.argmax(wrong))
+    if (pack := first_true(lengths != counts * spec.width)) is not None:
         reason = f"{lengths[pack]} values in {name}, expected {counts[pack]} x {spec.width}: {spec.width} a {spec.per}"
         raise SequenceError(path, first_pack + pack, reason)
     return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
@@ -271,9 +276,10 @@ class Reader(PackedReader):
                 )
         self._num_tokens, self._num_sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
         self._first_packs: list[int] = [0, *accumulate(rows)]
-        if self._first_packs[-1] != metadata.num_rows:
+        self.num_packs = self._first_packs[-1]
+        if self.num_packs != metadata.num_rows:
             raise FormatError(
-                f"{self.path}: row groups have {self._first_packs[-1]} rows, the footer says {metadata.num_rows}; it is"
+                f"{self.path}: row groups have {self.num_packs} rows, the footer says {metadata.num_rows}; it is"
                 " damaged"
             )
 
@@ -290,8 +296,7 @@ class Reader(PackedReader):
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        counts = self._num_sequences, self._num_tokens, longest
-        return self._make_spec(*counts, **spec_fields(self._package_metadata, longest, 1))
+        return self._make_spec(self._num_sequences, self._num_tokens, longest, 1)
 
     @cached_property
     def _stated_longest(self) -> int | None:
@@ -303,9 +308,6 @@ class Reader(PackedReader):
         if values:
             self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
         return None
-
-    def __len__(self) -> int:
-        return self._first_packs[-1]
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the decoded row group, every pack of which is checked."""
@@ -325,8 +327,7 @@ class Reader(PackedReader):
         """Rows as packs, the first of which is number ``first_pack``. SequenceError where one breaks a rule."""
         fields = [_list_field(rows.column(name), self.path, name, first_pack) for name in FIELDS]
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = fields
-        if (wrong := lengths != mask_lengths).any():
-            pack = int(np.argmax(wrong))
+        if (pack := first_true(lengths != mask_lengths)) is not None:
             require_same_length(self.path, first_pack + pack, input_ids=lengths[pack], loss_mask=mask_lengths[pack])
         counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
         columns = {
@@ -335,9 +336,9 @@ class Reader(PackedReader):
         }
         run = self._checked_run(first_pack, ids, mask, starts, lengths, sequences, columns=columns)
         # Where the longest pack was not stated but counted, none exceeds the capacity.
-        if self._stated_longest is not None and (too_long := run.pack_lengths > self.spec.capacity).any():
-            pack = int(np.argmax(too_long))
-            reason = f"{lengths[pack]} tokens, the file states a capacity of {self.spec.capacity} (rule P1)"
+        capacity = MAX_CAPACITY if self._stated_longest is None else self.spec.capacity
+        if (pack := first_true(run.pack_lengths > capacity)) is not None:
+            reason = f"{lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
             raise SequenceError(self.path, first_pack + pack, reason)
         return run
 
@@ -415,10 +416,9 @@ class Writer(PackedWriter):
     binary_masks = True
     stores_columns = True
 
-    def _begin(self, *, row_group_size: int = 1000) -> None:
-        assert self._spec is not None
-        self.stores_columns = BRIDGE_PADDING_KEY not in self._spec.metadata  # Bridge reads no columns
-        spec = self._spec if self.stores_columns else dataclasses.replace(self._spec, columns={})
+    def _begin(self, spec: PackedSpec, *, row_group_size: int = 1000) -> None:
+        self.stores_columns = BRIDGE_PADDING_KEY not in spec.metadata  # Bridge reads no columns
+        spec = spec if self.stores_columns else dataclasses.replace(spec, columns={})
         if taken := sorted(spec.columns.keys() & set(FIELDS)):
             raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have a field of this name; rename it")
         if row_group_size < 1:

@@ -45,14 +45,14 @@ from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
     PackedWriter,
-    all_trained_mask,
     file_identity,
     first_bad_range,
     joined_ranges,
+    recogniser,
 )
 from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import PackRun, first_true, run_of_sequences
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, head_of
 
@@ -255,10 +255,9 @@ def _checked_index(path: str, framing: Framing, repair_merge: bool) -> DocumentI
             " lengths, or merge with another tool"
         )
     nbytes = framing.token_nbytes
-    if (uneven := (starts % nbytes) | (lengths % nbytes)).any():
-        document = int(np.argmax(uneven != 0))
+    if (uneven := first_true((starts % nbytes) | (lengths % nbytes) != 0)) is not None:
         raise FormatError(
-            f"{path}: document {document} has {lengths[document]} bytes from {starts[document]} on, no whole tokens of"
+            f"{path}: document {uneven} has {lengths[uneven]} bytes from {starts[uneven]} on, no whole tokens of"
             f" {nbytes} bytes"
         )
     num_moved = 0 if early_by is None else int(np.count_nonzero(early_by))
@@ -297,21 +296,16 @@ def _merge_damage(
     return early_by if is_damage else None
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a file may be a ``.pbin``, by its framing."""
-    try:
-        return bool(possible_framings(path))
-    except (OSError, FormatError):
-        return False
+    return bool(possible_framings(path))
 
 
+@recogniser
 def _is_readable(path: str) -> bool:
     """Whether a file is a ``.pbin`` with an index that fits its data; the format has no magic to go by."""
-    try:
-        read_document_index(path, repair_merge=True)
-    except Exception:  # a foreign file may break the reader in any way
-        return False
-    return True
+    return bool(read_document_index(path, repair_merge=True))
 
 
 def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
@@ -362,35 +356,20 @@ class Reader(PackedReader):
         # Packs hold at least one token.
         self._starts = index.starts[index.lengths > 0]
         self._lengths = index.lengths[index.lengths > 0]
-        self._token_offsets = np.append(0, np.cumsum(self._lengths))
+        self.num_packs, self._token_offsets = len(self._lengths), np.append(0, np.cumsum(self._lengths))
         self._tokens = index.framing.open_tokens(self.path)
         small = self._tokens.dtype.itemsize <= 2
         self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.uint8)
         self.identity = file_identity(self.path) + " repaired" * (index.num_moved > 0)
-        self._generation = index.generation
         self.notes += index.notes()
-
-    @property
-    def spec(self) -> PackedSpec:
-        """The spec; its capacity is the longest document."""
-        longest = int(self._lengths.max(initial=0))
-        metadata = {"pbin": {"generation": self._generation, "mask_rule": "all"}}
-        tokens = int(self._token_offsets[-1])
-        return self._make_spec(len(self), tokens, longest, capacity=max(longest, 1), metadata=metadata)
-
-    def __len__(self) -> int:
-        return len(self._lengths)
+        longest, metadata = int(self._lengths.max(initial=0)), {"generation": index.generation, "mask_rule": "all"}
+        counts = self.num_packs, int(self._token_offsets[-1]), longest
+        self.spec = self._make_spec(*counts, 1, metadata={"pbin": metadata})
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths, starts = self._lengths[first:last], self._starts[first:last]
         tokens = native_tokens(self.path, first, joined_ranges(self._tokens, starts, starts + lengths))
-        return _run_of_documents(tokens, lengths)
-
-
-def _run_of_documents(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRun:
-    """Documents end to end as packs of one sequence, each trained as a whole; ``lengths`` are in tokens."""
-    ones = np.ones_like(lengths)
-    return PackRun(tokens, all_trained_mask(lengths), ones - 1, lengths, ones)
+        return run_of_sequences(tokens, lengths)
 
 
 class Writer(PackedWriter):
@@ -403,24 +382,23 @@ class Writer(PackedWriter):
     format = "pbin"
     reader, kind = Reader, Kind("a Modalities .pbin", _is_readable)
 
-    def _begin(self) -> None:
+    def _begin(self, spec: PackedSpec) -> None:
         if not self._allow_loss:
             raise FormatError(
                 f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
                 " document trained as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
             )
-        assert self._spec is not None
-        token_nbytes = self._spec.token_dtype.itemsize
+        token_nbytes = spec.token_dtype.itemsize
         self._dtype = np.dtype(f"<u{token_nbytes}")
         self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
         self._lengths: list[NDArray[np.int64]] = []
-        self._file = self._make_output(token_nbytes * self._spec.num_tokens + 8 * self._spec.num_sequences).open()
+        self._file = self._make_output(token_nbytes * spec.num_tokens + 8 * spec.num_sequences).open()
         self._file.write(encode_header(0, token_nbytes))
 
     def write(self, run: PackRun) -> PackRun:
         """Append packs, and return their sequences as documents. Raises as ``PackedWriter.write``."""
         super().write(run)
-        return _run_of_documents(run.tokens, run.sequence_lengths())
+        return run_of_sequences(run.tokens, run.sequence_lengths())
 
     def _append(self, run: PackRun) -> None:
         self._require_ids_fit(run, self._dtype)

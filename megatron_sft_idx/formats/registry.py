@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack

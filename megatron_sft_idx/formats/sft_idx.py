@@ -13,27 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.errors import SFTIndexError, StorageError
-from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, Window, read_window, windows
+from megatron_sft_idx.packs.run import RUN_TOKENS, MaskAlignment, PackRun, Window, read_window, windows
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
-from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a shard is at this prefix, or the path is one of its files."""
-    try:
-        read_header(ShardPaths.of(path))
-    except StorageError:
-        raise  # an object store did not answer: a shard may be there or not
-    except (SFTIndexError, OSError):
-        return False
-    return True
+    return bool(read_header(ShardPaths.of(path)))
 
 
 def spec_of(header: Header) -> PackedSpec:
@@ -75,24 +68,16 @@ class Reader(PackedReader):
 
     def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._files = open_files(self._paths, ReadOptions(), None)
-        self.header = self._files.header
-        self.identity = self.header.shard_id.hex()
-        self._dtypes = self.header.token_dtype, self.header.mask_dtype
-        names = column_names(self._paths, self.header) if columns is None else columns
-        self._opened = {name: open_column(self._paths, name, self.header) for name in names}
+        header = self._files.header
+        self.identity, self.num_packs = header.shard_id.hex(), header.num_packs
+        self._dtypes = header.token_dtype, header.mask_dtype
+        names = column_names(self._paths, header) if columns is None else columns
+        self._opened = {name: open_column(self._paths, name, header) for name in names}
         self.columns = {name: column.spec for name, column in self._opened.items()}
+        self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
 
-    @property
-    def spec(self) -> PackedSpec:
-        """The spec, by the headers of the shard and of its columns."""
-        return dataclasses.replace(spec_of(self.header), columns=self.columns)
-
-    def __len__(self) -> int:
-        return self.header.num_packs
-
-    def read(self, index: int) -> Pack:
-        """Pack ``index``: views of the mapped files."""
-        return self._run_of(read_window(self._files, index, index + 1, columns=self._opened)).pack(0)
+    def _run(self, first: int, last: int) -> PackRun:
+        return self._run_of(read_window(self._files, first, last, columns=self._opened))
 
     def _runs(self) -> Iterator[PackRun]:
         return map(self._run_of, windows(self._files, RUN_TOKENS, self._opened))
@@ -109,9 +94,7 @@ class Writer(PackedWriter):
     reader = Reader
     stores_columns = True
 
-    def _begin(self) -> None:
-        assert self._spec is not None
-        spec = self._spec
+    def _begin(self, spec: PackedSpec) -> None:
         nbytes = spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize) + spec.column_nbytes()
         require_space(self._path, nbytes)
         self._writer = ShardWriter(
@@ -134,7 +117,7 @@ class Writer(PackedWriter):
 
     def reread(self) -> Reader:
         """A reader of the files under the names that they have until they are published."""
-        return Reader(self._writer.paths.unpublished, columns=tuple(self._spec.columns if self._spec else ()))
+        return Reader(self._writer.paths.unpublished, columns=tuple(self.columns))
 
     def publish(self) -> None:
         """Publish the shard."""

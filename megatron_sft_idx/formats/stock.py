@@ -18,29 +18,26 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     MaskRule,
     PackedReader,
-    PackedSpec,
-    all_trained_mask,
     file_identity,
     first_bad_range,
     joined_ranges,
+    recogniser,
 )
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, IDX_MAGIC, idx_nbytes
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import PackRun, first_true, run_of_sequences
 from megatron_sft_idx.storage import open_array, open_regular
 
 # Megatron's dtype codes (megatron.core.datasets.indexed_dataset.DType).
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
+@recogniser
 def recognise(path: str) -> bool:
     """Whether a stock dataset is at this prefix, or the path is one of its files."""
-    try:
-        paths = ShardPaths.of(path)
-        with open_regular(paths.idx) as file:
-            head = file.read(len(IDX_MAGIC))
-    except (FormatError, OSError):
-        return False
+    paths = ShardPaths.of(path)
+    with open_regular(paths.idx) as file:
+        head = file.read(len(IDX_MAGIC))
     # With any of the other three files it is a shard, complete or not.
     return head == IDX_MAGIC and not any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts)))
 
@@ -62,8 +59,8 @@ class _StockItems:
                 raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
         dtype, lengths, pointers = _read_idx(paths.idx)
         size = os.path.getsize(paths.tokens)
-        if len(lengths) and lengths.min() < 0:
-            raise FormatError(f"{paths.idx}: item {int(np.argmin(lengths))} has {lengths.min()} tokens; it is damaged")
+        if (item := first_true(lengths < 0)) is not None:
+            raise FormatError(f"{paths.idx}: item {item} has {lengths[item]} tokens; it is damaged")
         if (item := first_bad_range(pointers, lengths * dtype.itemsize, size)) is not None:
             raise FormatError(
                 f"{paths.idx}: item {item} is said to be {lengths[item]} tokens at byte {pointers[item]} of"
@@ -127,10 +124,9 @@ class Reader(PackedReader):
         self._items = _StockItems.open(paths)
         if self._items.dtype.kind == "f":
             raise FormatError(f"{self.path}: items of {self._items.dtype}, token ids are integers")
-        if not self._items.lengths.all():
-            item = int(np.argmin(self._items.lengths))
+        if (item := first_true(self._items.lengths == 0)) is not None:
             raise SequenceError(self.path, item, "has no tokens, a sequence has at least one (rule P3); leave it out")
-        files = [paths.idx, paths.tokens]
+        self.num_packs, files = len(self._items.lengths), [paths.idx, paths.tokens]
         self._masks: _StockItems | None = None
         self.notes.append("one sequence a pack: the format knows items only; pack them with the pack verb")
         if os.path.isfile(paths.seq_idx):
@@ -149,27 +145,19 @@ class Reader(PackedReader):
                 raise FormatError(
                     f"{mask_paths.prefix}: {len(self._masks.lengths)} masks for the {len(self)} items of {self.path}"
                 )
-            if (different := self._masks.lengths != self._items.lengths).any():
-                item = int(np.argmax(different))
+            if (item := first_true(self._masks.lengths != self._items.lengths)) is not None:
                 reason = f"{self._masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
                 raise SequenceError(mask_paths.prefix, item, reason)
             self._take_alignment()
         self.identity = file_identity(*files)
-        self._token_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
+        self._token_offsets = np.append(0, np.cumsum(self._items.lengths))
         small = self._items.dtype in (np.uint8, np.uint16)
         weights = self._masks is not None and self._masks.dtype.kind == "f"
         self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.float32 if weights else np.uint8)
-
-    @property
-    def spec(self) -> PackedSpec:
-        """The spec; its capacity is the longest item."""
-        return self._make_spec(len(self), int(self._token_offsets[-1]), int(self._items.lengths.max(initial=0)))
-
-    def __len__(self) -> int:
-        return len(self._items.lengths)
+        longest = int(self._items.lengths.max(initial=0))
+        self.spec = self._make_spec(self.num_packs, int(self._token_offsets[-1]), longest)
 
     def _run(self, first: int, last: int) -> PackRun:
-        lengths = self._items.lengths[first:last]
-        masks = all_trained_mask(lengths) if self._masks is None else self._masks.values(first, last)
-        ones = np.ones(last - first, np.int64)
-        return self._checked_run(first, self._items.values(first, last), masks, ones - 1, lengths, ones)
+        run = run_of_sequences(self._items.values(first, last), self._items.lengths[first:last])
+        mask = run.loss_mask if self._masks is None else self._masks.values(first, last)
+        return self._checked_run(first, run.tokens, mask, run.seq_starts, run.pack_lengths, run.pack_sequences)

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import checked_run
 from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
     ChunkFile,
@@ -41,7 +40,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits, Unchanged, Waiter
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 from megatron_sft_idx.training import Arrays, Index, require_judged
@@ -369,7 +368,7 @@ class LiveChunks(LiveShards):
         multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
         sequences = len(run.seq_starts)
         largest = int(run.tokens.max())
-        positions = int((-(-run.sequence_lengths() // multiple) * multiple).sum())
+        positions = int(run.padded_lengths(multiple)[0])
         if positions > limits.capacity:
             padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""
             raise ValueError(

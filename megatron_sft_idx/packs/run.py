@@ -1,19 +1,28 @@
-"""Packs in memory: runs, in which packs go from readers to writers, and windows, in which a shard is gone through."""
+"""Packs in memory: runs, in which packs go from readers to writers, and windows, in which a shard is gone through.
+
+Runs are made of what other people's files hold by ``checked_run``, which brings their loss masks to the one alignment
+of this package. *Label*: value j says whether predicting token j + 1 of the same sequence counts; it is 0 at every
+sequence's end. *Token*: value j says whether token j itself is trained on. *Rolled right*: a token mask that its writer
+moved one place to the right over the whole pack, with 0 in front, meaning to align it with labels. That is the wrong
+way round, and across sequences; reading undoes it. The mask of each pack's last token was lost when the file was
+written; that token counts as untrained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
@@ -23,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_sft_idx.shard.opening import OpenFiles
     from megatron_sft_idx.shard.reader import Pack
 
+MaskAlignment = Literal["label", "token", "rolled-right"]
+MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
 # Tokens in a run, about. In larger runs, what is done once a run costs no less; smaller ones stay in the cache.
 RUN_TOKENS = 1 << 20
 # So many tokens are read at a time for checksums too. Half as many take a twelfth more time; with more, memory grows.
@@ -43,8 +54,10 @@ class Column(NamedTuple):
     values: NDArray[Any]
 
 
-# Columns by name.
+# Columns by name: of some packs, and of an open shard.
 Columns = Mapping[str, Column]
+OpenColumns: TypeAlias = "Mapping[str, ShardColumn]"
+_NONE: OpenColumns = {}
 
 
 def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Columns:
@@ -108,6 +121,15 @@ class PackRun:
         begins = np.repeat(self.token_offsets[:-1], self.pack_sequences)
         return np.diff(self.seq_starts + begins, append=len(self.tokens))
 
+    def sums_by_pack(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sums of the values of each pack's sequences: int64 [packs]."""
+        sums: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(values))[self.sequence_offsets])
+        return sums
+
+    def padded_lengths(self, multiple: int) -> NDArray[np.int64]:
+        """Positions that each pack takes with its sequences rounded up to a multiple (rule P5): int64 [packs]."""
+        return self.sums_by_pack(-(-self.sequence_lengths() // multiple) * multiple)
+
     def pack(self, index: int) -> Pack:
         """Pack ``index`` of the run, with its columns. Ids and mask are read-only views, boundaries are a copy."""
         if len(self) == 1 and index == 0:  # the runs of readers that read one pack: offsets need not be summed up
@@ -152,6 +174,140 @@ class PackRun:
         names = ("tokens", "loss_mask", "seq_starts", "pack_lengths", "pack_sequences")
         arrays = {name: np.concatenate([getattr(run, name) for run in runs]) for name in names}
         return cls(**arrays, unplaced=sum(run.unplaced for run in runs), columns=columns)
+
+
+# ---- packs of other people ----
+
+
+def checked_run(
+    path: str,
+    first_pack: int,
+    tokens: ArrayLike,
+    loss_mask: ArrayLike,
+    seq_starts: ArrayLike,
+    pack_lengths: ArrayLike,
+    pack_sequences: ArrayLike,
+    *,
+    mask_alignment: MaskAlignment = "label",
+    token_dtype: Any = None,
+    mask_dtype: Any = None,
+    columns: Columns | None = None,
+) -> PackRun:
+    """A run of packs, checked against every rule, its mask label-aligned.
+
+    The arrays may hold anything: nothing is cast before it is known to fit, no sum overflows, and nothing outside the
+    arrays is read.
+
+    Args:
+        path: of the file, for errors.
+        first_pack: number of the first of these packs in the file, for errors.
+        tokens: ids [sum of lengths], integers of any kind.
+        loss_mask: [sum of lengths], booleans, integers or floats.
+        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
+        pack_lengths: tokens in each pack [packs], integers.
+        pack_sequences: sequences in each pack [packs], integers.
+        mask_alignment: of ``loss_mask``.
+        token_dtype: of the ids in the result, uint16 or int32; None keeps uint16 and makes all else int32.
+        mask_dtype: of the mask in the result, uint8 or float32; None makes floats float32 and all else uint8.
+        columns: of these tokens, sequences or packs; they are taken over as they are.
+
+    Raises:
+        SequenceError: a rule is broken, with the number of the pack.
+        FormatError: the arrays' lengths contradict each other, so that no single pack is wrong.
+    """
+    try:
+        ids, mask = token_array(tokens), mask_array(loss_mask)
+        starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
+    token_dtype = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
+    mask_dtype = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
+    if len(lengths) != len(sequences):
+        raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
+    try:
+        breach = _native.first_breach(
+            ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, token_dtype, mask_dtype
+        )
+    except ValueError:
+        expected = f"{lengths.sum()} ids, {lengths.sum()} loss mask values and {sequences.sum()} sequence starts"
+        raise FormatError(
+            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {expected};"
+            f" found {len(ids)}, {len(mask)} and {len(starts)}"
+        ) from None
+    if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
+        raise SequenceError(path, first_pack + breach[0][1], breach[1])
+    ids, mask, unplaced = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False), 0
+    if mask_alignment == "rolled-right" and (pack := first_true(mask[np.cumsum(lengths) - lengths] != 0)) is not None:
+        reason = "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
+        raise SequenceError(path, first_pack + pack, f"{reason} say mask alignment label or token")
+    if breach is not None or mask_alignment != "label":
+        mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
+    return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
+
+
+def checked_pack(
+    path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **options: Any
+) -> PackRun:
+    """``checked_run`` of one pack, whose number is for errors. SequenceError where it breaks a rule."""
+    ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(starts)
+    if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
+        raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
+    require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
+    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **options)
+
+
+def require_same_length(path: str, pack: int, **lengths: int) -> None:
+    """SequenceError unless these arrays of a pack, of which the lengths are given by name, are equally long."""
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{length} in {name}" for name, length in lengths.items())
+        raise SequenceError(path, pack, f"{found}; they have one entry a token each")
+
+
+def label_aligned(
+    mask: NDArray[Any],
+    seq_starts: NDArray[np.int64],
+    pack_lengths: NDArray[np.int64],
+    pack_sequences: NDArray[np.int64],
+    alignment: MaskAlignment = "label",
+) -> tuple[NDArray[Any], int]:
+    """The label-aligned mask of packs, and how many of the given values above 0 it leaves out (see ``unplaced_note``).
+
+    The arrays are those of ``checked_run``, which must have checked them. The given mask is never written to; it is
+    returned itself where nothing changes.
+    """
+    if not len(mask):
+        return mask, 0
+    pack_ends = np.cumsum(pack_lengths)
+    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
+    ends = np.append(starts[1:], len(mask)) - 1
+    if alignment == "label":
+        if unplaced := int(np.count_nonzero(mask[ends])):
+            mask = mask.copy()
+            mask[ends] = 0
+        return mask, unplaced
+    token_mask = mask
+    if alignment == "rolled-right":
+        token_mask = np.append(mask[1:], mask[:1])
+        token_mask[pack_ends - 1] = 0
+    label_mask = np.append(token_mask[1:], token_mask[:1])
+    label_mask[ends] = 0
+    return label_mask, int(np.count_nonzero(token_mask[starts]))
+
+
+def run_of_sequences(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRun:
+    """Sequences of these lengths, which lie end to end, as packs of one sequence, each trained as a whole."""
+    ones, mask = np.ones_like(lengths), np.ones(len(tokens), np.uint8)
+    mask[np.cumsum(lengths) - 1] = 0  # nothing is predicted at a sequence's end
+    return PackRun(tokens, mask, ones - 1, lengths, ones)
+
+
+def first_true(values: NDArray[np.bool_]) -> int | None:
+    """The index of the first true value; None where there is none."""
+    at = int(np.argmax(values)) if len(values) else 0
+    return at if len(values) and values[at] else None
+
+
+# ---- a shard in windows ----
 
 
 def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
@@ -232,11 +388,7 @@ class Window:
 
 
 def windows(
-    files: OpenFiles,
-    tokens: int | None = None,
-    columns: Mapping[str, ShardColumn] | None = None,
-    first: int = 0,
-    stop: int | None = None,
+    files: OpenFiles, tokens: int | None = None, columns: OpenColumns = _NONE, first: int = 0, stop: int | None = None
 ) -> Iterator[Window]:
     """Packs of a shard, in order, in windows of bounded size.
 
@@ -253,7 +405,7 @@ def windows(
     """
     files.check_ends()
     stop = files.num_packs if stop is None else stop
-    tokens = fewer_tokens(tokens or WINDOW_TOKENS, {name: column.spec for name, column in (columns or {}).items()})
+    tokens = fewer_tokens(tokens or WINDOW_TOKENS, {name: column.spec for name, column in columns.items()})
     # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
     step = 1 + 2 * tokens * files.num_packs // max(1, files.num_tokens)
     while first < stop:
@@ -263,11 +415,7 @@ def windows(
 
 
 def read_window(
-    files: OpenFiles,
-    first: int,
-    stop: int,
-    tokens: int | None = None,
-    columns: Mapping[str, ShardColumn] | None = None,
+    files: OpenFiles, first: int, stop: int, tokens: int | None = None, columns: OpenColumns = _NONE
 ) -> Window:
     """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
     stop = min(stop, files.num_packs)
@@ -286,7 +434,7 @@ def read_window(
     except ValueError as error:
         raise files.pack_error(f"{error}", first_pack=first) from None
     values = sliced(
-        columns or {},
+        columns,
         token=slice(token, token + int(pack_bounds[-1])),
         sequence=slice(sequence, last),
         pack=slice(first, first + count),
@@ -300,7 +448,7 @@ def nbytes_of_run(run: PackRun) -> int:
     return run.tokens.nbytes + run.loss_mask.nbytes + 4 * len(run.seq_starts) + columns
 
 
-def checked_runs(files: OpenFiles, columns: Mapping[str, ShardColumn], advance: Advance) -> Iterator[PackRun]:
+def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> Iterator[PackRun]:
     """All packs of a shard, with columns; each file is held to its checksum.
 
     The checksums of local indexes and starts are compared before the first run, all others behind the last. ``advance``

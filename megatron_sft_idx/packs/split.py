@@ -10,7 +10,7 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.merge import begin_copy, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
-from megatron_sft_idx.packs.run import COPIED_TOKENS, checked_runs, windows
+from megatron_sft_idx.packs.run import COPIED_TOKENS, OpenColumns, checked_runs, windows
 from megatron_sft_idx.shard import Shard, check_free, read_header
-from megatron_sft_idx.shard.columns import ShardColumn, open_column
+from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
@@ -148,7 +148,7 @@ def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
 
 
-def _copy(output: _Output, shard: Shard, columns: Mapping[str, ShardColumn], origin: Origin, **writing: Any) -> None:
+def _copy(output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, **writing: Any) -> None:
     """Copy the packs of one output, and set it aside. ``writing`` as of ``begin_copy``."""
     runs = origin.of_packs(output.first, output.stop)
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
@@ -217,7 +217,7 @@ def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[
     return span(shard.files.token_offsets), span(shard.files.sequence_offsets)
 
 
-def _plan(shard: Shard, columns: Mapping[str, ShardColumn], prefix: str, size: SplitSize) -> list[_Output]:
+def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> list[_Output]:
     """The outputs in order. FormatError where they are too many."""
     num_packs = shard.header.num_packs
 

@@ -297,16 +297,10 @@ class OpenFiles:
     """
 
     def __init__(
-        self,
-        paths: ShardPaths,
-        header: Header,
-        tokens: Array,
-        loss: Array,
-        starts: Array,
-        offsets: Iterable[Array],
-        advice: Advice,
+        self, paths: ShardPaths, header: Header, data: Iterable[Array], offsets: Iterable[Array], advice: Advice
     ) -> None:
-        self.paths, self.header, self.tokens, self.loss, self.starts = paths, header, tokens, loss, starts
+        self.paths, self.header = paths, header
+        self.tokens, self.loss, self.starts = tokens, loss, _ = data
         self.num_packs, self.num_sequences, self.num_tokens = header.num_packs, header.num_sequences, header.num_tokens
         self.sequence_offsets, self.token_offsets = offsets
         self.sequence_range_of = _range_of(self.sequence_offsets)
@@ -427,7 +421,7 @@ def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Open
             advise_order(data, options.advice, huge_pages=options.huge_pages)
     if options.backend == "reopen":
         starts = starts[:]
-    return OpenFiles(paths, header, tokens, loss, starts, offsets, options.advice)
+    return OpenFiles(paths, header, (tokens, loss, starts), offsets, options.advice)
 
 
 def _open_remote(
@@ -460,7 +454,7 @@ def _open_remote(
         RemoteArray(store, objects[path].key, dtype, header.num_tokens, objects[path].etag)
         for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
     )
-    return OpenFiles(paths, header, tokens, loss, starts, offsets, "normal")
+    return OpenFiles(paths, header, (tokens, loss, starts), offsets, "normal")
 
 
 def object_at(path: str) -> ObjectInfo | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from megatron_sft_idx.formats.base import npy_header_bytes
+from megatron_sft_idx.formats.memmap import npy_header_bytes
 from megatron_sft_idx.layout.files import (
     FIELDS,
     IDX_HEADER,
