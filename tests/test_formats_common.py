@@ -37,7 +37,7 @@ from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 
 def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:
-    """The columns of ``checked_run`` for these packs with these masks."""
+    """The arrays of a ``PackRun`` of these packs with these masks."""
     return {
         "tokens": np.array([t for p in packs for t in p.tokens], np.int64),
         "loss_mask": np.array([v for mask in masks for v in mask], np.float32),
@@ -63,12 +63,12 @@ def last_lost(pack: Sample) -> Sample:
 def test_every_alignment_becomes_the_label_mask_of_its_token_mask(packs: list[Sample]) -> None:
     expected = [v for p in packs for v in p.label_mask]
     firsts = sum(p.mask[start] > 0 for p in packs for start in p.starts)
-    token = checked_run("x", 0, **joined(packs, [p.mask for p in packs]), mask_alignment="token")
+    token = checked_run("x", 0, PackRun(**joined(packs, [p.mask for p in packs])), mask_alignment="token")
     assert (token.loss_mask.tolist(), token.unplaced) == (expected, firsts)
-    label = checked_run("x", 0, **joined(packs, [p.label_mask for p in packs]))
+    label = checked_run("x", 0, PackRun(**joined(packs, [p.label_mask for p in packs])))
     assert (label.loss_mask.tolist(), label.unplaced) == (expected, 0)
     rolled = joined(packs, [rolled_right(p.mask) for p in packs])
-    undone = checked_run("x", 0, **rolled, mask_alignment="rolled-right")
+    undone = checked_run("x", 0, PackRun(**rolled), mask_alignment="rolled-right")
     assert undone.loss_mask.tolist() == [v for p in packs for v in last_lost(p).label_mask]
 
 
@@ -76,7 +76,7 @@ def test_every_alignment_becomes_the_label_mask_of_its_token_mask(packs: list[Sa
 def test_a_label_mask_at_a_sequence_end_is_cleared_and_counted(packs: list[Sample]) -> None:
     columns = joined(packs, [[1] * len(p.tokens) for p in packs])
     before = columns["loss_mask"].copy()
-    run = checked_run("x", 0, **columns)
+    run = checked_run("x", 0, PackRun(**columns))
     assert run.loss_mask.tolist() == [v for p in packs for a, b in pairwise(p.bounds) for v in [1] * (b - a - 1) + [0]]
     assert run.unplaced == sum(len(p.starts) for p in packs)
     assert (columns["loss_mask"] == before).all()
@@ -85,14 +85,14 @@ def test_a_label_mask_at_a_sequence_end_is_cleared_and_counted(packs: list[Sampl
 def test_no_packs_have_an_empty_mask() -> None:
     nothing = np.empty(0, np.int64)
     for alignment in MASK_ALIGNMENTS:
-        mask, unplaced = label_aligned(np.empty(0, np.uint8), nothing, nothing, nothing, alignment)
-        assert (len(mask), unplaced) == (0, 0)
+        run = label_aligned(PackRun(nothing, np.empty(0, np.uint8), nothing, nothing, nothing), alignment)
+        assert (len(run.loss_mask), run.unplaced) == (0, 0)
 
 
 def test_a_mask_that_was_not_rolled_is_not_rolled_back() -> None:
     columns = joined([Sample([1, 2], [1, 1], [0])], [[1, 1]])
     with pytest.raises(SequenceError, match=r"x:5: its loss mask begins with"):
-        checked_run("x", 5, **columns, mask_alignment="rolled-right")
+        checked_run("x", 5, PackRun(**columns), mask_alignment="rolled-right")
 
 
 def test_what_was_done_to_masks_is_said() -> None:
@@ -143,23 +143,23 @@ PACKS = [Sample([1, 2, 3], [0, 1, 1], [0, 1]), Sample([4], [0], [0]), Sample([5,
 def test_a_broken_rule_is_named_with_its_pack(column: str, value: Any, error: type[Exception], words: str) -> None:
     columns = joined(PACKS, [p.label_mask for p in PACKS])
     with pytest.raises(error, match=words):
-        checked_run("x", 10, **(columns | {column: value}))
+        checked_run("x", 10, PackRun(**(columns | {column: value})))
 
 
 def test_dtypes_are_kept_or_those_asked_for() -> None:
     columns = joined(PACKS, [p.label_mask for p in PACKS])
-    run = checked_run("x", 0, **columns)
+    run = checked_run("x", 0, PackRun(**columns))
     assert (run.tokens.dtype, run.loss_mask.dtype) == (np.int32, np.float32)
-    run = checked_run("x", 0, **columns, token_dtype=np.uint16, mask_dtype=np.uint8)
+    run = checked_run("x", 0, PackRun(**columns), token_dtype=np.uint16, mask_dtype=np.uint8)
     assert (run.tokens.dtype, run.loss_mask.dtype) == (np.uint16, np.uint8)
     small = columns | {"tokens": columns["tokens"].astype(">u2"), "loss_mask": columns["loss_mask"].astype(bool)}
-    run = checked_run("x", 0, **small)
+    run = checked_run("x", 0, PackRun(**small))
     assert run.tokens.tolist() == columns["tokens"].tolist()
     assert run.loss_mask.dtype == np.uint8
     with pytest.raises(SequenceError, match="has id 65536, the token dtype holds 0 to 65535"):
-        checked_run("x", 0, **(columns | {"tokens": [65536] * 6}), token_dtype=np.uint16)
+        checked_run("x", 0, PackRun(**(columns | {"tokens": [65536] * 6})), token_dtype=np.uint16)
     with pytest.raises(SequenceError, match=r"has loss mask 0.5, the mask dtype holds 0 and 1"):
-        checked_run("x", 0, **(columns | {"loss_mask": [0.5] + [0] * 5}), mask_dtype=np.uint8)
+        checked_run("x", 0, PackRun(**(columns | {"loss_mask": [0.5] + [0] * 5})), mask_dtype=np.uint8)
 
 
 def test_columns_of_a_pack_are_equally_long() -> None:
@@ -174,7 +174,7 @@ integers = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 4), max_si
 @given(st.tuples(integers, integers, integers, integers, integers))
 def test_whatever_a_file_says_is_a_run_or_an_error(columns: Any) -> None:
     try:
-        run = checked_run("x", 0, *columns)
+        run = checked_run("x", 0, PackRun(*columns))
     except (FormatError, SequenceError):
         return
     assert run.tokens.size == run.loss_mask.size == run.pack_lengths.sum()

@@ -235,4 +235,4 @@ def test_a_window_knows_the_places_of_its_sequences(tmp_path: Path) -> None:
     ids, loss = window.content()
     assert ids.tolist() == [token for p in packs[3:7] for token in p.tokens]
     assert loss.tolist() == [value for p in packs[3:7] for value in p.label_mask]
-    assert window.starts().tolist() == [start for p in packs[3:7] for start in p.starts]
+    assert window.run().seq_starts.tolist() == [start for p in packs[3:7] for start in p.starts]

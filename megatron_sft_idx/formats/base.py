@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import orjson
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, StorageError
 from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
 from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name
 from megatron_sft_idx.packs.run import (
     MASK_ALIGNMENTS,
-    Columns,
     MaskAlignment,
     PackRun,
     checked_run,
@@ -198,11 +197,9 @@ class PackedReader(ABC):
         """Packs ``first`` up to ``last``, checked against every rule. Raises as ``read``."""
         raise NotImplementedError
 
-    def _checked_run(self, first_pack: int, *arrays: ArrayLike, columns: Columns | None = None) -> PackRun:
-        """``checked_run`` of arrays of the file, in the order of its parameters, with its alignment and dtypes."""
-        token_dtype, mask_dtype = self._dtypes
-        options = {"mask_alignment": self.alignment, "token_dtype": token_dtype, "mask_dtype": mask_dtype}
-        return checked_run(self.path, first_pack, *arrays, columns=columns, **options)  # type: ignore[arg-type]
+    def _checked(self, first_pack: int, run: PackRun) -> PackRun:
+        """``checked_run`` of packs of the file, with its alignment and dtypes."""
+        return checked_run(self.path, first_pack, run, self.alignment, *self._dtypes)
 
     def _make_spec(
         self, num_sequences: int, num_tokens: int, longest_pack: int, capacity: int = 0, **fields: Any

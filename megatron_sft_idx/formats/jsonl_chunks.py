@@ -31,7 +31,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -237,24 +237,11 @@ class ChunkFile:
             os.close(fd)
 
 
-class PackLine(NamedTuple):
-    """The pack in one line, its counts and positions checked.
+def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> PackRun:
+    """The pack in one line, with these columns, its mask token-aligned; only counts and positions are checked.
 
-    Attributes:
-        tokens: ids, int64 [length].
-        trained: token-aligned mask, bool [length].
-        lengths: tokens in each sequence, int64 [sequences].
-        columns: those that were asked for, by name.
+    ValueError or ArithmeticError says which field is wrong, and how.
     """
-
-    tokens: NDArray[Any]
-    trained: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
-    columns: dict[str, Column]
-
-
-def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> PackLine:
-    """The pack in one line, with these columns. ValueError or ArithmeticError says which field is wrong, and how."""
     fields = orjson.loads(raw)
     if not isinstance(fields, dict):
         raise ValueError(f"found {type(fields).__name__}, expected an object with {', '.join(FIELDS)}")
@@ -265,7 +252,8 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
     tokens, labels, positions, lengths = (_integers(fields[name], name) for name in FIELDS[:4])
     counts = {"input_ids": len(tokens), "labels": len(labels), "position_ids": len(positions)}
     _check_counts(fields, counts, lengths)
-    expected = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    starts = np.cumsum(lengths) - lengths
+    expected = np.arange(len(tokens)) - np.repeat(starts, lengths)
     if (at := first_true(positions != expected)) is not None:
         raise ValueError(
             f"position_ids[{at}] is {positions[at]}, expected {expected[at]}: they start again at 0 with every"
@@ -281,7 +269,7 @@ def parse_line(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> P
     values = {
         name: _column(fields.get("columns"), name, spec, rows[spec.per]) for name, spec in (columns or {}).items()
     }
-    return PackLine(tokens, trained, lengths, values)
+    return PackRun.of_pack(tokens, trained, starts, values)
 
 
 def _column(columns_field: Any, name: str, spec: ColumnSpec, count: int) -> Column:
@@ -328,27 +316,13 @@ def read_column_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, Co
     return column_specs_of(encoded, path, chosen)
 
 
-def run_of_lines(path: str, first_pack: int, lines: Sequence[PackLine]) -> PackRun:
-    """The packs of one or more lines as a run, checked; the path and the number of the first pack are for errors.
+def run_of_lines(path: str, first_pack: int, lines: Sequence[PackRun]) -> PackRun:
+    """One or more parsed lines as a run, checked; the path and the number of the first pack are for errors.
 
     Raises:
         SequenceError: a pack breaks a rule.
     """
-    return checked_run(
-        path,
-        first_pack,
-        np.concatenate([line.tokens for line in lines]),
-        np.concatenate([line.trained for line in lines]),
-        np.concatenate([np.cumsum(line.lengths) - line.lengths for line in lines]),
-        [len(line.tokens) for line in lines],
-        [len(line.lengths) for line in lines],
-        mask_alignment="token",
-        token_dtype=np.int32,
-        columns={
-            name: Column(spec, np.concatenate([line.columns[name].values for line in lines]))
-            for name, (spec, _) in lines[0].columns.items()
-        },
-    )
+    return checked_run(path, first_pack, PackRun.joined(lines), "token", np.int32)
 
 
 def _check_counts(fields: dict[str, Any], counts: dict[str, int], lengths: NDArray[np.int64]) -> None:
@@ -454,7 +428,7 @@ class Reader(PackedReader):
         most_tokens = np.append(0, np.cumsum(self._stops - self._starts)) // _LEAST_TOKEN_NBYTES
         return (self._run(first, last) for first, last in run_bounds(most_tokens, RUN_TOKENS))
 
-    def _lines(self, first: int, last: int) -> Iterator[PackLine]:
+    def _lines(self, first: int, last: int) -> Iterator[PackRun]:
         """The lines ``first`` up to ``last``; each chunk is opened once. SequenceError where a line is no pack."""
         while first < last:
             chunk = bisect_right(self._first_packs, first) - 1

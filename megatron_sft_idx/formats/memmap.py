@@ -261,15 +261,9 @@ class Reader(PackedReader):
             values = self._column_values[name]
             values = self._unpadded(values, first, lengths) if spec.per == "token" else values[rows[spec.per]]
             columns[name] = Column(spec, values)
-        return self._checked_run(
-            first,
-            self._unpadded(self._ids, first, lengths),
-            self._unpadded(self._mask, first, lengths),
-            self._starts[offsets[0] : offsets[-1]],
-            lengths,
-            np.diff(offsets),
-            columns=columns,
-        )
+        ids, mask = (self._unpadded(values, first, lengths) for values in (self._ids, self._mask))
+        starts = self._starts[offsets[0] : offsets[-1]]
+        return self._checked(first, PackRun(ids, mask, starts, lengths, np.diff(offsets), columns=columns))
 
     def _unpadded(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
         """The values before the padding of rows from ``first`` on, end to end, in native byte order."""

@@ -21,6 +21,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -199,13 +200,12 @@ class RawRows(Sequence[bytes]):
         self.index_path = _index_path(self.path, index_path)
         self._backend: Backend = backend
         self._num_bytes = os.stat(self.path).st_size
-        self._opened: tuple[NDArray[np.int64], Array] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
+        return {key: value for key, value in self.__dict__.items() if key != "_opened"}
 
     def __len__(self) -> int:
-        return len(self._open()[0])
+        return len(self._opened[0])
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -214,7 +214,7 @@ class RawRows(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
 
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        rows, data = self._open()
+        rows, data = self._opened
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(rows)))]
         number = operator.index(index)
@@ -240,35 +240,33 @@ class RawRows(Sequence[bytes]):
         """
         if num_ranges < 1:
             raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
-        starts = self._open()[0][:, 0]
+        starts = self._opened[0][:, 0]
         targets = np.arange(1, num_ranges, dtype=np.float64) * (self._num_bytes / num_ranges)
         inner = np.searchsorted(starts, targets)
         cuts = [0, *inner.tolist(), len(starts)]
         edges = [0, *np.append(starts, self._num_bytes)[inner].tolist(), self._num_bytes]
         return [RowRange(edges[i], edges[i + 1], cuts[i], cuts[i + 1] - cuts[i]) for i in range(num_ranges)]
 
-    def _open(self) -> tuple[NDArray[np.int64], Array]:
-        """The index, int64 [rows, 2], and the bytes of the file; both are opened and checked on the first call."""
-        if self._opened is None:
-            nbytes = self._num_bytes
-            if (size := os.stat(self.path).st_size) != nbytes:
-                raise FormatError(
-                    f"{self.path}: {size} bytes, {nbytes} when it was first named; it changed: make its index again,"
-                    " then start again"
-                )
-            rows = _read_index(self.index_path)
-            starts, lengths = rows[:, 0], rows[:, 1]
-            # A row has at least a byte, and a newline is between two rows.
-            number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, min_gap=1)
-            if number is not None:
-                raise FormatError(
-                    f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
-                    f" rows in order and apart, within the {nbytes} bytes of {self.path}; the index is of another file,"
-                    " make it again"
-                )
-            data = open_array(self.path, np.dtype(np.uint8), nbytes, nbytes=nbytes, backend=self._backend)
-            self._opened = rows, data
-        return self._opened
+    @cached_property
+    def _opened(self) -> tuple[NDArray[np.int64], Array]:
+        """The index, int64 [rows, 2], and the bytes of the file; both are opened and checked on first use."""
+        nbytes = self._num_bytes
+        if (size := os.stat(self.path).st_size) != nbytes:
+            raise FormatError(
+                f"{self.path}: {size} bytes, {nbytes} when it was first named; it changed: make its index again,"
+                " then start again"
+            )
+        rows = _read_index(self.index_path)
+        starts, lengths = rows[:, 0], rows[:, 1]
+        # A row has at least a byte, and a newline is between two rows.
+        number = first_bad_range(starts, np.where(lengths < 1, -1, lengths), nbytes, min_gap=1)
+        if number is not None:
+            raise FormatError(
+                f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected"
+                f" rows in order and apart, within the {nbytes} bytes of {self.path}; the index is of another file,"
+                " make it again"
+            )
+        return rows, open_array(self.path, np.dtype(np.uint8), nbytes, nbytes=nbytes, backend=self._backend)
 
 
 # ---- blocks of tokens ----
@@ -286,18 +284,17 @@ class _TokenBlocks:
         if self.block_size < 2:
             raise FormatError(f"{self.path}: block_size {block_size}, expected at least 2: an input and its target")
         self._identity = file_identity(self.path)
-        self._opened: tuple[NDArray[Any], Sequence[int]] | None = None
-        self._open()
+        _ = self._opened  # raises its errors now
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {key: value for key, value in self.__dict__.items() if key != "_opened"}
 
     def __len__(self) -> int:
-        return len(self._open()[1])
+        return len(self._opened[1])
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         """Block ``index``, from the end where negative: ``{"input_ids": uint16 or int32 [block_size]}``, read-only."""
-        tokens, starts = self._open()
+        tokens, starts = self._opened
         number = operator.index(index)
         if not -len(starts) <= number < len(starts):
             raise IndexError(f"{self.path}: block {number} of {len(starts)}")
@@ -306,21 +303,18 @@ class _TokenBlocks:
         ids.flags.writeable = False
         return {"input_ids": ids}
 
-    def _open(self) -> tuple[NDArray[Any], Sequence[int]]:
+    @cached_property
+    def _opened(self) -> tuple[NDArray[Any], Sequence[int]]:
         """All tokens [tokens], and the first token of each block."""
-        if self._opened is None:
-            if (identity := file_identity(self.path)) != self._identity:
-                raise FormatError(
-                    f"{self.path}: another size or time of change ({identity}) than when the dataset was made"
-                    f" ({self._identity}); start again"
-                )
-            framing, starts = self._find_blocks()
-            if framing.num_tokens < self.block_size:
-                raise FormatError(
-                    f"{self.path}: {framing.num_tokens} tokens in all, not one block of {self.block_size}"
-                )
-            self._opened = framing.open_tokens(self.path), starts
-        return self._opened
+        if (identity := file_identity(self.path)) != self._identity:
+            raise FormatError(
+                f"{self.path}: another size or time of change ({identity}) than when the dataset was made"
+                f" ({self._identity}); start again"
+            )
+        framing, starts = self._find_blocks()
+        if framing.num_tokens < self.block_size:
+            raise FormatError(f"{self.path}: {framing.num_tokens} tokens in all, not one block of {self.block_size}")
+        return framing.open_tokens(self.path), starts
 
     def _find_blocks(self) -> tuple[Framing, Sequence[int]]:
         """The framing of the file, and the first token of each block."""

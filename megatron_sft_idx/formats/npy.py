@@ -28,7 +28,8 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.formats.memmap import npy_header, npy_header_bytes
 from megatron_sft_idx.formats.pickles import PickledArray, pickle_opcodes, unpickle_list
-from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, checked_run, first_true
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_pack, first_true
+from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind
 
@@ -116,7 +117,7 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
             raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
         # numpy.save makes an array of float64 of an empty list.
         objects = unpickle_list(file, name) if dtype.hasobject else []
-    packs = [checked_run(name, 0, [], [], [], [], [], token_dtype=np.int32, mask_dtype=np.uint8)]
+    packs = [PackRun(np.empty(0, np.int32), np.empty(0, np.uint8), *np.empty((3, 0), np.int64))]
     objects.reverse()
     while objects:  # each is freed before the next is converted: as Python numbers it is many times larger
         packs.append(_pack_of(objects.pop(), name, len(packs) - 1, mask_alignment))
@@ -199,6 +200,10 @@ class Reader(PackedReader):
             f" sequence, as packers do that count length - 1: all tokens are kept, the capacity is set to {longest}"
         )
         return longest
+
+    def read(self, index: int) -> Pack:
+        """Pack ``index``: views of what is in memory."""
+        return self.packs.pack(index)
 
     def _run(self, first: int, last: int) -> PackRun:
         return self.packs.subrun(first, last)

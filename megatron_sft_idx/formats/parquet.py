@@ -329,12 +329,12 @@ class Reader(PackedReader):
         (ids, lengths), (mask, mask_lengths), (starts, sequences) = fields
         if (pack := first_true(lengths != mask_lengths)) is not None:
             require_same_length(self.path, first_pack + pack, input_ids=lengths[pack], loss_mask=mask_lengths[pack])
-        counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
+        run = PackRun(ids, mask, starts, lengths, sequences)
         columns = {
-            name: _column_of(rows, self.path, name, spec, first_pack, counts[spec.per])
+            name: _column_of(rows, self.path, name, spec, first_pack, run.rows_by_pack(spec.per))
             for name, spec in self.columns.items()
         }
-        run = self._checked_run(first_pack, ids, mask, starts, lengths, sequences, columns=columns)
+        run = self._checked(first_pack, dataclasses.replace(run, columns=columns))
         # Where the longest pack was not stated but counted, none exceeds the capacity.
         capacity = MAX_CAPACITY if self._stated_longest is None else self.spec.capacity
         if (pack := first_true(run.pack_lengths > capacity)) is not None:
@@ -425,7 +425,7 @@ class Writer(PackedWriter):
             raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
         self._row_group_size = row_group_size
         self._held: list[PackRun] = []
-        self._num_held_packs = self._num_held_tokens = 0
+        self._num_held = PackCounts()
         with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -453,14 +453,14 @@ class Writer(PackedWriter):
         while first < len(run):
             # Where a group ends depends on its packs and tokens alone: runs of any size give the same file.
             room = min(
-                count_fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held_tokens),
+                count_fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held.num_tokens),
                 len(run) - first,
             )
-            last = first + max(0, min(room, self._row_group_size - self._num_held_packs))
+            last = first + max(0, min(room, self._row_group_size - self._num_held.num_packs))
             if last == first and not self._held:
                 last = first + 1  # a pack that is longer than a group may be is a group by itself
             self._hold(run.subrun(first, last))
-            if last < len(run) or self._num_held_packs == self._row_group_size:
+            if last < len(run) or self._num_held.num_packs == self._row_group_size:
                 self._write_group()
             first = last
 
@@ -470,23 +470,21 @@ class Writer(PackedWriter):
             # Copies: a view would keep a whole run in memory, and the caller may fill its arrays anew.
             packs = PackRun.joined([packs])
             self._held.append(dataclasses.replace(packs, tokens=packs.tokens.astype(np.int32, copy=False)))
-            self._num_held_packs += len(packs)
-            self._num_held_tokens += len(packs.tokens)
+            self._num_held.add(packs)
 
     def _write_group(self) -> None:
         import pyarrow as pa
 
-        held, self._held, self._num_held_packs, self._num_held_tokens = self._held, [], 0, 0
+        held, self._held, self._num_held = self._held, [], PackCounts()
         if not held:
             return
         run = PackRun.joined(held)
         held.clear()  # before the encoder runs, which needs several times as much
         starts = run.seq_starts.astype(np.int32)
         fields = [(run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences)]
-        counts = {"token": run.pack_lengths, "sequence": run.pack_sequences, "pack": np.ones_like(run.pack_lengths)}
         for name in self._schema.names[len(FIELDS) :]:
             spec, values = run.columns[name]
-            fields.append((values.reshape(-1), counts[spec.per] * spec.width))
+            fields.append((values.reshape(-1), run.rows_by_pack(spec.per) * spec.width))
         arrays = []
         for (flat, lengths), type_ in zip(fields, self._types, strict=True):
             offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)

@@ -11,14 +11,13 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, MaskAlignment, PackRun, Window, read_window, windows
+from megatron_sft_idx.packs.run import RUN_TOKENS, MaskAlignment, PackRun, read_window, windows
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
+from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
@@ -76,15 +75,14 @@ class Reader(PackedReader):
         self.columns = {name: column.spec for name, column in self._opened.items()}
         self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
 
-    def _run(self, first: int, last: int) -> PackRun:
-        return self._run_of(read_window(self._files, first, last, columns=self._opened))
+    def read(self, index: int) -> Pack:
+        """Pack ``index``: views of the mapped files."""
+        window = read_window(self._files, index, index + 1, columns=self._opened)
+        return self._checked(index, window.run()).pack(0)
 
     def _runs(self) -> Iterator[PackRun]:
-        return map(self._run_of, windows(self._files, RUN_TOKENS, self._opened))
-
-    def _run_of(self, window: Window) -> PackRun:
-        counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
-        return self._checked_run(window.first_pack, *window.content(), window.starts(), *counts, columns=window.columns)
+        packs = windows(self._files, RUN_TOKENS, self._opened)
+        return (self._checked(window.first_pack, window.run()) for window in packs)
 
 
 class Writer(PackedWriter):

@@ -7,6 +7,7 @@ afterwards. ``layout.files`` has the layout of the index.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -159,5 +160,6 @@ class Reader(PackedReader):
 
     def _run(self, first: int, last: int) -> PackRun:
         run = run_of_sequences(self._items.values(first, last), self._items.lengths[first:last])
-        mask = run.loss_mask if self._masks is None else self._masks.values(first, last)
-        return self._checked_run(first, run.tokens, mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
+        if self._masks is not None:
+            run = dataclasses.replace(run, loss_mask=self._masks.values(first, last))
+        return self._checked(first, run)

@@ -345,8 +345,8 @@ class LiveChunks(LiveShards):
                 if piece.bad_rows:
                     raise piece.bad_rows[0]
                 ids, mask, lengths = piece.input_ids, piece.loss_mask, piece.lengths  # of one sequence, or of each turn
-                parts = ids, mask, np.cumsum(lengths) - lengths, [len(ids)], [len(lengths)]
-                run = checked_run(chunk.path, index, *parts, mask_alignment="token")
+                run = PackRun.of_pack(ids, mask, np.cumsum(lengths) - lengths)
+                run = checked_run(chunk.path, index, run, "token")
             self._require_fit(run)
         except FormatError:
             raise
@@ -358,8 +358,7 @@ class LiveChunks(LiveShards):
             self.skipped += 1
             bad = SequenceError(chunk.path, chunk.line_number(index), reason)
             logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
-            one = np.ones(1, np.int64)
-            return PackRun(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), 0 * one, one, one)
+            return PackRun.of_pack(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), np.zeros(1, np.int64))
         return run
 
     def _require_fit(self, run: PackRun) -> None:

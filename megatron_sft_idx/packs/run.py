@@ -11,7 +11,7 @@ written; that token counts as untrained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file
@@ -91,10 +91,10 @@ class PackRun:
     columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = {"token": len(self.tokens), "sequence": len(self.seq_starts), "pack": len(self)}
         for name, (spec, values) in self.columns.items():
-            if len(values) != rows[spec.per]:
-                raise ValueError(f"column {name}: {len(values)} rows, expected {rows[spec.per]}: one a {spec.per}")
+            expected = {"token": len(self.tokens), "sequence": len(self.seq_starts), "pack": len(self)}[spec.per]
+            if len(values) != expected:
+                raise ValueError(f"column {name}: {len(values)} rows, expected {expected}: one a {spec.per}")
 
     def __len__(self) -> int:
         return len(self.pack_lengths)
@@ -116,10 +116,14 @@ class PackRun:
         beside = (column.values for column in self.columns.values())
         return sum(array.nbytes for array in (*arrays, *beside, self.token_offsets, self.sequence_offsets))
 
+    @property
+    def bounds(self) -> NDArray[np.int64]:
+        """Where each sequence begins among the tokens of all packs, and the last one ends: int64 [sequences + 1]."""
+        return np.append(self.seq_starts + np.repeat(self.token_offsets[:-1], self.pack_sequences), len(self.tokens))
+
     def sequence_lengths(self) -> NDArray[np.int64]:
         """Tokens in each sequence of all packs, in order: int64 [sum of sequence counts]."""
-        begins = np.repeat(self.token_offsets[:-1], self.pack_sequences)
-        return np.diff(self.seq_starts + begins, append=len(self.tokens))
+        return np.diff(self.bounds)
 
     def sums_by_pack(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sums of the values of each pack's sequences: int64 [packs]."""
@@ -129,6 +133,11 @@ class PackRun:
     def padded_lengths(self, multiple: int) -> NDArray[np.int64]:
         """Positions that each pack takes with its sequences rounded up to a multiple (rule P5): int64 [packs]."""
         return self.sums_by_pack(-(-self.sequence_lengths() // multiple) * multiple)
+
+    def rows_by_pack(self, per: Per) -> NDArray[np.int64]:
+        """How many rows each pack has in a column: int64 [packs]."""
+        ones = np.ones_like(self.pack_lengths)
+        return {"token": self.pack_lengths, "sequence": self.pack_sequences, "pack": ones}[per]
 
     def pack(self, index: int) -> Pack:
         """Pack ``index`` of the run, with its columns. Ids and mask are read-only views, boundaries are a copy."""
@@ -162,6 +171,14 @@ class PackRun:
         )
 
     @classmethod
+    def of_pack(
+        cls, tokens: NDArray[Any], loss_mask: NDArray[Any], seq_starts: NDArray[Any], columns: Columns | None = None
+    ) -> PackRun:
+        """One pack as a run."""
+        counts = np.array([len(tokens), len(seq_starts)])
+        return cls(tokens, loss_mask, seq_starts, counts[:1], counts[1:], columns=columns or {})
+
+    @classmethod
     def joined(cls, runs: Sequence[PackRun]) -> PackRun:
         """Copy the packs of one or more runs into one. ValueError where the runs differ in their columns."""
         specs = {name: column.spec for name, column in runs[0].columns.items()}
@@ -182,42 +199,30 @@ class PackRun:
 def checked_run(
     path: str,
     first_pack: int,
-    tokens: ArrayLike,
-    loss_mask: ArrayLike,
-    seq_starts: ArrayLike,
-    pack_lengths: ArrayLike,
-    pack_sequences: ArrayLike,
-    *,
+    run: PackRun,
     mask_alignment: MaskAlignment = "label",
     token_dtype: Any = None,
     mask_dtype: Any = None,
-    columns: Columns | None = None,
 ) -> PackRun:
     """A run of packs, checked against every rule, its mask label-aligned.
-
-    The arrays may hold anything: nothing is cast before it is known to fit, no sum overflows, and nothing outside the
-    arrays is read.
 
     Args:
         path: of the file, for errors.
         first_pack: number of the first of these packs in the file, for errors.
-        tokens: ids [sum of lengths], integers of any kind.
-        loss_mask: [sum of lengths], booleans, integers or floats.
-        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
-        pack_lengths: tokens in each pack [packs], integers.
-        pack_sequences: sequences in each pack [packs], integers.
-        mask_alignment: of ``loss_mask``.
+        run: its arrays may hold anything, integers of any kind, and booleans and floats in the mask. Nothing is cast
+            before it is known to fit, no sum overflows, and nothing outside the arrays is read. Columns stay as they
+            are.
+        mask_alignment: of its loss mask.
         token_dtype: of the ids in the result, uint16 or int32; None keeps uint16 and makes all else int32.
         mask_dtype: of the mask in the result, uint8 or float32; None makes floats float32 and all else uint8.
-        columns: of these tokens, sequences or packs; they are taken over as they are.
 
     Raises:
         SequenceError: a rule is broken, with the number of the pack.
         FormatError: the arrays' lengths contradict each other, so that no single pack is wrong.
     """
     try:
-        ids, mask = token_array(tokens), mask_array(loss_mask)
-        starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
+        ids, mask = token_array(run.tokens), mask_array(run.loss_mask)
+        starts, lengths, sequences = map(integer_array, (run.seq_starts, run.pack_lengths, run.pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
         raise FormatError(f"{path}: packs from {first_pack} on: an array {error}") from None
     token_dtype = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
@@ -236,13 +241,12 @@ def checked_run(
         ) from None
     if breach is not None and breach[0][0] != "P6":  # P6, a mask set at a sequence's end, is corrected below
         raise SequenceError(path, first_pack + breach[0][1], breach[1])
-    ids, mask, unplaced = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False), 0
+    ids, mask = ids.astype(token_dtype, copy=False), mask.astype(mask_dtype, copy=False)
     if mask_alignment == "rolled-right" and (pack := first_true(mask[np.cumsum(lengths) - lengths] != 0)) is not None:
         reason = "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
         raise SequenceError(path, first_pack + pack, f"{reason} say mask alignment label or token")
-    if breach is not None or mask_alignment != "label":
-        mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
-    return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
+    run = PackRun(ids, mask, starts, lengths, sequences, columns=run.columns)
+    return run if breach is None and mask_alignment == "label" else label_aligned(run, mask_alignment)
 
 
 def checked_pack(
@@ -253,7 +257,7 @@ def checked_pack(
     if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
         raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
     require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))
-    return checked_run(path, number, ids, mask, starts, [len(ids)], [len(starts)], **options)
+    return checked_run(path, number, PackRun.of_pack(ids, mask, starts), **options)
 
 
 def require_same_length(path: str, pack: int, **lengths: int) -> None:
@@ -263,35 +267,20 @@ def require_same_length(path: str, pack: int, **lengths: int) -> None:
         raise SequenceError(path, pack, f"{found}; they have one entry a token each")
 
 
-def label_aligned(
-    mask: NDArray[Any],
-    seq_starts: NDArray[np.int64],
-    pack_lengths: NDArray[np.int64],
-    pack_sequences: NDArray[np.int64],
-    alignment: MaskAlignment = "label",
-) -> tuple[NDArray[Any], int]:
-    """The label-aligned mask of packs, and how many of the given values above 0 it leaves out (see ``unplaced_note``).
+def label_aligned(run: PackRun, alignment: MaskAlignment) -> PackRun:
+    """A run that keeps the rules, with its mask label-aligned; what has no place in that is counted as ``unplaced``.
 
-    The arrays are those of ``checked_run``, which must have checked them. The given mask is never written to; it is
-    returned itself where nothing changes.
+    The given mask is never written to.
     """
-    if not len(mask):
-        return mask, 0
-    pack_ends = np.cumsum(pack_lengths)
-    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
-    ends = np.append(starts[1:], len(mask)) - 1
-    if alignment == "label":
-        if unplaced := int(np.count_nonzero(mask[ends])):
-            mask = mask.copy()
-            mask[ends] = 0
-        return mask, unplaced
-    token_mask = mask
+    starts, ends = run.bounds[:-1], run.bounds[1:] - 1
+    mask = given = run.loss_mask
     if alignment == "rolled-right":
-        token_mask = np.append(mask[1:], mask[:1])
-        token_mask[pack_ends - 1] = 0
-    label_mask = np.append(token_mask[1:], token_mask[:1])
-    label_mask[ends] = 0
-    return label_mask, int(np.count_nonzero(token_mask[starts]))
+        given = np.append(mask[1:], mask[:1])
+        given[run.token_offsets[1:] - 1] = 0
+    mask = mask.copy() if alignment == "label" else np.append(given[1:], given[:1])
+    mask[ends] = 0
+    unplaced = int(np.count_nonzero(given[ends if alignment == "label" else starts]))
+    return replace(run, loss_mask=mask, unplaced=unplaced)
 
 
 def run_of_sequences(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRun:
@@ -371,15 +360,11 @@ class Window:
         tokens = slice(self.first_token, self.first_token + self.num_tokens)
         return self.files.tokens[tokens], self.files.loss[tokens]
 
-    def starts(self) -> NDArray[np.int64]:
-        """Where each sequence begins in its pack, int64 [sequences]."""
-        starts: NDArray[np.int64] = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
-        return starts
-
     def run(self) -> PackRun:
         """The packs as a run; reads ids and masks."""
-        counts = np.diff(self.pack_bounds), np.diff(self.sequence_offsets)
-        return PackRun(*self.content(), self.starts(), *counts, columns=self.columns)
+        lengths, sequences = np.diff(self.pack_bounds), np.diff(self.sequence_offsets)
+        starts = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], sequences)
+        return PackRun(*self.content(), starts, lengths, sequences, columns=self.columns)
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Number in the shard of the pack that a sequence of the window is in, and its number in that pack."""
