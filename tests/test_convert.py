@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from format_trips import run_of, spec_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_holds, demo_samples, five_files, sample_of, samples, write_samples
@@ -25,7 +26,7 @@ from megatron_sft_idx.formats import parquet, registry
 from megatron_sft_idx.formats.base import PackedWriter
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
-from megatron_sft_idx.formats.registry import WRITABLE, open_reader
+from megatron_sft_idx.formats.registry import WRITABLE, create, open_reader
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -262,6 +263,20 @@ def test_what_the_legacy_writer_makes_is_what_numpy_reads(tmp_path: Path) -> Non
     for row, pack in zip(loaded.tolist(), packs, strict=True):
         assert row == {"input_ids": pack.tokens, "loss_mask": pack.label_mask, "seq_start_id": pack.starts}
         assert {type(value) for column in row.values() for value in column} == {int}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_writer_that_is_finished_takes_no_more(tmp_path: Path, name: str) -> None:
+    if name == "parquet":
+        pytest.importorskip("pyarrow")
+    packs = demo_samples(2)
+    with create(place(tmp_path, name, "x"), name, spec_of(packs)) as writer:
+        writer.write(run_of(packs))
+        writer.complete()
+        for _ in range(2):
+            with pytest.raises(FormatError, match="this writer is finished; open another one"):
+                writer.write(run_of(packs))
+    assert_holds(open_dataset(place(tmp_path, name, "x")), packs)
 
 
 def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
