@@ -163,6 +163,17 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
 
 
+def test_another_batch_size_leaves_no_sample_out_and_takes_none_twice(
+    script: ModuleType, data: Path, tmp_path: Path, whole: Curve
+) -> None:
+    """As where another number of processes cannot share the batch size that there was."""
+    seen: Rows = []
+    for steps, batch in ((2, 4), (3, 6), (5, 3)):
+        more = ["--save", tmp_path, "--global-batch-size", batch, "--train-iters", steps]
+        seen += run(script, blend(data, *more)).rows
+    assert_bitwise(seen, whole.rows[: 2 * 4 + 6 + 2 * 3])
+
+
 def test_the_same_command_goes_on_by_itself(
     script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     check_checkpoints(args, parser)
     args.read = read_options(args, parser)
     args.train_iters = 50 if args.train_iters is None else args.train_iters
+    args.consumed_train_samples = 0
     return args
 
 
@@ -367,42 +368,49 @@ def checkpoint_state(
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
-) -> None:
-    """Write ``folder/iter_N``; it counts once the file that names the latest one is replaced."""
-    target, first = folder / f"iter_{step:07d}", torch.distributed.get_rank() == 0
+def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: Any, live: LiveData | None) -> None:
+    """Write ``iter_N`` in ``--save``; it counts once the file that names the latest one is replaced."""
+    target, first = args.save / f"iter_{step:07d}", torch.distributed.get_rank() == 0
     if first:
         target.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    common = {"step": step} if live is None else {"step": step, "live": live.gather_states()}
+    common = {"step": step, "samples": args.consumed_train_samples}
+    common |= {"live": live.gather_states()} if live else {}
     dist_checkpointing.save({**checkpoint_state(model, optimizer), **common}, str(target))
     if first:
-        fresh = folder / "latest.tmp"
+        fresh = args.save / "latest.tmp"
         fresh.write_text(str(step), encoding="utf-8")
-        fresh.replace(folder / _LATEST)
+        fresh.replace(args.save / _LATEST)
         print(f"saved {target}", flush=True)
     if live:
         live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
 
-def load_checkpoint(
-    folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
-) -> int:
-    """Take the latest checkpoint of a folder; the number of steps behind it."""
-    latest = latest_step(folder)
-    source = folder / f"iter_{latest:07d}"
-    if latest is None or not source.is_dir():
+def begun(args: argparse.Namespace) -> tuple[str, int, int]:
+    """The checkpoint that is continued, if any; steps and samples behind it, whose batch size may have been another."""
+    if args.load is None:
+        return "", 0, 0
+    source = args.load / f"iter_{latest_step(args.load) or 0:07d}"
+    if not source.is_dir():
         raise FormatError(f"{source}: missing, and {_LATEST} names it; put it back, or write the number of another one")
-    wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
-    found = dist_checkpointing.load(wanted, str(source))
-    model.module.load_state_dict(found["model"])
-    optimizer.load_state_dict(found["optimizer"])
-    if live:
-        live.load_states(found.get("live"))
-    if torch.distributed.get_rank() == 0:
-        print(f"going on from {source}: {latest} steps are done", flush=True)
-    return int(found["step"])
+    found = dist_checkpointing.load_common_state_dict(str(source))
+    return str(source), found["step"], found.get("samples", found["step"] * args.global_batch_size)
+
+
+def load_checkpoint(
+    args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
+) -> int:
+    """Take the checkpoint that is continued, if there is one; the number of steps behind it."""
+    source, step, _ = begun(args)
+    if source:
+        found = dist_checkpointing.load(checkpoint_state(model, optimizer, loading=True), source)
+        model.module.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        if live:
+            live.load_states(found.get("live"))
+        if torch.distributed.get_rank() == 0:
+            print(f"going on from {source}: {step} steps are done", flush=True)
+    return step
 
 
 class Log:
@@ -458,7 +466,7 @@ def train(
         if live and args.save and live.is_blocked():
             # The producer waits for what a checkpoint completes, and the next step may need what it has not made.
             if saved < now - 1:
-                save_checkpoint(args.save, now - 1, model, optimizer, live)
+                save_checkpoint(args, now - 1, model, optimizer, live)
                 saved = now - 1
             if live.is_blocked():
                 live.deal_anew()
@@ -472,12 +480,13 @@ def train(
         loss = run_step(args, model, itertools.chain([first], batches), observe=observe, by_source=by_source)
         _, norm, _ = optimizer.step()
         losses.append(loss)
+        args.consumed_train_samples += args.global_batch_size
         log(now, loss=loss, grad_norm=float(norm), **{f"loss of {name}": loss for name, loss in by_source.items()})
         if args.save and args.save_interval and now % args.save_interval == 0:
-            save_checkpoint(args.save, now, model, optimizer, live)
+            save_checkpoint(args, now, model, optimizer, live)
             saved = now
     if args.save and step + len(losses) > saved:
-        save_checkpoint(args.save, step + len(losses), model, optimizer, live)
+        save_checkpoint(args, step + len(losses), model, optimizer, live)
     return losses
 
 
@@ -532,7 +541,9 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
     if is_live(args):
         with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
-    samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
+    _, step, args.consumed_train_samples = begun(args)
+    to_come = [steps * args.global_batch_size for steps in (max(args.train_iters - step, 0), args.eval_iters)]
+    samples = [args.consumed_train_samples + to_come[0], to_come[1], 0]
     options = {"index_only_packing": args.repack, "read": args.read, "columns": ("source",) * args.loss_by_source}
     training, validation, _ = build_datasets(args, samples, **options)
     return fit(args, training, validation, observe)
@@ -545,12 +556,12 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     live = training if isinstance(training, LiveData) else None
-    step = load_checkpoint(args.load, model, optimizer, live) if args.load else 0
+    step = load_checkpoint(args, model, optimizer, live)
     losses: list[float] = []
     if step >= args.train_iters and torch.distributed.get_rank() == 0:
         print(f"nothing to train: --train-iters {args.train_iters}", flush=True)
     if step < args.train_iters:
-        batches = live or load_batches(args, training, step * args.global_batch_size)
+        batches = live or load_batches(args, training, args.consumed_train_samples)
         sources = file_names(rows_of(training).assembler.source_files) if args.loss_by_source else ()
         losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live, sources=sources)
     if args.eval_iters:
