@@ -1,4 +1,7 @@
-"""``SFTIndexedDatasetBuilder``: writes a packed SFT shard with the face of Megatron's ``IndexedDatasetBuilder``."""
+"""``SFTIndexedDatasetBuilder``: a script that writes with Megatron's ``IndexedDatasetBuilder`` can write a shard.
+
+It only translates Megatron's interface. ``ShardWriter`` does the work, without Megatron, for all who do not need this.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         pad_id: the tokenizer's padding id, kept for readers.
         overwrite: replace what is at the prefix.
         metadata: JSON object for the header.
-        columns: what is written beside the tokens, by name; as of ``ShardWriter``.
+        columns: columns to write, by name, as ``ShardWriter`` takes them.
 
     Raises:
         FormatError: an argument the format does not allow, or something is at the prefix already.
@@ -108,12 +111,12 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all packs of another shard, and hold it to its checksums on the way.
+        """Append all packs of another shard, whose files must match the checksums in its header.
 
         Raises:
             ShardNotFoundError: there is no packed SFT shard at the prefix.
             FormatError: its token dtype differs, or it has columns other than this builder's.
-            CorruptShardError: it does not have its checksums; nothing is published.
+            CorruptShardError: its files do not match these checksums; nothing is published.
             SequenceError: its packs do not fit this builder's capacity or mask dtype.
         """
         shard = Shard(path_prefix)

@@ -1,6 +1,7 @@
-"""``SFTIndexedDataset``: a packed SFT shard with the face of Megatron's ``IndexedDataset``.
+"""``SFTIndexedDataset``: code that reads Megatron's ``IndexedDataset`` can read a shard.
 
-Older Megatron called its memory-mapped reader ``MMapIndexedDataset``; that name is an alias here.
+It only translates Megatron's interface; ``Shard`` does the work, without Megatron. ``MMapIndexedDataset``, the name of
+the memory-mapped reader in older Megatron, is an alias.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 
 
 class _Index:
-    """What stock code asks of ``IndexedDataset.index``: lengths, pointers and documents, made when asked for."""
+    """The attributes of ``IndexedDataset.index`` that Megatron's own code reads; arrays are made on first use."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -67,13 +68,13 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         object_storage_config: Megatron's, for ``s3://`` and ``msc://`` prefixes: its ``path_to_idx_cache`` is where
             index files are kept; None for the usual folder. Tokens and masks are read by exact ranges, so
             ``bin_chunk_nbytes`` has no effect, and ``mmap`` is of the cached index files only.
-        s3_config: the parent's older name for it.
+        s3_config: the parent's older name for ``object_storage_config``.
         fast_cache_load, sequences_per_dataset, dtype_code: accepted and without effect: only the header is parsed.
         copy: hand out writable copies instead of read-only views.
-        backend: of ``Shard``, such as ``"pread"``; None goes by ``mmap``.
-        advice: of ``Shard``. Its ``schedule``, ``willneed`` and ``dontneed`` are there as ``ds.shard``.
-        huge_pages: of ``Shard``.
-        columns: of ``Shard``: names of columns that packs come with.
+        backend: as ``Shard`` takes it, such as ``"pread"``; with None, ``mmap`` decides.
+        advice: as ``Shard`` takes it. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
+        huge_pages: as ``Shard`` takes it.
+        columns: names of the columns whose values each pack has too.
 
     Raises:
         ShardNotFoundError: some of the five files are missing, or a column.
@@ -132,12 +133,12 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         return self.shard, self.object_storage_config
 
     def __setstate__(self, state: tuple[Shard, Any]) -> None:
-        """Set all there is; the constructor and unpickling both come through here."""
+        """Set every attribute: of a new object, which ``initialize`` hands over, and of an unpickled one."""
         self.shard, self.object_storage_config = state
         self.path_prefix, self.multimodal, self.mmap = self.shard.prefix, False, self.shard.backend == "mmap"
 
     def __del__(self) -> None:
-        # The parent deletes a reader and an index; ours close with their last view.
+        # The parent deletes its reader and index here. A shard's maps close with the last view of them.
         return
 
     @property

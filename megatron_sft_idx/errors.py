@@ -1,4 +1,4 @@
-"""The error tree, and what holds options to their type hints.
+"""What a caller can catch, what every message owes its reader, and the check of options against their type hints.
 
 ::
 
@@ -8,7 +8,7 @@
     │   ├── UnsupportedVersionError              a version this package does not read
     │   └── CorruptShardError                    path, byte offset and rule
     ├── SequenceError (ValueError)               a row, sequence or pack that cannot be used
-    └── StorageError                             an object store that does not give or take what it should
+    └── StorageError                             an object store failed to give or to take bytes
 
 A class exists only where a caller would act differently. Every message starts with the path (or says which
 argument), then what was found and expected, the rule of FORMAT.md where there is one, and a remedy.
@@ -92,7 +92,7 @@ class SequenceError(SFTIndexError, ValueError):
 
     Attributes:
         source: where it came from: a file, or the argument's name.
-        position: line, row or pack number in the source; None when there is none.
+        position: number of the line, row or pack in the source; None if the source as a whole is meant.
         reason: why it cannot be used, and what would help.
     """
 
@@ -108,7 +108,7 @@ class SequenceError(SFTIndexError, ValueError):
 class StorageError(SFTIndexError):
     """An object store did not give or take bytes; the data themselves may be sound.
 
-    It is no ``OSError``: those are of this machine, and have a number and a file.
+    It is not an ``OSError``: an ``OSError`` comes from this machine's system, with an error number and a local file.
 
     Attributes:
         path: the object.

@@ -1,7 +1,7 @@
-"""Bytes of the format, version 1. FORMAT.md is the specification; this package is the same thing in Python.
+"""Bytes of the format, version 1: the one place in Python that knows where which byte lies, as FORMAT.md specifies it.
 
-``files`` has the names of the files and the bytes of both indexes, ``column`` the bytes of columns. The package turns
-bytes into values and values into bytes: nothing here opens or writes a file.
+Readers, writers and ``verify`` all take it from here, so they cannot disagree. ``files`` has the names of the files and
+the bytes of both indexes, ``column`` the bytes of columns. Nothing here opens or writes a file.
 """
 
 from megatron_sft_idx.layout.files import (

@@ -3,7 +3,7 @@
 The file begins with a header of the same form as that of ``.seq.idx``, with 128 bytes of fixed fields (``COLUMN``). It
 holds the id of the shard that the column belongs to, and the checksum of the values. The values follow up to the end of
 the file: rows x width items, row by row. A shard that was written with a column lists the checksum of the column's
-header, which so stands for the whole file.
+header. As the header holds the checksum of the values, that one checksum covers the whole file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Alignment = Literal["token", "label"]
 
 
 def _checks(values: Mapping[str, Any]) -> list[Check]:
-    """Rule C4."""
+    """Rule C4, about the fixed fields of a column's header."""
     alignments = tuple(_ALIGNMENTS.values()) if values["per"] == PER["token"] else (0,)
     return [
         ("per", "C4", values["per"] in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
@@ -51,7 +51,7 @@ MAX_WIDTH = 1 << 16
 PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
 # The loss mask has the alignment "label".
 _ALIGNMENTS: dict[Alignment, int] = {"label": 1, "token": 2}
-# Dtypes by Megatron's codes for them (megatron.core.datasets.indexed_dataset.DType); it has no codes 9 and 10.
+# Dtypes by code. 1 to 8 are Megatron's codes (megatron.core.datasets.indexed_dataset.DType), 9 and 10 are added here.
 COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2", "<u4", "<f2"), 1)
@@ -64,10 +64,10 @@ class ColumnSpec:
 
     Attributes:
         per: what has one row: a token, a sequence or a pack.
-        dtype: of the items, one of ``COLUMN_DTYPES``.
-        width: items of a row: values are [rows] if it is 1, else [rows, width].
+        dtype: dtype of the items, one of ``COLUMN_DTYPES``.
+        width: how many items a row has: values are [rows] if it is 1, else [rows, width].
         alignment: what row j of a column of tokens belongs to: ``token`` j, or the ``label`` at j, which is token
-            j + 1. Readers are told of it, and nothing is shifted. It is ``token`` for all other columns.
+            j + 1. Readers are told which, and values are never shifted. It is ``token`` for all other columns.
         metadata: JSON object that travels with the column.
 
     Raises:
@@ -119,7 +119,7 @@ class ColumnSpec:
 
     @property
     def kind(self) -> tuple[Per, str, int, Alignment]:
-        """The spec without its metadata. Columns of one name can be joined, or read together, if they agree in it."""
+        """The spec without metadata. Columns of one name can be joined, or read together, if they have equal kinds."""
         return self.per, self.dtype.str, self.width, self.alignment
 
     def shape(self, rows: int) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class ColumnSpec:
 
     @classmethod
     def decode(cls, value: Any) -> ColumnSpec:
-        """The spec in a JSON object. ValueError: an object that ``encode`` never gives."""
+        """The spec that ``encode`` made a JSON object of. ValueError: ``encode`` cannot have made this object."""
         try:
             dtype = COLUMN_DTYPES[value["dtype"]]
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
@@ -166,7 +166,7 @@ class ColumnSpec:
 
 
 def is_source(spec: ColumnSpec) -> bool:
-    """Whether a column says where sequences come from: rows of (file, row), and names of files in the metadata."""
+    """Whether a column has the form of ``source``: (file, row) for each sequence, and the files' names as metadata."""
     files = spec.metadata.get("files")
     names_files = isinstance(files, list) and all(
         isinstance(file, dict) and isinstance(file.get("name"), str) for file in files
@@ -175,7 +175,7 @@ def is_source(spec: ColumnSpec) -> bool:
 
 
 def num_rows_in(of: Any, per: Per) -> int:
-    """How many rows a column has in the shard of a ``Header``, or in what an object with its counts describes."""
+    """How many rows a column has: one for each token, sequence or pack that ``of``, such as a ``Header``, counts."""
     return {"token": int(of.num_tokens), "sequence": int(of.num_sequences), "pack": int(of.num_packs)}[per]
 
 
@@ -184,9 +184,9 @@ PAIR = ColumnSpec("sequence", np.uint32, 2)
 
 
 def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Numbers of those even rows of a column ``pair`` [n, 2] at which no pair begins, int64.
+    """Which of the rows 0, 2, 4, ... of a column ``pair`` [n, 2] do not begin a whole pair: their numbers, int64.
 
-    A pair is two rows that begin with one number: the first ends with 0 (chosen), the second with 1 (rejected).
+    A whole pair is two neighbouring rows such as (7, 0) and (7, 1): the chosen, then the rejected sequence of pair 7.
     """
     chosen, rejected = rows[: len(rows) // 2 * 2 : 2], rows[1::2]
     torn = (chosen[:, 0] != rejected[:, 0]) | (chosen[:, 1] != 0) | (rejected[:, 1] != 1)

@@ -30,9 +30,9 @@ _Stated = TypeVar("_Stated")
 
 # ---- names ----
 
-# In the order of the digests in the header; the shard id is a hash over these four.
+# The data files, in the order of their digests in the header. The shard id is a hash of these four digests' checksums.
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
-# In the order of publication: a shard exists once its .seq.idx does.
+# All five files, in the order of publication: a shard exists once its .seq.idx does.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
 _UNPUBLISHED = ".tmp"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
@@ -57,7 +57,7 @@ def _may_name_column(name: str) -> bool:
 
 
 def check_column_name(name: str) -> str:
-    """Return a name that a column may have. FormatError: it may not."""
+    """Return ``name``, if a column may have that name. FormatError: it may not."""
     if _may_name_column(name):
         return name
     raise FormatError(
@@ -140,7 +140,7 @@ class ShardPaths:
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same paths, and those of the columns of this prefix that are among ``paths``, published or temporary."""
+        """The same paths, and those of this prefix's columns whose files, published or temporary, are in ``paths``."""
         named = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
         return self.with_columns(column[1] for column in named if column and column[0] == self.prefix)
 
@@ -152,7 +152,7 @@ class ShardPaths:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The four files with a digest in the header, in its order."""
+        """The four files whose digests the header holds, in the header's order."""
         return tuple(self.prefix + suffix + self.ending for suffix in DATA_SUFFIXES)
 
     @staticmethod
@@ -166,11 +166,11 @@ class ShardPaths:
         return replace(self, ending=_UNPUBLISHED)
 
     def missing(self) -> list[str]:
-        """Paths of those files that are not there."""
+        """Those of the paths ``all`` at which there is no regular file."""
         return [path for path in self.all if not os.path.isfile(path)]
 
     def present(self) -> list[str]:
-        """Paths of those files that are there."""
+        """Those of the paths ``all`` at which there is anything, a dangling link included."""
         return [path for path in self.all if os.path.lexists(path)]
 
 
@@ -241,7 +241,7 @@ def _coded_dtype(dtype: Any, by_code: dict[int, np.dtype[Any]], role: str, allow
 
 
 def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
-    """The dtype that numpy makes of a value. FormatError, which begins with ``role``: numpy makes none of it."""
+    """The dtype that numpy makes of a value. FormatError, whose message begins with ``role``: it makes none."""
     try:
         converted: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):
@@ -251,7 +251,7 @@ def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
 
 # ---- arrays that the native kernels take: one-dimensional, contiguous, of a few dtypes ----
 
-# ValueError: values of another kind or shape, or too large. What has another dtype is converted to the last of these.
+# An array of any other dtype becomes one of the last dtype listed. ValueError: of another kind or shape, or too large.
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
 _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
@@ -314,7 +314,7 @@ class FileDigest(NamedTuple):
 
 
 class BrokenRule(NamedTuple):
-    """A rule that a header breaks: where, in bytes; its number; what is there, and what was expected there."""
+    """A rule that a header breaks: the byte where, the rule's number, what is there, and what was expected."""
 
     offset: int
     rule: str
@@ -322,7 +322,7 @@ class BrokenRule(NamedTuple):
     expected: str
 
 
-# For a field that a rule is about: the field's name, the rule, whether the header keeps it, and what is expected.
+# One rule about one fixed field: the field's name, the rule's number, whether the rule is kept, and what it expects.
 Check = tuple[str, str, bool, str]
 Checks = Callable[[Mapping[str, Any]], Iterable[Check]]
 
@@ -339,7 +339,7 @@ class HeaderForm:
         fields: names and ``struct`` formats of the fixed fields, in their order.
         rules: numbers of the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and
             checksum, and the JSON block.
-        checks: the rules about values of the fixed fields, which it is given by name.
+        checks: takes the values of the fixed fields by name, and gives a ``Check`` for each rule about them.
 
     Attributes:
         fields: the fixed fields with their offsets.
@@ -371,7 +371,7 @@ class HeaderForm:
     def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
         """The bytes of a header.
 
-        ``values`` are those of the fixed fields, by name, but for magic, version and sizes. What they lack is zeros.
+        ``values`` has the fixed fields by name, without magic, version and sizes. A field that it lacks becomes zeros.
         """
         block, size = encode_metadata(metadata), self.nbytes(metadata)
         own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
@@ -385,7 +385,7 @@ class HeaderForm:
         return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
-        """The object in the JSON block of a header, the caller's own; None if the block is not in canonical form."""
+        """The object in the JSON block of a header, a new one each time; None if the block is not in canonical form."""
         block = raw[self.fixed_nbytes :][: self.values(raw)["json_nbytes"]]
         return dict(json.loads(block)) if _is_canonical(block) else None
 
@@ -413,7 +413,7 @@ class HeaderForm:
         return self.fixed_nbytes if self.broken_outline(raw) else int(self.values(raw)["header_nbytes"])
 
     def broken_rules(self, raw: bytes) -> Iterator[BrokenRule]:
-        """All rules that a header breaks; if it breaks one of its outline, or ends too early, that one alone.
+        """All rules that a header breaks. One that ``broken_outline`` gives, or a header cut short, is given alone.
 
         ``raw`` must be the first ``stated_nbytes`` bytes of the file, or more, or all of a shorter file.
         """
@@ -466,7 +466,7 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
         raise FormatError(f"metadata: {error}; JSON stores it: use strings, finite numbers, lists, dicts") from None
 
 
-# The last answer is kept: a block is decoded when it is checked and when it is used, and shards often have the same.
+# The last answer is kept: a block is decoded when it is checked and again when it is used, and shards often share one.
 @lru_cache(maxsize=1)
 def _is_canonical(block: bytes) -> bool:
     try:
@@ -485,7 +485,7 @@ def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_Stated]) -> _Stated | None:
-    """The value of a name in an entry of a JSON block, such as a fingerprint; None if the block has none of this kind.
+    """``metadata[entry][name]`` of a JSON block, as in ("tokenizer", "fingerprint"); None unless its type is ``kind``.
 
     Anybody may have written the block, so it may hold anything.
     """
@@ -691,7 +691,7 @@ def counts_text(of: Any) -> str:
 
 
 def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the data files in bytes, by suffix, computed from a header's fields; without files of unknown dtype."""
+    """Sizes of the data files in bytes, by suffix, from a header's counts; a file of an unknown dtype is left out."""
     sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
     for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
         if values[name] in dtypes:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 
 GRID: Final = 256
-_MAX_PIVOTS: Final = 3000  # which take seconds; the solution is valid after each
+_MAX_PIVOTS: Final = 3000  # these take seconds; the solution is valid after each pivot
 _TOLERANCE: Final = 1e-7
 
 Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
@@ -34,13 +34,13 @@ def plan_by_linear_program(
     Args:
         sizes: ascending sizes of the classes, each at most the capacity.
         counts: sequences of each class.
-        capacity: of a pack, in the unit of the sizes.
+        capacity: capacity of a pack, in the unit of the sizes.
         max_sequences: how many sequences a pack may hold.
-        seed: for the planner of the remaining sequences.
+        seed: seed of the planner that packs the remaining sequences.
 
     Returns:
-        Offsets int64 [patterns + 1] and entries int32 [n, 2], where pattern ``p`` is ``entries[offsets[p] :
-        offsets[p + 1]]``, classes with how many sequences of each; and the packs of each pattern, int64 [patterns].
+        Offsets int64 [patterns + 1], entries int32 [n, 2], and how many packs have each pattern, int64 [patterns].
+        Pattern ``p`` is ``entries[offsets[p] : offsets[p + 1]]``; entry (4, 2) is two sequences of class 4.
     """
     grid = min(GRID, capacity)
     steps = -(-sizes * grid // capacity)  # rounded up, so that what fits the grid fits the capacity
@@ -67,7 +67,7 @@ def plan_by_linear_program(
 def _solve(
     present: NDArray[np.int64], demand: NDArray[np.float64], grid: int, max_sequences: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.float64]]:
-    """Patterns, each counts of the grid sizes, and how many packs use each; by a revised simplex method."""
+    """Patterns (how many of each grid size) and how many packs use each, a fraction; by a revised simplex method."""
     times = np.minimum(grid // present, max_sequences)
     columns = [row.astype(np.int64) for row in np.diag(times)]
     inverse = np.diag(1.0 / times)
@@ -117,15 +117,15 @@ def _best_pattern(
 
 
 class _PackedClasses:
-    """Whole packs of the true classes, as ``plan_by_linear_program`` returns them, made from patterns of grid sizes.
+    """Turns patterns of grid sizes into packs of true size classes, in the form of ``plan_by_linear_program``.
 
-    Of each grid size, number ``group`` of each class, the largest sequences are packed first, since smaller ones are
-    easier to pack in the end. Sequences that are packed are taken off ``remaining``, counts of each class.
+    Class ``c`` was rounded up to grid size number ``group[c]``. Of its classes the largest is packed first, since small
+    sequences are easier to pack in the end. ``use`` takes packed sequences off ``remaining``, the counts by class.
     """
 
     def __init__(self, remaining: NDArray[np.int64], group: NDArray[np.int64]) -> None:
         self._remaining = remaining
-        # Of each grid size its smallest class, and the largest one that has sequences.
+        # For each grid size its smallest class, and its largest class that still has sequences.
         self._first = np.searchsorted(group, np.arange(int(group.max()) + 1))
         self._at = np.append(self._first[1:], len(group)) - 1
         self.offsets, self.packs = [0], list[int]()
@@ -144,7 +144,7 @@ class _PackedClasses:
             packs -= step
 
     def _one_pack(self, column: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Entries of one pack by the pattern, of several classes where the largest has too few; empty if all have."""
+        """Entries of one pack by the pattern; [] if the classes of a grid size have too few sequences, all together."""
         entries = []
         for g in np.flatnonzero(column):
             while self._at[g] >= self._first[g] and self._remaining[self._at[g]] == 0:

@@ -1,4 +1,4 @@
-"""``pack_sequences`` plans packs from the lengths of sequences.
+"""Plans which sequences share a pack, from their lengths alone: ``pack_sequences``, and ``WindowPacker`` for streams.
 
 ::
 
@@ -27,17 +27,17 @@ Method: TypeAlias = Literal["auto", "best-fit", "exact-fill", "first-fit-shuffle
 Effort: TypeAlias = Literal["normal", "high"]
 METHODS: Final = get_args(Method)
 
-# Native planners with their methods. Of two plans with as many packs the earlier planner's is taken: exact fill by
-# average mixes lengths best.
+# Native planners, each with the method that it belongs to. Of two plans with equally many packs, that of the planner
+# listed first is taken: exact fill by average mixes lengths best.
 _PLANNERS: Final = {
     "exact-fill-average": "exact-fill",
     "exact-fill-fewest": "exact-fill",
     "best-fit": "best-fit",
     "first-fit-decreasing": "first-fit-decreasing",
 }
-# Up to so many sequences auto tries first-fit-shuffle too; of more it costs more than all other methods, and never won.
+# ``auto`` tries first-fit-shuffle up to so many sequences: above, it takes longer than all other methods and never won.
 _MAX_SHUFFLED: Final = 100_000
-# High effort solves a linear program where the plan has more packs than the bound, by one and by this share of it.
+# effort="high" solves a linear program if the best plan has more than bound * (1 + _GAP) + 1 packs.
 _GAP: Final = 1e-4
 
 
@@ -50,10 +50,10 @@ class PackPlan:
         sequences: int64, indices into the lengths; each occurs once.
         capacity: token positions a pack may hold.
         fill: tokens, not rounded up to the sequence multiple, over ``packs * capacity``; 0 where there are no packs.
-        lower_bound: no plan has fewer packs; a plan with so many is optimal.
+        lower_bound: no plan can have fewer packs, so a plan with just as many is optimal.
         longest: tokens of the fullest pack, not rounded up.
         most_sequences: sequences of the pack that has most of them.
-        method: that made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
+        method: the method that made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
     """
 
     offsets: NDArray[np.int64]
@@ -100,8 +100,8 @@ def pack_sequences(
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
         groups: one integer for each sequence, such as the number of its preference pair. Neighbours of equal number
-            are a group, which every method puts into one pack, end to end in its order. Packs and bound are those of
-            sequences as long as the groups. None for no groups.
+            are a group, which every method puts into one pack, end to end in its order: it is planned like a single
+            sequence that takes as much room as the group. None for no groups.
 
     Raises:
         SequenceError: (a ValueError) a length that is zero, or a sequence or group that does not fit a pack.
@@ -143,7 +143,7 @@ def pack_sequences(
 
 
 class _Problem:
-    """The lengths of one call, their size classes in units of the multiple, and the lower bound of packs."""
+    """One call's lengths, counted by size in units of the sequence multiple, and the lower bound of packs."""
 
     def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, limit: int, seed: int) -> None:
         self.lengths, self.capacity, self.multiple, self.limit, self.seed = lengths, capacity, multiple, limit, seed
@@ -191,7 +191,7 @@ class _Problem:
     def hand_out(self, method: str, patterns: Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(self.lengths, self.multiple, self.sizes, *patterns, self.seed)
         longest, (begins, entries, _) = None, patterns
-        if self.multiple == 1:  # then the patterns tell, without an array as long as the lengths
+        if self.multiple == 1:  # the patterns hold true lengths, so no array as long as the lengths is needed
             tokens = self.sizes[entries[:, 0]] * entries[:, 1]
             longest = int(np.add.reduceat(tokens, begins[:-1]).max())
         return _plan_of(offsets, sequences, self.lengths, self.capacity, self.bound, method, longest)
@@ -224,7 +224,7 @@ def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
 
 
 def csr_rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """CSR offsets of rows of ``counts`` entries each, and the entries: row i is begins[i], begins[i] + 1, ..."""
+    """CSR offsets and entries of rows of consecutive numbers: begins [5, 9], counts [2, 1] give rows 5, 6 and 9."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return offsets, np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
 
@@ -267,7 +267,7 @@ def _group_units(
 
 
 def _ungroup(plan: PackPlan, lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> PackPlan:
-    """The plan of groups as one of their sequences."""
+    """A plan whose packs hold groups, as the plan whose packs hold the sequences of these groups."""
     counts = np.diff(starts, append=len(lengths))
     group_offsets, sequences = csr_rows(starts[plan.sequences], counts[plan.sequences])
     return _plan_of(group_offsets[plan.offsets], sequences, lengths, capacity, plan.lower_bound, plan.method)
@@ -304,7 +304,7 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
 
 
 def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
-    """The error for lengths that do not fit a pack: names the first, counted from ``start``, and says how many."""
+    """The error for lengths that do not fit a pack: names the first, numbered from ``start``, and says how many."""
     usable = capacity // multiple * multiple
     short = np.flatnonzero(lengths < 1)
     if len(short) > 0:
@@ -326,15 +326,15 @@ def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int
 
 
 _FULL: Final = 0.98
-_MAX_WINDOWS: Final = 3  # that a sequence waits
+_MAX_WINDOWS: Final = 3  # with which a sequence is packed before its pack is returned, full or not
 
 
 class WindowPacker:
     """Packs lengths that arrive in order, ``window`` of them at a time.
 
-    After each window the packs that are full enough are returned. Sequences of the others wait and are packed anew with
-    the next window, at most three times, so that memory is bounded. Against packing all sequences at once this costs a
-    few hundredths of a percent of fill. The packs do not depend on how the lengths are cut into calls of ``add``.
+    After each window the packs that are full enough are returned. Sequences of the others wait to be packed again with
+    the next window. Each is packed three times at most, so that memory is bounded. Against packing all at once this
+    costs a few hundredths of a percent of fill. How the lengths are cut into calls of ``add`` changes no pack.
 
     Args:
         capacity: as for ``pack_sequences``, and so are the options not named here.
@@ -370,7 +370,7 @@ class WindowPacker:
         self._pack([])  # refuses bad options now, not at the first full window
         self._windows = 0  # packed so far
         self._added = 0  # sequences so far
-        # Of the sequences that wait: positions in the stream, lengths, and how many no window had yet.
+        # The sequences that wait: positions in the stream and lengths; and how many came after the last window.
         self._positions, self._lengths = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._fresh = 0
 
@@ -416,7 +416,7 @@ class WindowPacker:
         return packs
 
     def _ready(self, plan: PackPlan) -> NDArray[np.bool_]:
-        """Which packs are returned: full ones, and those with a sequence that has waited long enough."""
+        """Which packs are returned: those full enough, and those with a sequence that may not wait longer."""
         if self._in_order:
             return np.arange(plan.num_packs) < plan.num_packs - 1
         starts = plan.offsets[:-1]
