@@ -1,5 +1,5 @@
-"""One console command, ``megatron-sft-idx <verb>``: verbs are declared, call one function of a room, and print.
+"""One console command, ``megatron-sft-idx <verb>``: a verb parses its options, calls another folder, and prints.
 
-The work itself is done in the other folders, which serve programs too and import nothing from here. How verbs are
-declared, and the options they share, is in ``options``; how a standard stream may fail, in ``streams``.
+No work is done here, so that whatever a verb can do a program can do as well: the other folders serve both, and import
+nothing from here. How verbs are declared is in ``options``; how a standard stream may fail, in ``streams``.
 """

@@ -73,7 +73,7 @@ examples:
     json.loads(rows[7]); rows.ranges(8)
 """
 
-# Keywords of ``Reader``, and of ``Writer`` with the only format that has each.
+# Options that become keywords of a format's ``Reader``, and of its ``Writer``, those with the one format that has them.
 _READER = ("mask_rule", "mask_path", "repair_merge")
 _WRITER = {"row_group_size": "parquet", "samples_per_chunk": "jsonl-chunks"}
 

@@ -181,7 +181,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _only_prefix(path: str) -> str:
-    """The prefix that ``path`` is, or the prefix of the only shard in the folder or of the glob that ``path`` is.
+    """The prefix of the only shard that ``path`` names, be it a prefix, a folder or a glob.
 
     Raises:
         FormatError: there are several shards.
@@ -194,7 +194,7 @@ def _only_prefix(path: str) -> str:
 
 
 def _decoder(shard: Shard, path: str | None) -> Decode | None:
-    """A function from ids to text, by the tokenizer at ``path``; None if that is None.
+    """A function from ids to text, by the tokenizer at ``path``; None if no path is given.
 
     Raises:
         FormatError: another tokenizer made the ids of the shard.

@@ -57,7 +57,7 @@ class _VerbListFormatter(HelpFormatter):
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
-    """The parser of one verb; of all verbs if ``verb`` is not the name of one."""
+    """The program's parser, with the options of one verb, or of all if ``verb`` is not the name of a verb."""
     parser = argparse.ArgumentParser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",

@@ -1,6 +1,6 @@
-"""How verbs and their options are declared, the options that several verbs share, and the values of options.
+"""How verbs and their options are declared, with the options that several verbs share, so that these read alike.
 
-A module declares its options in a text such as ``--help`` prints, and ``declare`` reads names and help from it.
+A module declares its options in a text such as ``--help`` prints, and ``declare`` makes argparse's calls of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Verbs = Any  # argparse names the type of add_subparsers() only privately
 
 # ---- declaring ----
 
-# The names, the placeholder of the value (a switch has none), and after two blanks the help.
+# A declared option: its names, the placeholder of its value (a switch has none), and after two blanks its help.
 _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
 
 
@@ -64,13 +64,13 @@ def add_verb(
     """The parser of a new verb, to be given options.
 
     Args:
-        verbs: all of them.
-        name: of the verb.
-        line: what it does, in the list of verbs.
+        verbs: what ``add_subparsers`` returned.
+        name: the name of the verb.
+        line: what the verb does, for the list of verbs.
         text: its help: a paragraph that says what it does, then examples.
         run: called with the parsed arguments, and with the parser of the program, whose ``error`` is for wrong usage.
             It returns the exit code; None means 0.
-        product: whether with these arguments the verb's product is what it prints, so that losing it is an error.
+        product: whether, with these arguments, what the verb prints is its product, so that losing it is an error.
     """
     description, _, examples = text.partition("\n\n")
     parser: argparse.ArgumentParser = verbs.add_parser(
@@ -92,7 +92,7 @@ def declare(
             An option without a value is a switch.
         settings_of: gives, for the name of an option such as ``seq_length``, what the text does not say: its type; a
             tuple of choices, of which the first is the default; its default; or arguments of ``add_argument``, a dict.
-        **settings: the same for single names, for which ``settings_of`` is not called.
+        **settings: the same by name, for options about which ``settings_of`` is not asked.
     """
     for entry in re.split(r"\n(?! )", textwrap.dedent(text).strip()):
         entry_match = _DECLARED.fullmatch(re.sub(r"\n +", " ", entry))

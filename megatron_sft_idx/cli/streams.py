@@ -23,7 +23,7 @@ from megatron_sft_idx.errors import SFTIndexError
 
 
 def message_of(error: Exception) -> str:
-    """An error in one line. One of the system begins with its path, or both paths of a rename, without a number."""
+    """An error in one line. One of the system has no number: ``a.bin: No space left``, ``a -> b: Is a directory``."""
     is_ours = isinstance(error, SFTIndexError)  # ShardNotFoundError is an OSError too, but has other arguments
     if isinstance(error, OSError) and not is_ours and error.filename:
         target = f" -> {error.filename2}" if error.filename2 else ""
@@ -43,11 +43,11 @@ STDOUT, STDERR = "standard output", "standard error"
 
 @dataclass
 class Output:
-    """What became of an output.
+    """What became of the output to one standard stream.
 
     Attributes:
-        error: the error for which something was dropped last; None if nothing was.
-        strict: whether the first error is raised, which ends work whose output nobody receives.
+        error: why output was dropped, the last time that it was; None if all was written.
+        strict: whether the first error is raised. That ends work whose output nobody would receive.
     """
 
     error: OSError | None = None
@@ -55,7 +55,7 @@ class Output:
 
 
 class _LossyFile(io.FileIO):
-    """A file that never fails: what its descriptor does not take is dropped, and the reason told to ``output``."""
+    """A file that does not fail: what its descriptor does not take is dropped, and ``output.error`` says why."""
 
     def __init__(self, descriptor: int, name: str, output: Output) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -79,7 +79,7 @@ def standard_streams() -> Iterator[Output]:
     """Replace ``sys.stdout`` and ``sys.stderr`` by streams of a ``_LossyFile`` each, and put them back at the end.
 
     Streams that are not descriptors 1 and 2, such as those of a caller that collects the output, stay as they are.
-    What is yielded tells of stdout; it has an error from the beginning where stdout is closed.
+    Yields the ``Output`` of stdout, which has an error from the beginning if stdout is closed.
     """
     outputs = Output(), Output()
     for number in range(3):

@@ -1,4 +1,4 @@
-"""How fast a shard is read from its disk by each setting, on as many packs as there is time for; and which to use."""
+"""Recommends how to read a shard, by measuring: which setting is fastest depends on disk, file system and memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Advance
 
 EpochName = Literal["first", "second"]
-# An epoch under a memory limit reads this many times the limit, where the shard has as much.
+# An epoch under a memory limit reads this many times the limit, if the shard is that large.
 _OVER_LIMIT = 3
-_LEAST_PACKS = 256  # fewer say little
-_TRIAL_PACKS = 4096  # fewer would read slower than a large sample: fewer of them use what is read ahead
+_LEAST_PACKS = 256  # the times of fewer packs vary too much
+_TRIAL_PACKS = 4096  # a small sample uses less of what the kernel reads ahead, so it would seem slower than a large one
 # A slow setting may take longer than its share of the time, but not by more than this.
 _PATIENCE = 2
 # What a training run is taken to read: its first epoch, and two more.
 _EPOCHS = 3
-# A setting must be faster by so much to be worth more than a simpler one.
+# A setting must be faster than a simpler one by this factor to be recommended in its place.
 _MARGIN = 1.1
 _COLUMNS = ("setting", "packs/s, cold", "MiB/s", "disk/asked", "packs/s, warm", "MiB/s", "disk/asked")
 
@@ -44,7 +44,7 @@ class BenchOptions:
     """What is measured, and for how long.
 
     Attributes:
-        order: in which packs are read.
+        order: order in which packs are read.
         packs: how many packs an epoch reads; None for as many as fit into ``seconds``.
         seconds: about how long the whole measurement takes; not heeded where ``packs`` is given.
         limit: the control group that limits memory; None to read with all memory of the machine.
@@ -120,7 +120,7 @@ class ReadingReport:
 
     @property
     def cold(self) -> bool:
-        """Whether first epochs were seen to read the disk: half of their bytes at least."""
+        """Whether some first epoch was seen to read at least half of its bytes from the disk."""
         return any(epoch.amplification > 0.5 for one in self.settings for epoch in one.epochs("first"))
 
     def amplification(self, one: SettingTimes, which: EpochName) -> float | None:
@@ -154,8 +154,8 @@ def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[ran
 
     Args:
         subject: the shard.
-        options: those whose ``packs`` is None.
-        trial: reads packs and returns their first epoch; None where the system refuses to read them.
+        options: what is measured; its ``packs`` is None.
+        trial: reads packs once by one setting and returns that epoch; None where the system refuses to read them.
     """
     sample = sample_of(subject, options.order, _TRIAL_PACKS)
     epoch = trial(sample)
@@ -168,7 +168,7 @@ def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[ran
 
 
 def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = ShardReader) -> None:
-    """Drop the page cache and read two epochs; adds the times to a setting, or why there are none."""
+    """Drop the page cache and read two epochs; adds their times to ``one``, or the reason why there are none."""
     drop_cache(ShardPaths.of(request.prefix).all)
     try:
         one.rounds.append(run_request(request, open_reader))
@@ -191,7 +191,7 @@ def bench_read(
         OSError: the files cannot be read in any way.
     """
     options = options or BenchOptions()
-    # By pread: a page that this process maps would stay in the cache.
+    # By pread, because pages that this process maps would stay in the cache when it is dropped.
     shard = Shard(prefix, backend="pread")
     if not len(shard):
         raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
@@ -234,17 +234,17 @@ class Recommendation(NamedTuple):
 
 
 def recommend(report: ReadingReport) -> Recommendation:
-    """The simplest setting that no other beats by a tenth, nor by more than the spread of its rounds.
+    """The simplest setting that is at most a tenth slower than the fastest, or no slower beyond the spread of rounds.
 
-    Compared is the time of a pack over three epochs. Where memory does not keep the shard, each is like the first,
-    although memory may keep the sample.
+    Settings are compared by the time that a pack takes over three epochs. Where memory cannot keep the whole shard, all
+    three count like the first one, since the second was fast only if memory kept the sample.
     """
     usable = [one for one in report.settings if one.rounds and one.refused is None]
     if not usable:
         return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.settings])
 
     def seconds(times: ReadTimes) -> float:
-        """Seconds to read a pack once in each of the epochs."""
+        """Seconds to read a pack once in each of three epochs."""
         later = times.second if report.subject.fits else times.first
         return 1 / times.first.rate + (_EPOCHS - 1) / later.rate
 

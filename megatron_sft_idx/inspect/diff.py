@@ -1,7 +1,7 @@
 """What differs between two shards: pack by pack and, where much differs, as sets of sequences.
 
-``here`` is the first shard in what is printed, and ``there`` the second. Ids and masks are compared by value, so that
-shards of different dtypes can be equal.
+It answers whether a change of options, data or version changed what is trained on. ``here`` is the first shard, and
+``there`` the second. Ids and masks are compared by value, so that shards of different dtypes can be equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.storage.progress import Update
 
-_MAX_HASHES = 1 << 20  # of sequences, that are kept of a shard
+_MAX_HASHES = 1 << 20  # that are kept of the sequences of a shard
 _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MAX_FIELDS = 40
 # Bytes of a column that are compared at a time.
@@ -37,8 +37,8 @@ class Difference(NamedTuple):
     Attributes:
         what: ``token``, ``mask``, ``boundaries`` or ``length``.
         pack: number of both packs.
-        sequence: its number in the pack; None where the packs differ as a whole.
-        token: its number in the sequence; None likewise.
+        sequence: number of the sequence in the pack; None where the packs differ in length or boundaries.
+        token: number of the token in the sequence; None likewise.
         position: number of the same token in the pack; None likewise.
         here: value in the first shard.
         there: value in the second.
@@ -63,8 +63,8 @@ class SetDifference:
         other_mask: how many have the same ids in both and different masks.
         only_here: how many the second shard lacks, or has fewer copies of; compared by ids alone.
         only_there: how many the first shard lacks, or has fewer copies of; likewise.
-        first_here: pack, and number in the pack, of the first few whose ids or mask the second shard does not have.
-        first_there: of the first few whose ids or mask the first shard does not have.
+        first_here: where the first few are whose ids or mask the second shard lacks: (pack, number in the pack).
+        first_there: where the first few are whose ids or mask the first shard lacks.
     """
 
     share: float
@@ -77,7 +77,7 @@ class SetDifference:
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same, copies counted, as far as the sample shows."""
+        """Whether both hold the same sequences, each as often, as far as the sample shows."""
         return not (self.other_mask or self.only_here or self.only_there)
 
 
@@ -118,7 +118,7 @@ class Comparison:
 
 
 def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progress: Update | None = None) -> Comparison:
-    """Compares every byte of two shards in bounded memory. Open them with the backend ``pread``: maps would count.
+    """Compares every byte of two shards in bounded memory. Open them with ``pread``: mapped pages count as memory.
 
     Where packs of the same number differ in shape, or in more than ``max_named`` ids, both shards are read again and
     compared as sets of sequences.
@@ -174,7 +174,7 @@ def _compare_windows(here: Window, there: Window, result: Comparison, max_named:
         else:
             for what, content, other in zip(("token", "mask"), contents, others, strict=True):
                 ours, theirs = content[begin : begin + length], other[other_begin : other_begin + length]
-                # What is no number is damaged, but equally.
+                # Where both have NaN, both are damaged in the same way.
                 unequal = np.flatnonzero((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs)))
                 if what == "token":
                     result.tokens += len(unequal)
@@ -197,7 +197,7 @@ def _bounds_of(window: Window, i: int) -> NDArray[np.int64]:
 
 
 def _header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any]]:
-    """Fields and metadata in which two headers differ, by name; None for the one that lacks it."""
+    """Fields and metadata in which two headers differ, by name: both values, None for one that a header lacks."""
     pairs: dict[str, tuple[Any, Any]] = {}
     names = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs", "capacity")
     for name in (*names, "sequence_multiple", "pad_id", "rebuilt"):
@@ -280,13 +280,13 @@ def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
         tokens, loss = window.content()
         hashes, masks = _native.hash_runs(tokens, window.bounds), _native.hash_runs(loss, window.bounds)
         ids.add(hashes, window.first_sequence)
-        # The upper half decides what is kept. Without the mask in it, ``ids`` and ``whole`` keep the same sequences.
+        # ``HashSample`` goes by the upper half. Made of the ids alone, it makes both samples keep the same sequences.
         whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.first_sequence)
     return ids, whole
 
 
 def _compare_samples(here: HashSample, there: HashSample) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """Two multisets: how many they share, how many only each has, and numbers, ascending, of those only each has."""
+    """How many sequences both have, and only here, and only there; then the numbers of those only here, only there."""
     left, right = here.merged(), there.merged()
     _, at, other = np.intersect1d(left.hashes, right.hashes, assume_unique=True, return_indices=True)
     shared = int(np.minimum(left.times[at], right.times[other]).sum())

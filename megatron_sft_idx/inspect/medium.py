@@ -1,4 +1,4 @@
-"""The medium a file lies on, and the memory for the page cache, which a control group limits."""
+"""What decides how fast a file can be read: the medium it lies on, and the memory there is to keep its pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from megatron_sft_idx.storage import drop_cached
 
 MediumKind = Literal["disk", "network", "memory"]
-# Of the two versions of control groups, the file that limits memory.
+# The file that limits the memory of a control group, in version 1 and in version 2 of control groups.
 _LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
@@ -31,7 +31,7 @@ class Medium:
     Attributes:
         filesystem: type of the file system, such as ``ext4``.
         source: its device or server.
-        kind: where it keeps its bytes; most file systems in user space are network ones, so all count as such.
+        kind: where it keeps its bytes. A file system in user space (FUSE) counts as ``network``, since most are that.
         read_ahead_nbytes: the most that the kernel reads at once when one page is needed; None where unknown.
     """
 
@@ -51,7 +51,7 @@ def medium_kind(filesystem: str) -> MediumKind:
 def medium_of(path: str) -> Medium:
     """The medium that a file lies on."""
     mount, device, ahead = mount_of(path), os.stat(path).st_dev, None
-    # There is no such setting in a container without sysfs, nor for a file system without a disk.
+    # A container without sysfs does not have this file, nor does a file system without a disk.
     with contextlib.suppress(OSError):
         setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
         ahead = int(setting.read_text()) * 1024
@@ -67,7 +67,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
-    """The mount that a path lies on: that of the longest folder above it, and of several there the last one."""
+    """The mount that a path lies on: the one whose folder is nearest above it; of several on one folder the last."""
     real = os.path.realpath(path)
     found = Mount("", "", "")
     with open(table, encoding="utf-8", errors="surrogateescape") as file:
@@ -103,7 +103,7 @@ def available_nbytes() -> int:
         found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     group = _limit_of_group()
     while group is not None and (group.parent / "cgroup.procs").is_file():
-        text = group.read_text().strip() if group.is_file() else "max"  # its memory may be left to those above
+        text = group.read_text().strip() if group.is_file() else "max"  # the groups above it may have limits
         if text != "max":
             found.append(int(text))
         group = group.parent.parent / group.name

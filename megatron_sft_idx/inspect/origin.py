@@ -1,7 +1,7 @@
-"""Where sequences came from, as the column ``source`` says: names of origins, sequences of a row, counts by input file.
+"""Leads from a sequence back to the line of the input that it was made from, and from a line to its sequences.
 
-An origin is an input file and the number of a row in it. Files have the names that the column's metadata gives them;
-lines are counted from 1, as in editors and errors: ``chats.jsonl:1`` is row 0.
+The column ``source`` tells. An origin is an input file and the number of a row in it. Files have the names that the
+column's metadata gives them; lines are counted from 1, as in editors and errors: ``chats.jsonl:1`` is row 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 200
 
 
 def source_names(shard: Shard) -> list[str] | None:
-    """Names of the input files by number, equal names made different; None where the shard does not say."""
+    """Names of the input files by number, equal ones as ``a.jsonl (0)``; None if no column ``source`` tells them."""
     column = shard.columns.get(SOURCE)
     if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2):
         return None
@@ -49,7 +49,7 @@ def origin_name(names: Sequence[str], origin: Sequence[int]) -> str:
 
 
 def sources_of(shard: Shard, pack: int) -> list[str]:
-    """Names of the origins of a pack's sequences; empty where the shard does not say."""
+    """Names of the origins of a pack's sequences, such as ``chats.jsonl:1``; [] if no column ``source`` tells."""
     if (names := source_names(shard)) is None:
         return []
     first, last = shard.files.sequence_offsets[pack : pack + 2].tolist()
@@ -79,7 +79,7 @@ def find_row(shard: Shard, file: int, row: int) -> Iterator[tuple[int, int]]:
 
 
 def cut_length(header: Header) -> int | None:
-    """The length in tokens to which overlong sequences were cut; 0 if they were not, None if the shard does not say."""
+    """The length in tokens to which overlong sequences were cut; 0 if none were, None if the header does not say."""
     packing = header.metadata.get("packing")
     if not isinstance(packing, dict) or "overlong" not in packing:
         return None
@@ -97,8 +97,8 @@ class FileCounts(NamedTuple):
         tokens: tokens of these sequences.
         trained: share of the tokens that is trained on.
         cut: sequences of the length to which longer ones were split or truncated.
-        copies: sequences whose ids equal those of an earlier one of the file.
-        elsewhere: sequences, copies not counted, whose ids another file has too.
+        copies: sequences whose ids equal those of an earlier sequence of the file.
+        elsewhere: sequences, copies not counted, whose ids are also those of a sequence of another file.
     """
 
     name: str
@@ -112,7 +112,7 @@ class FileCounts(NamedTuple):
 
 
 class SourceCounts:
-    """Counts by file, to which each window is added.
+    """Counts of sequences by the input file that they came from. Each window of a shard is added.
 
     Args:
         names: names of the input files, by number.
@@ -148,7 +148,7 @@ class SourceCounts:
         return np.bincount(files, weights, len(self._sequences)).astype(np.int64)
 
     def table(self) -> list[FileCounts]:
-        """The files that sequences were made from, in their order."""
+        """The counts of each file that sequences were made from, by the number of the file."""
         rows, ids = self._rows.merged(), self._ids.merged()
         file_of_id = _file_of(ids.hashes)
         same = np.append(ids.hashes[1:] >> np.uint64(16) == ids.hashes[:-1] >> np.uint64(16), False)

@@ -1,6 +1,6 @@
-"""A shard as one self-contained HTML page: no network, under 1 MB whatever the shard.
+"""A shard as one HTML page that can be mailed and opened anywhere: it needs no network and is under 1 MB for any shard.
 
-What is shown is chosen and placed here; page.html, page.css and page.js draw it.
+This module chooses what is shown, and where; page.html, page.css and page.js draw it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEG
 _DRAWN, _BINS = 48, 48
 # Tokens that the viewer shows at first. A page that is too large is made again with half as many.
 _SHOWN_TOKENS = 60_000
-_SEQUENCE_TOKENS = 20  # for how many of them the markup of a sequence counts
+_SEQUENCE_TOKENS = 20  # the HTML around each sequence counts as this many tokens
 _MAX_FILES = 40  # in the table of sources
 _MAX_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
 # How many colours the style sheet has; the sequences of a pack take them in turn.
 _HUES = 4
 _BAR_WIDTH = 1000.0
-_BAR, _PALE = (0, 16), (5, 6)  # top and height: what is trained on is tall as well as dark
+_BAR, _PALE = (0, 16), (5, 6)  # top and height of what is trained on, which is tall as well as dark, and of the rest
 _MAX_SPANS = 200
 
 
 class ShownSequence(NamedTuple):
-    """A sequence as text, or its beginning.
+    """A sequence as text, or the beginning of one.
 
     Attributes:
-        number, start, stop: its number and its positions in the pack.
+        number, start, stop: its number in the pack, and its positions there.
         trained, hidden: how many of its tokens are trained on, and how many at its end are not shown.
         spans: texts of equal weight, with the weight and the number of tokens.
         source: name of its origin; empty where that is not known.
@@ -82,7 +82,7 @@ class ShownSequence(NamedTuple):
 
 
 class ShownPack(NamedTuple):
-    """A pack as a bar, and in the viewer.
+    """A pack as the page shows it: a bar, and text in the viewer.
 
     Attributes:
         number: the pack's.
@@ -113,9 +113,9 @@ class Chart(NamedTuple):
     Attributes:
         title: what its values are.
         caption: its numbers in words.
-        bars: left end, top, width, height, and what it stands for, of each class that has values.
+        bars: left end, top, width, height and tooltip of the bar of each class that has values.
         rows: height and text of each line of the grid.
-        marks: place and text of each mark of the axis.
+        marks: place and text of each mark of the horizontal axis.
     """
 
     title: str
@@ -130,7 +130,7 @@ def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> byt
 
     Args:
         shard: the shard.
-        survey: the shard's, all windows added.
+        survey: the counts of the shard, all windows added.
         decode: ids to text; None shows ids.
     """
     max_tokens = _SHOWN_TOKENS
@@ -184,7 +184,7 @@ def _spread(count: int, max_numbers: int) -> list[int]:
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share in per cent; 0% and 100% are said of nothing and of all only."""
+    """A share in per cent. 0% and 100% mean nothing and all: one token of a million is 0.1%."""
     share = 100 * part / whole
     return f"{min(max(share, 0.1), 99.9):.1f}%" if 0 < part < whole else f"{share:.0f}%"
 
@@ -260,7 +260,7 @@ def _csp_hash(text: str) -> str:
 
 
 def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int) -> ShownPack:
-    """A pack, of whose text ``max_tokens`` are shown at most, those for the markup of sequences among them."""
+    """A pack with the text of at most ``max_tokens`` tokens, less ``_SEQUENCE_TOKENS`` for each sequence shown."""
     pack, sources = shard[number], sources_of(shard, number)
     ids, mask = pack["input_ids"], pack["loss_mask"]
     shown: list[ShownSequence] = []
@@ -281,7 +281,7 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int) -> S
 
 
 def _spelled(ids: NDArray[np.integer], spans: Sequence[tuple[str, float, int]], decode: Decode) -> str:
-    """Length and ids of each text that is whole tokens, for page.js: ``4.9ix 1.2f+3g``, ids in base 36."""
+    """The ids for page.js: in ``4.9ix 1.2f+3g`` four characters are one token, the next one is two; ids in base 36."""
     parts = []
     for _, _, length in spans:
         for text, tokens in token_texts(ids[:length], decode):
@@ -294,7 +294,7 @@ def _spelled(ids: NDArray[np.integer], spans: Sequence[tuple[str, float, int]], 
 
 
 def bar_paths(pack: Pack, capacity: int) -> list[tuple[str, str]]:
-    """Classes and outlines of paths in a box of 1000 x 16: sequences in different hues, tall and dark where trained on.
+    """A pack's bar, 1000 x 16: the class of each SVG path, such as ``t2`` for trained tokens of hue 2, and its outline.
 
     A pack of more than 200 spans is drawn by 200 samples.
     """
@@ -312,7 +312,7 @@ def bar_paths(pack: Pack, capacity: int) -> list[tuple[str, str]]:
 
 
 def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """Start, stop, sequence, whether trained, and whether it ends the sequence, of each span of one colour."""
+    """The spans of one colour: start, stop, sequence, whether trained on, and whether the span ends the sequence."""
     bounds = pack["seq_boundaries"].astype(np.int64)
     trained = trained_tokens(pack["loss_mask"]) > 0
     trained[bounds[:-1]] = False
@@ -329,7 +329,7 @@ def _drawn_spans(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
         yield begin, end, sequence, bool(trained[middle]), end in bounds
 
 
-# The axes, in the picture that page.html draws; half of the last number lies behind the right end.
+# Where the axes begin and end in the picture that page.html draws. Half of the axis's last number lies right of _RIGHT.
 _LEFT, _RIGHT, _BASE = 46, 462, 168
 
 
@@ -377,7 +377,7 @@ def histogram(
 
 
 def nice_ticks(low: float, high: float, max_steps: int, *, whole: bool = False) -> list[tuple[float, str]]:
-    """At most ``max_steps`` + 1 round values from ``low`` to ``high``, whole on request, and as they are written."""
+    """At most ``max_steps`` + 1 round values from ``low`` to ``high``, whole ones if ``whole``, with their texts."""
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [(low, _written(low, 1.0))]

@@ -1,6 +1,6 @@
 """The process whose reading is measured: it reads two epochs of a shard by one setting, and ends.
 
-Each measurement has a process of its own, so that no map or cache of another one is in its way.
+Each measurement has a process of its own, so that no map or cache that an earlier one left makes it faster or slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-# Packs that are announced at a time, those of a few batches, while the ``AHEAD`` before them are read.
+# So many packs, those of a few batches, are announced at once: while packs 0 to 31 are read, 32 to 63 are announced.
 AHEAD = 32
 
 Order = Literal["shuffled", "sequential"]
@@ -32,7 +32,7 @@ Order = Literal["shuffled", "sequential"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A way of reading: options of ``Shard``, and whether it is told which packs come next.
+    """A way of reading: options of ``Shard``, and whether the shard is told which packs are read next.
 
     Attributes:
         backend: how bytes are read.
@@ -92,8 +92,8 @@ class ReadRequest:
         prefix: the shard's.
         packs: the numbers of the packs.
         setting: how the packs are read.
-        order: of the packs in each epoch.
-        max_seconds: when an epoch ends, all packs read or not.
+        order: order of the packs in each epoch.
+        max_seconds: seconds after which an epoch ends, all packs read or not.
         group: folder of the control group that the process enters first; None to stay in its own.
     """
 
@@ -137,7 +137,7 @@ class Epoch:
 
 
 class ReadTimes(NamedTuple):
-    """The epoch after the page cache was dropped, and the next, of the packs that the first had time for."""
+    """The epoch after the page cache was dropped, and a second one over the packs that the first had time for."""
 
     first: Epoch
     second: Epoch
@@ -165,7 +165,7 @@ class ShardReader:
         return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
 
 
-# Opens what a measured process reads: an object with ``read``, and where settings ``schedule`` with that.
+# Opens what a measured process reads: an object with a method ``read``, and ``schedule`` for settings that call it.
 Opener = Callable[[ReadRequest], Any]
 
 # ---- in the measured process ----
@@ -177,7 +177,7 @@ def read_epoch(reader: Any, packs: NDArray[np.int64], *, scheduled: bool, max_se
     Args:
         reader: what an ``Opener`` returned.
         packs: int64 [packs], not empty.
-        scheduled: whether ``reader.schedule`` is told of ``AHEAD`` packs at a time, before the ``AHEAD`` ahead of them.
+        scheduled: whether ``reader.schedule`` is told of the next ``AHEAD`` packs before the current ones are read.
         max_seconds: seconds after which no further pack is begun.
     """
     nbytes = count = 0
@@ -206,11 +206,11 @@ def _disk_nbytes() -> int:
 def _answer(request: ReadRequest, open_reader: Opener, connection: Connection) -> None:
     """What the measured process does: send the ``ReadTimes`` of a request, or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent process, which kills this one
-    logging.disable(logging.WARNING)  # a warning that huge pages were refused, each round
+    logging.disable(logging.WARNING)  # else each round would warn if huge pages are refused
     answer: ReadTimes | FormatError | OSError
     try:
         if request.group is not None:
-            Path(request.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
+            Path(request.group, "cgroup.procs").write_text("0")  # 0 stands for the process that writes it
         reader, scheduled = open_reader(request), request.setting.schedule
         packs = request.in_order(np.array(request.packs), epoch=1)
         first = read_epoch(reader, packs, scheduled=scheduled, max_seconds=request.max_seconds)

@@ -1,4 +1,4 @@
-"""What a shard holds, counted in one pass, as lines for people and plain values for programs."""
+"""Counts what a shard holds, in one pass, and points at packs that somebody should look at before training on them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Remark(NamedTuple):
         return f"pack {self.pack}" + ("" if self.sequence is None else f", sequence {self.sequence}")
 
 
-# Kinds of packs, and of sequences, that somebody should look at: what is counted, and what is said of each.
+# Kinds of packs and sequences that are rarely intended: what is counted, and the remark on each.
 _FLAGS = {
     "All masked": ("pack", "no token is trained on"),
     "All trained": ("pack", "every token is trained on"),
     "Cut mid-turn": ("sequence", "ends in a trained token"),
     "One-token sequences": ("sequence", "{tokens}"),
 }
-# The largest of packs, and what makes them large.
+# Rankings of packs, and the unit of the value by which packs are ranked.
 _LARGEST = {"Most sequences": "sequence", "Costliest attention": "pair of tokens", "Least filled": "token"}
 _PLURALS = {"pair of tokens": "pairs of tokens"}
 
@@ -85,7 +85,7 @@ class Oddity:
 
 
 class Survey:
-    """The counts of a shard, to which each window is added.
+    """The counts of a shard. Each of its windows is added once.
 
     Attributes:
         shard: what is counted.
@@ -95,7 +95,7 @@ class Survey:
         pack_lengths: tokens of every pack.
         sequences: number of sequences of every pack.
         cost: pairs of tokens that attend to each other in every pack.
-        trained, sequence_trained: the trained share of the tokens of every pack, and sequence, in thousandths, rounded.
+        trained, sequence_trained: trained share of the tokens of every pack, and of every sequence, in thousandths.
         sources: counts by input file; None where the shard does not say where its sequences came from.
     """
 
@@ -131,7 +131,7 @@ class Survey:
         ids, loss = window.content()
         lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
         begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
-        # A tally has no room for larger values.
+        # ``Tally`` has no room for values larger than it was told.
         self._require_at_most("longest_pack", pack_lengths, self.header.longest_pack)
         self._require_at_most("most_sequences", counts, self.header.most_sequences)
         cost = np.add.reduceat(lengths * (lengths + 1) // 2, begins)
@@ -143,7 +143,7 @@ class Survey:
         self.cost.add(cost)
         self.sequence_trained.add(_permille(trained, lengths))
         self.trained.add(_permille(of_packs, pack_lengths))
-        # Entry j of a mask is of token j + 1: the last token has the entry before the last one.
+        # Entry j of a mask is about token j + 1, so the last entry but one says whether the last token is trained on.
         is_cut = (lengths == (self._cut_length or 0)) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
         # The first token of a sequence is never trained on, as nothing predicts it.
         is_whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
@@ -173,9 +173,9 @@ class Survey:
 
     @cached_property
     def odd(self) -> list[Oddity]:
-        """All kinds, some of them empty. Every window must have been added.
+        """All kinds of oddities, some of them without remarks. Every window must have been added.
 
-        Kinds that list the largest are empty where all packs, or sequences, are equally large.
+        A ranking has no remarks where all packs, or all sequences, have the same value.
         """
         odd = []
         for kind, (unit, note) in _FLAGS.items():
@@ -234,7 +234,7 @@ def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
 
 
 def survey_shard(shard: Shard, *, on_progress: Update | None = None) -> Survey:
-    """Counts a shard in bounded memory. Open it with the backend ``pread``: maps would count as memory.
+    """Counts a shard in bounded memory. Open it with the backend ``pread``: mapped pages count as memory of a process.
 
     Args:
         shard: the shard.

@@ -1,6 +1,6 @@
-"""Statistics in bounded memory: distributions, the largest values, and what occurs more than once.
+"""Statistics that take bounded memory: a shard may have a billion sequences, and a laptop must be able to look at it.
 
-Each takes the values of consecutive packs or sequences, window by window.
+Each class here is given the values of consecutive packs or sequences, window by window, and keeps none of the windows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tally:
     Attributes:
         step: how many neighbouring values share a count.
         counts: int64; entry k counts the values from ``k * step`` on.
-        total, sum, least, largest: of all values.
+        total, sum, least, largest: number, sum, minimum and maximum of all values.
     """
 
     def __init__(self, max_value: int) -> None:
@@ -43,16 +43,16 @@ class Tally:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all values are the same; True of no values."""
+        """Whether all values are the same; True if there are none."""
         return self.least >= self.largest
 
     @property
     def mean(self) -> float:
-        """The mean of all values; 0 of none."""
+        """The mean of all values; 0 if there are none."""
         return self.sum / self.total if self.total else 0.0
 
     def quantile(self, share: float) -> int:
-        """The least value that ``share`` of all values, or more, do not exceed; to within ``step``."""
+        """The least value that at least ``share`` of all values do not exceed, exact to ``step``; 0.5: the median."""
         if not self.total:
             return 0
         at = int(np.searchsorted(np.cumsum(self.counts), max(1, share * self.total)))
@@ -82,7 +82,7 @@ class Tally:
 
 
 class LargestValues:
-    """The largest values and the numbers of their packs or sequences; of truth values, the first that are true.
+    """The largest values, with the numbers of their packs or sequences; of booleans, the first that are true.
 
     Args:
         max_pairs: how many are kept.
@@ -108,7 +108,7 @@ class LargestValues:
 
 
 class HashCounts(NamedTuple):
-    """Hashes, uint64; for each the number of a sequence, int64; and how often it occurred, int64."""
+    """Hashes, uint64; for each the number of the first sequence with it, int64; and how often it occurred, int64."""
 
     hashes: NDArray[np.uint64]
     numbers: NDArray[np.int64]
@@ -116,10 +116,10 @@ class HashCounts(NamedTuple):
 
 
 class HashSample:
-    """Hashes of sequences with the sequences' numbers. Where room is short, equal hashes are merged, then some dropped.
+    """A sample of sequences by their hashes, in which the copies of a sequence can be counted.
 
-    A hash is kept where it is below a limit, which is halved whenever merging does not make room enough. So all copies
-    of a sequence are kept, or none, and likewise in the sample of another shard with the same limit.
+    A hash is kept if it is below a limit, which is halved when there are too many different ones. So either all copies
+    of a sequence are in the sample or none, also in that of another shard with the same limit.
 
     Args:
         max_hashes: how many are kept at most, 2 or more; 24 bytes each, and twice as many while they are merged.
@@ -153,7 +153,7 @@ class HashSample:
         return is_below
 
     def merged(self) -> HashCounts:
-        """The hashes that are kept, each once, ascending, with their first sequences."""
+        """The hashes that are kept, each once, ascending. The sample itself keeps them so from here on."""
         none = np.empty(0, np.int64)
         parts = [HashCounts(np.empty(0, np.uint64), none, none), *self._parts]
         hashes, numbers, times = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -164,7 +164,7 @@ class HashSample:
         return merged
 
     def most_repeated(self, max_hashes: int) -> list[tuple[int, int]]:
-        """How often each of the hashes that occur most often occurs, more than once, and its first sequence."""
+        """The hashes that occur most often, if more than once: (3, 17) is a sequence 17 that is there three times."""
         counted = self.merged()
         again = np.flatnonzero(counted.times > 1)
         most = again[np.argsort(-counted.times[again], kind="stable")[:max_hashes]]

@@ -1,4 +1,4 @@
-"""Packs as text: the tokens that are trained on marked, a text found in them, and the words for counts and sizes."""
+"""Packs as text that people can trust: it shows which tokens are trained on, and cannot command a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
-# Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures, and what
-# reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.
+# Text comes from anywhere, and a terminal obeys escape codes. So a control character is shown as its picture, and a
+# character that reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.
 PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
@@ -72,7 +72,7 @@ def trained_tokens(loss_mask: NDArray[np.generic]) -> NDArray[np.float32]:
     """The token-aligned weights of one sequence, from its label-aligned mask.
 
     Args:
-        loss_mask: one sequence's mask, [length]; its entry j weighs the prediction of token j + 1.
+        loss_mask: label-aligned mask of one sequence, [length]; entry j weighs the prediction of token j + 1.
 
     Returns:
         float32 [length]: entry j is the weight that token j is trained with. The first token, which nothing
@@ -92,7 +92,7 @@ def mark_pack(
     sources: Sequence[str] = (),
     color: bool = False,
 ) -> str:
-    """Renders a pack: a rule above every sequence, trained text marked, nothing left out.
+    """Renders a whole pack: a line with positions and counts above each sequence, and trained text marked.
 
     Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole.
 
@@ -163,7 +163,7 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
 
 def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], source: str = "") -> str:
-    """The line above a sequence."""
+    """The line above a sequence in ``mark_pack``."""
     trained, source = np.count_nonzero(weights), f" ({source})" if source else ""
     return (
         f"── sequence {number}{source}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
@@ -173,7 +173,7 @@ def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], sour
 def marked_spans(
     ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode
 ) -> Iterator[tuple[str, float, int]]:
-    """Text, weight and number of tokens of each span of equal weights of a sequence, control characters as pictures."""
+    """Text (control characters as pictures), weight and number of tokens of each span of tokens of equal weight."""
     position = 0
     for weight, span in groupby(weights.tolist()):
         length = sum(1 for _ in span)
@@ -212,7 +212,7 @@ def _marked(text: str, weight: float, color: bool) -> str:
 
 
 class Match(NamedTuple):
-    """A place where a text occurs: pack, sequence in the pack, and token in the sequence, in which the text begins.
+    """A place where a text occurs: numbers of the pack, of the sequence in it, and of the token there that begins it.
 
     ``trained`` is whether that token is trained on; ``before`` and ``after`` are the text around the match.
     """
@@ -257,8 +257,8 @@ def _token_at(ids: NDArray[Any], decode: Decode, at: int) -> int:
     def text_of(token: int) -> str:
         return decode(ids[: token + 1].tolist())
 
-    # A character that is not whole yet is shown by one or more replacement characters, which are left out, as are those
-    # that the text itself ends with: so this is the token, or one behind it.
+    # Where the last character is not whole yet, decode shows replacement characters, so those at the end do not count.
+    # Nor do replacement characters of the text itself, so the token that is found may be one behind the right one.
     token = bisect_right(range(len(ids) - 1), at, key=lambda token: len(text_of(token).rstrip("\ufffd")))
     while token > 0 and len(text_of(token - 1)) > at:
         token -= 1
