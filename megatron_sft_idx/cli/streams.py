@@ -55,7 +55,7 @@ class Output:
 
 
 class _LossyFile(io.FileIO):
-    """A file that does not fail: what its descriptor does not take is dropped, and ``output.error`` says why."""
+    """A file that drops what its descriptor does not take and notes why in ``output``; it raises only if ``strict``."""
 
     def __init__(self, descriptor: int, name: str, output: Output) -> None:
         super().__init__(descriptor, "wb", closefd=False)

@@ -1,7 +1,7 @@
 """Tokenizers without a tokenizer.json: SentencePiece models, tiktoken's ranks, and Mistral's tekken.json.
 
-Nothing is converted: the library that such a file was made for tokenises here too, so that its ids are the right ones
-by definition, and no converter or table of Unicode can make them others. What a file does not say is taken from
+Nothing is converted to a tokenizer.json, since a converter can change ids unseen. The library that such a file was made
+for tokenises here too, so that its ids are right by definition. What a file does not say is taken from
 ``tokenizer_config.json``, or known by the name of the tokenizer; code that came with a tokenizer is never run. The
 control tokens that a template writes are found first, and the text between them is tokenised stretch by stretch.
 """
@@ -26,8 +26,8 @@ from megatron_sft_idx.chat.tokenizer.tokens import AddedTokens, Located, Passage
 from megatron_sft_idx.errors import FormatError
 
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
-# control tokens gets the space that such models put before a text, or only one that the whole text begins with.
-# ``legacy`` in tokenizer_config.json has the last word. Others renumber the pieces, or do more in code.
+# control tokens gets the space that such models put before a text (True), or only the first stretch of the text.
+# ``legacy`` in tokenizer_config.json has the last word. Other classes renumber the pieces, or do more in code.
 SPACE_BEFORE_EVERY_STRETCH = {
     "LlamaTokenizer": False,
     "CodeLlamaTokenizer": False,
@@ -35,8 +35,8 @@ SPACE_BEFORE_EVERY_STRETCH = {
     "T5Tokenizer": True,
 }
 
-# Moonshot's Kimi and Moonlight: a file of ranks, and a class TikTokenTokenizer that splits text like this, keeps 256
-# ids for control tokens, and cuts long texts and long runs of white space or of anything else.
+# Moonshot's Kimi and Moonlight come as a file of ranks and a class TikTokenTokenizer. The class splits text like this,
+# keeps 256 ids for control tokens, and cuts long texts and long runs of white space or of anything else.
 KIMI_CODE = ("tokenization_kimi", "tokenization_moonshot")
 KIMI_SPLIT = (
     r"[\p{Han}]+",
@@ -52,7 +52,7 @@ KIMI_SPLIT = (
 )
 KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN = 256, 400_000, 25_000
 
-# The first control tokens of a tekken.json that lists none; the others are numbered.
+# The first control tokens of a tekken.json that does not list them; those behind are called <SPECIAL_20> and so on.
 TEKKEN_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -80,16 +80,16 @@ class SentencePieceModel:
             why = "what it makes of the pieces is written in code, which is not run here"
             refuse(files.file, f"tokenizer_class {name or None}: {why}", code="auto_map" in settings)
         try:
-            self._whole = whole = library.SentencePieceProcessor(model_proto=files.content)
+            self._spacing = whole = library.SentencePieceProcessor(model_proto=files.content)
         except Exception as error:
             raise FormatError(f"{files.file}: sentencepiece cannot load it: {error}; download it again") from error
         if not hasattr(whole, "encode_as_offset_mapping"):
             raise FormatError(f"{files.file}: needs sentencepiece 0.2.2 or later: pip install -U sentencepiece")
-        # A message of protocol buffers may repeat a part, and what comes later counts: add_dummy_prefix is false.
-        self._inner = library.SentencePieceProcessor(model_proto=files.content + b"\x1a\x02\x18\x00")
-        self._always = bool(settings.get("legacy", SPACE_BEFORE_EVERY_STRETCH.get(name, False)))
+        # In protocol buffers the last of repeated parts counts: this one says that add_dummy_prefix is false.
+        self._spaceless = library.SentencePieceProcessor(model_proto=files.content + b"\x1a\x02\x18\x00")
+        self._spaces_every_stretch = bool(settings.get("legacy", SPACE_BEFORE_EVERY_STRETCH.get(name, False)))
         if settings.get("add_prefix_space") is False:
-            self._whole, self._always = self._inner, False
+            self._spacing, self._spaces_every_stretch = self._spaceless, False
         pieces = [whole.id_to_piece(i) for i in range(whole.get_piece_size())]
         self._ids = {piece: i for i, piece in enumerate(pieces)}
         own = [
@@ -105,16 +105,16 @@ class SentencePieceModel:
             if 0 <= (index := getattr(whole, f"{role}_id")()) < len(pieces)
         }
         self._control = AddedTokens(self.added)
-        # A character that the model does not know may become the token that stands for such, in data as anywhere.
-        self._literal = {token.number for token in self.added} - {whole.unk_id()}
+        # The ids that text in the data must not become. The unknown token is none: any unknown character becomes it.
+        self._forbidden_in_data = {token.number for token in self.added} - {whole.unk_id()}
         # Pieces that are bytes are named <0x41>.
         spelled = {token.number: token.text.replace("\u2581", " ").encode() for token in self.added}
         for i, piece in enumerate(pieces):
             spelled[i] = bytes([int(piece[3:5], 16)]) if whole.is_byte(i) else piece.replace("\u2581", " ").encode()
         self._spelled = TokenSpellings(spelled)
         self.size = max(spelled) + 1
-        self._begins_with_space = self._whole.encode("x")[:1] != self._inner.encode("x")[:1]
-        options = [self._always, self._begins_with_space]
+        self._begins_with_space = self._spacing.encode("x")[:1] != self._spaceless.encode("x")[:1]
+        options = [self._spaces_every_stretch, self._begins_with_space]
         self.fingerprint = _fingerprint("sentencepiece", files.content, options, self.added)
 
     def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
@@ -125,16 +125,16 @@ class SentencePieceModel:
         """See ``JsonModel.locate``."""
 
         def encode_text(text: str, start: int) -> Located:
-            spaced = self._always if start else not passage.middle
-            found = (self._whole if spaced else self._inner).encode_as_offset_mapping(text)
-            # Pieces of the user's own definition are found by the model itself, wherever they stand.
-            if passage.literals and not self._literal.isdisjoint(found["ids"]):
+            spaced = self._spaces_every_stretch if start else not passage.middle
+            found = (self._spacing if spaced else self._spaceless).encode_as_offset_mapping(text)
+            # The model itself finds user-defined pieces in any text, so control tokens among them cannot be kept out.
+            if passage.literals and not self._forbidden_in_data.isdisjoint(found["ids"]):
                 raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
             return found["ids"], found["offsets"]
 
         ids, edges = self._control.encode(passage, encode_text)
-        # Where several pieces spell one character, the library says of the last alone that it holds the character:
-        # here all of them do. A space that the model put before a text holds no character; it joins what follows.
+        # If several pieces spell one character, the library says that only the last holds it: here all of them do. The
+        # space that the model put before a text holds no character of the text, and is given those of the next piece.
         for i in range(len(ids) - 2, -1, -1):
             begin, end = edges[i]
             if begin == end == edges[i + 1][0]:
@@ -152,7 +152,7 @@ class SentencePieceModel:
 
 
 class RankModel:
-    """Byte pair encoding by tiktoken, of a file of ranks or a tekken.json; has what ``JsonModel`` has.
+    """A file of ranks or a tekken.json, tokenised by tiktoken; has the methods and attributes of ``JsonModel``.
 
     Raises:
         FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
@@ -164,18 +164,18 @@ class RankModel:
         library = _library("tiktoken", files.file)
         self.named: dict[str, str] = {}
         if files.kind == "tekken":
-            ranks, pattern, self._first, own = _read_tekken(files)
+            ranks, pattern, self._id_of_rank_0, own = _read_tekken(files)
             reserved = 0
             texts = {token.text for token in own}
             self.named = {name: text for name, text in TEKKEN_NAMED.items() if text in texts}
         else:
             pattern, reserved = _split_of(files)
-            ranks, self._first = _read_ranks(files), 0
+            ranks, self._id_of_rank_0 = _read_ranks(files), 0
             taken = {token.number for token in files.additions}
             free = (index for index in range(len(ranks), len(ranks) + reserved) if index not in taken)
             own = [AddedToken(index, f"<|reserved_token_{index}|>", {"special": True}) for index in free]
         self._cut = bool(reserved)
-        spellings = {rank + self._first: token for token, rank in ranks.items()}
+        spellings = {rank + self._id_of_rank_0: token for token, rank in ranks.items()}
         for token in files.additions:
             if token.number in spellings:
                 where = f"{files.path}: {token.text!r} has the id {token.number}"
@@ -191,7 +191,7 @@ class RankModel:
         self.spellings = TokenSpellings(spellings)
         self.size = max(spellings) + 1
         content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
-        self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
+        self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._id_of_rank_0, self._cut], self.added)
 
     def ids(self, passages: Sequence[Passage]) -> list[NDArray[np.uint32]]:
         """See ``JsonModel.ids``."""
@@ -223,16 +223,16 @@ class RankModel:
             raise
         except BaseException as error:  # a panic in Rust is a BaseException
             raise ValueError(f"tiktoken cannot tokenize {text!r:.40}, of {len(text)} characters: {error}") from error
-        ids = ranks + np.uint32(self._first)
+        ids = ranks + np.uint32(self._id_of_rank_0)
         if self.spellings.nbytes[ids].sum() != len(text.encode()):
             raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
         return ids.tolist(), ()
 
 
 def mistral_template(file: Path) -> str | None:
-    """The chat template that mistral-common generates for a file of Mistral's; None without one, or without it.
+    """The chat template that mistral-common generates for a file of Mistral's; None if it is not there, or makes none.
 
-    Which templates a file is for is in it (``tekken.json``) or in its name (``tokenizer.model.v3``).
+    It depends on the version of the file, which is in the file (``tekken.json``) or its name (``tokenizer.model.v3``).
     """
     if file.suffix != ".json" and not re.search(r"\.model\.v\d+(m\d+)?$", file.name):
         return None
@@ -255,7 +255,7 @@ def _library(name: str, file: Path) -> Any:
 def _added(
     files: TokenizerFiles, own: Sequence[AddedToken], pieces: Mapping[str, int], next_index: int
 ) -> list[AddedToken]:
-    """The control tokens that the vocabulary has, and those that the folder adds or speaks of; by id."""
+    """The control tokens of the vocabulary, and those that other files of the folder add or name; in order of ids."""
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
     for number, text, flags in files.additions:
@@ -335,7 +335,7 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
 
 
 def _kimi_cuts(text: str) -> list[int]:
-    """Where Kimi's tokenizer cuts a text before it splits it: long texts, and long runs of white space or of words."""
+    """Where Kimi's tokenizer cuts a text before it splits it: in long texts, in long runs of white space or without."""
     cuts = []
     for start in range(0, len(text), KIMI_LONGEST_TEXT):
         stop = min(start + KIMI_LONGEST_TEXT, len(text))
@@ -347,7 +347,7 @@ def _kimi_cuts(text: str) -> list[int]:
 
 
 def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, list[AddedToken]]:
-    """Ranks, the pattern that splits text, how many ids go to control tokens first, and those tokens."""
+    """The ranks, the pattern that splits text, the number of control tokens, which have the first ids, and these."""
     try:
         config = files.spec["config"]
         pattern, size, count = config["pattern"], config["default_vocab_size"], config["default_num_special_tokens"]

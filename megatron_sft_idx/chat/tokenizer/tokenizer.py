@@ -1,8 +1,9 @@
 """Text with spans to token ids with exact loss masks, by the tokenizer of a local folder or file.
 
-``load_tokenizer`` loads it: ``tokenizer_files`` reads what the files say, and one of three models (``JsonModel``,
-``SentencePieceModel``, ``RankModel``) gives ids. ``Tokenizer.encode`` tokenises every text as one string, as the model
-will see it in training, and then finds the tokens that hold the characters of each span.
+A mask that is off by one token would be trained on and never seen. So ``Tokenizer.encode`` tokenises every text as one
+string, as the model will see it in training, and then finds the tokens that hold the characters of each span.
+``load_tokenizer`` has ``tokenizer_files`` read the files, and one of three models (``JsonModel``,
+``SentencePieceModel``, ``RankModel``) give ids.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_sft_idx.errors import SequenceError
 def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
     """Loads a tokenizer from a local folder in Hugging Face's layout, or from the file with its vocabulary alone.
 
-    That is a ``tokenizer.json``, a SentencePiece model, ranks of tiktoken's or a ``tekken.json``.
+    Such a file is a ``tokenizer.json``, a SentencePiece model, a file of tiktoken's ranks or a ``tekken.json``.
 
     Args:
         path: the folder or file; nothing is ever downloaded, and no code that came with it is run.
@@ -43,11 +44,11 @@ class Tokenizer:
     """A loaded tokenizer. Pickles as its path and options, and is loaded again on the other side.
 
     Attributes:
-        path: where it came from.
+        path: the folder or file that it was loaded from.
         backend: the library that tokenises: ``gigatoken``, ``tokenizers``, ``sentencepiece`` or ``tiktoken``.
         vocab_size: the largest id + 1, added tokens included.
         special_tokens: template variables (``bos_token``, ``eos_token`` ...) as transformers passes them.
-        control_tokens: texts of the added tokens that are special, by id.
+        control_tokens: texts of the added tokens that are special, in order of their ids.
         eos_id: id of ``eos_token``, None where the tokenizer names none.
         pad_id: id of ``pad_token``, None where the tokenizer names none.
         chat_templates: the templates that came with it, by name.
@@ -70,7 +71,7 @@ class Tokenizer:
         self.backend = model.name
         self.vocab_size = model.size
         self.fingerprint = model.fingerprint
-        # The folder's settings override the vocabulary's own, also where they say that there is no such token.
+        # The folder's settings override what the vocabulary names, even by saying null, that there is no such token.
         named = {name: text for name, text in model.named.items() if name not in files.settings}
         self.special_tokens = named | files.special_tokens
         self.control_tokens = [token.text for token in model.added if token.special]
@@ -112,7 +113,7 @@ class Tokenizer:
                 straddles an edge. The ids may then differ from those of the whole text.
             whole_characters: where a span's last character is spelled by several tokens, count all of them.
                 transformers counts only the first, and so does this by default.
-            straddling: whether a token that begins before its span counts, as it does in transformers.
+            straddling: whether a token that begins before its span is trained on, as it is by transformers.
 
         Raises:
             SequenceError: a text that cannot be tokenised; ``position`` is its place in ``rendered``.
@@ -131,7 +132,7 @@ class Tokenizer:
                 edges = spellings.edges(ids[i], utf8[i]) if crossed[i] else None
                 crossings = [] if edges is None else _weigh(edges, rendered[i], whole_characters)[1]
                 result[i] = _weighed(rendered[i], ids[i], weights[i], crossings, straddling)
-        # The rest goes by the library's own offsets, which serve every tokenizer and every text.
+        # Texts that their tokens do not spell go by the library's offsets, which serve every tokenizer and every text.
         for i in [i for i in range(len(rendered)) if i not in result]:
             row = rendered[i]
             try:
@@ -143,10 +144,10 @@ class Tokenizer:
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
-        """A row that came tokenised, its ids checked against the vocabulary.
+        """The ids and weights of a row that came tokenised, its ids checked against the vocabulary.
 
         Raises:
-            ValueError: which id is outside.
+            ValueError: an id is outside the vocabulary.
         """
         ids = row.input_ids
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
@@ -181,8 +182,8 @@ class Tokenizer:
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all.
 
-        After a control token a tokenizer that begins texts with a space does what it always does there; elsewhere the
-        text runs on.
+        A tokenizer that puts a space before a text does so behind a control token, as it always does there, and before
+        no other piece but the first.
         """
         passages: list[Passage] = []
         origins: list[tuple[int, float]] = []  # of each passage: its row and weight
@@ -221,7 +222,7 @@ class _Crossing(NamedTuple):
     """A token that is trained on and begins before its span."""
 
     token: int  # its number in the text
-    before: str  # those of its characters that lie before the span
+    before: str  # its characters that lie before the span
     text: str  # all of its characters
     begins_in_span: bool  # whether its first character lies in an earlier span that is trained on too
 
@@ -229,7 +230,7 @@ class _Crossing(NamedTuple):
 def _weigh(
     edges: NDArray[np.int64], row: Rendered, whole_characters: bool
 ) -> tuple[NDArray[np.float32], list[_Crossing]]:
-    """The weights of a text's tokens, by the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
+    """The weights of a text's tokens. ``edges`` has the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
 
     Returns:
         The weights, float32 [tokens], and the tokens that begin before the span that they are trained on for.
@@ -259,7 +260,7 @@ def _weigh(
 
 
 def _edges(row: Rendered) -> list[int]:
-    """Where spans begin and end, and the text; ValueError where they descend, overlap or end past the text."""
+    """0, where each span begins and ends, and the text's length; ValueError if they are not in ascending order."""
     edges = [0, *(edge for span in row.spans for edge in (span.start, span.stop)), len(row.text)]
     if edges != sorted(edges):
         text = f"the text of {len(row.text)} characters"
@@ -283,7 +284,7 @@ def _weighed(
     crossings: Sequence[_Crossing],
     straddling: bool,
 ) -> Encoded:
-    """One sequence; without ``straddling``, tokens that begin before their span are not trained on."""
+    """A sequence of these ids and weights; without ``straddling``, tokens that begin before their span get weight 0."""
     input_ids = ids.view(np.int32)
     if not (crossings or row.literals):
         return Encoded(input_ids, weights, row.notes)

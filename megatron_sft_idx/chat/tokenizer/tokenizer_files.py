@@ -30,7 +30,7 @@ class AddedToken(NamedTuple):
     Attributes:
         number: its id; -1 where the files give none.
         text: its content.
-        flags: those of ``tokenizers.AddedToken`` that were given.
+        flags: the flags of ``tokenizers.AddedToken`` that the files give, such as ``special``.
     """
 
     number: int
@@ -53,7 +53,7 @@ class TokenizerFiles:
         kind: the kind of that file; ``ranks`` are tiktoken's.
         spec: the content of that file where it is JSON, parsed; else empty.
         content: the bytes of that file where it is not JSON; else empty.
-        settings: ``tokenizer_config.json``, with what overrides it.
+        settings: the content of ``tokenizer_config.json``, with what other files override in it.
         special_tokens: template variables such as ``eos_token``, as transformers passes them.
         additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
             which transformers adds them.
@@ -81,7 +81,7 @@ _VOCABULARIES = (
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Reads a tokenizer's folder, or its vocabulary file alone; of a file that is named, the folder is not read.
+    """Reads a tokenizer's folder or, where a file is named, this vocabulary file and nothing beside it.
 
     Raises:
         FormatError: what is missing or broken, and what to do about it.
@@ -112,7 +112,7 @@ def _read_folder(folder: Path) -> TokenizerFiles:
     extra = settings.get("extra_special_tokens") or []
     if not isinstance(extra, list):
         raise FormatError(f"{folder}: extra_special_tokens must be a list or an object, found {extra!r:.80}")
-    # In the order in which transformers adds them; listed ones that play a named part are always special.
+    # In the order in which transformers adds them. A listed token that is also the eos_token, say, is always special.
     named = {*special.values()}
     additions = [
         token._replace(flags={**token.flags, "special": True}) if token.text in named else token for token in listed
@@ -154,7 +154,7 @@ def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_vocabulary(path: Path, file: Path) -> TokenizerFiles:
-    """A vocabulary alone, whose content decides its kind and not its name; ``path`` is what the user named."""
+    """A vocabulary file alone; its content decides its kind, not its name. ``path`` is what the user named."""
     if file.name in _UNREADABLE:
         refuse(file, "a tokenizer without tokenizer.json")
     content = _read_bytes(file)
@@ -211,7 +211,7 @@ def _merged_settings(
     """The settings that hold, and the added tokens they name in the order of their ids."""
     file, settings = folder / "tokenizer_config.json", dict[str, Any]()
     is_old = "added_tokens_decoder" not in config
-    # In older folders the map has the last word, and tokens added later stand in a file of their own.
+    # In older folders special_tokens_map.json has the last word, and added_tokens.json has the tokens added later.
     for source in (config, _read_object(folder / "special_tokens_map.json") if is_old else {}):
         settings.update(source)
         if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
@@ -236,7 +236,7 @@ def _merged_settings(
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Named tokens first, then the model's own (``image_token`` ...): what templates may ask for."""
+    """The tokens that templates may ask for by name: first ``eos_token`` and the like, then others of the model."""
     found = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
     for name, value in settings.items():
         is_token = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
@@ -249,7 +249,7 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Files of their own win over the config's key, as in transformers; chat_template.json comes last."""
+    """Templates by name: from .jinja files, else tokenizer_config.json, else chat_template.json, as in transformers."""
     templates = {file.stem: file for file in sorted((folder / "chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = folder / "chat_template.jinja"
@@ -278,7 +278,7 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
-    """Of a tokenizer that transformers can convert; ``code`` where only by running what came with it.
+    """Refuse a tokenizer that transformers can convert, and say how; with ``code``, only by running code beside it.
 
     Raises:
         FormatError: always.

@@ -1,15 +1,15 @@
-"""What tokens stand for, with the masks that follow from it; and the tokenizer of a ``tokenizer.json``.
+"""The tokenizer of a ``tokenizer.json``, ``JsonModel``, and what all kinds of tokenizers share.
 
-Masks are made in two ways: by the bytes that tokens spell (``TokenSpellings``), and by the characters that a library
-says each token holds, which ``tokenizer`` does where the bytes are not those of the text. Both agree with transformers'
-``return_assistant_tokens_mask``: a span begins with the token that holds its first character and ends with the first
-token that holds its last one. They differ from it only where its own look-up fails. There it trains to the end of the
-text (a span that ends in the text's first token, or on a character that no token covers), or drops the rest of the
-row's spans (a span that begins on such a character). Here a span never trains a token that does not overlap it, and
-a token is never lost to another span.
+Ids are those of the tokenizers library, which defines them. ``FastEngine`` has gigatoken make them, several times as
+fast, where it is known to give the same ids; no speed is worth another id. ``AddedTokens`` keeps control tokens that
+are spelt in the data plain text, and ``TokenSpellings`` says which tokens of a text a span trains on, by their bytes.
 
-The ids of a ``tokenizer.json`` are those of the tokenizers library. ``FastEngine`` has gigatoken make them where its
-ids are known to be the same. Control tokens that stand in the data stay plain text: ``AddedTokens``.
+The masks agree with transformers' ``return_assistant_tokens_mask``: a span begins with the token that holds its first
+character and ends with the first token that holds its last one. They differ only where the look-up of transformers
+fails. There it trains to the end of the text (a span that ends in the text's first token, or on a character that no
+token covers), or drops the rest of the row's spans (a span that begins on such a character). Here a span never trains a
+token that does not overlap it, and a token is never lost to another span. So it is in ``tokenizer``, which makes masks
+by the characters that a library says each token holds, where the bytes of the tokens are not those of the text.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
 
 Backend = Literal["auto", "tokenizers"]
-# Where the spaces are that a tokenizer puts before a text: of a whole text as the tokenizer has it; of a later stretch
-# of it, behind a control token; of text that runs on from other text, none.
+# Which spaces a tokenizer that puts one before each text puts before this text: before a whole text all; before a later
+# stretch, behind a control token, those that are not for the first stretch alone; in the middle of other text none.
 Spaces = Literal["whole", "later", "middle"]
 
 
@@ -48,8 +48,8 @@ class Passage(NamedTuple):
     Attributes:
         text: a whole text, or a stretch of one.
         literals: character ranges in which control tokens are plain text; ascending ``(start, stop)``.
-        middle: whether other text comes right before it, so that a tokenizer that puts a space of its own before a
-            text must not put one here.
+        middle: whether it runs on from other text, so that a tokenizer that puts a space before each text must put
+            none here.
     """
 
     text: str
@@ -57,20 +57,20 @@ class Passage(NamedTuple):
     middle: bool = False
 
     def stretch(self, start: int, stop: int, *, middle: bool) -> Passage:
-        """The characters ``[start, stop)`` of it, with what lies of its literals there."""
+        """The characters ``[start, stop)`` of the passage, with the parts of its literals that lie there."""
         inside = [(max(a, start) - start, min(b, stop) - start) for a, b in self.literals if a < stop and b > start]
         return Passage(self.text[start:stop], inside, middle)
 
 
-# Ids of a text, and of each the characters ``(begin, end)`` that it holds.
+# The ids of a text, and for each id the characters ``(begin, end)`` that it holds.
 Located = tuple[Sequence[int], Sequence[tuple[int, int]]]
 
 
 class AddedTokens:
-    """Finds the added tokens in texts: of several that begin alike the longest, single words in no other word.
+    """Finds the added tokens in texts: the longest of those at one place, and none with ``single_word`` inside a word.
 
     Args:
-        added: those tokens; their flags ``lstrip``, ``rstrip`` and ``single_word`` count.
+        added: the added tokens; of their flags ``lstrip``, ``rstrip`` and ``single_word`` count.
     """
 
     def __init__(self, added: Sequence[AddedToken]) -> None:
@@ -83,14 +83,14 @@ class AddedTokens:
         self._pattern = re.compile("|".join(parts) or r"(?!)")
 
     def encode(self, passage: Passage, encode_text: Callable[[str, int], Located]) -> tuple[list[int], list[Any]]:
-        """Tokenises the text between control tokens stretch by stretch; those in literals count as text.
+        """Tokenises a passage: added tokens outside its literals become their ids, ``encode_text`` does the rest.
 
         Args:
             passage: what to tokenise.
-            encode_text: tokenises a stretch, none of them empty, of which it is also told where it begins.
+            encode_text: tokenises the text between two added tokens, never empty, given where in the passage it begins.
 
         Returns:
-            The ids of the passage and, unless ``encode_text`` gives none, of each the ``(begin, end)`` it holds.
+            The ids, and the characters ``(begin, end)`` of the passage that each holds, if ``encode_text`` gives them.
         """
         ids: list[int] = []
         edges: list[tuple[int, int]] = []
@@ -105,7 +105,7 @@ class AddedTokens:
         return ids, edges
 
     def _stretches(self, passage: Passage) -> Iterator[tuple[int, int, int | None]]:
-        """Control tokens and what stands between them, in order: ``(start, stop)``, and the id of a control token."""
+        """The passage cut at added tokens: ``(start, stop)``, and the id of an added token or None for other text."""
         text = passage.text
         given = begin = 0
         for literal_start, literal_stop in [*passage.literals, (len(text), len(text))]:
@@ -141,10 +141,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenSpellings:
-    """What bytes each token of a byte-level tokenizer stands for, and the masks that follow from that.
+    """The bytes that each token of a tokenizer stands for, and the masks that follow from that.
 
     Args:
-        spellings: bytes by id; ids without any spell nothing.
+        spellings: bytes by id; an id that is not in it spells nothing.
 
     Attributes:
         nbytes: how many bytes each id stands for, int64.
@@ -156,7 +156,7 @@ class TokenSpellings:
         self.nbytes = np.diff(self._offsets)
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-        """The bytes that the tokens stand for, end to end; ids that are no token as ``unknown_id`` shows them."""
+        """The bytes that the tokens stand for, end to end; an id without bytes is shown as ``unknown_id`` shows it."""
         valid, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
         return b"".join(
             (i in valid and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
@@ -164,7 +164,7 @@ class TokenSpellings:
         )
 
     def edges(self, ids: NDArray[np.uint32], utf8: bytes) -> NDArray[np.int64]:
-        """The characters ``[begin, end)`` that each token of a text holds, which they must spell; [tokens, 2]."""
+        """The characters ``[begin, end)`` that each token holds of the text that all of them spell; [tokens, 2]."""
         number = np.cumsum((np.frombuffer(utf8, np.uint8) & 0xC0) != 0x80)  # of each byte's character, from 1
         ends = np.cumsum(self.nbytes[ids])
         return np.stack([number[ends - self.nbytes[ids]] - 1, number[ends - 1]], axis=1)
@@ -175,9 +175,9 @@ class TokenSpellings:
         """The loss weights of the tokens of several texts.
 
         Args:
-            ids: of each text.
-            utf8: each text, encoded.
-            spans: of each text.
+            ids: the ids of each text.
+            utf8: each text as UTF-8.
+            spans: the spans of each text.
             whole_characters: as for ``Tokenizer.encode``.
 
         Returns:
@@ -207,7 +207,7 @@ class TokenSpellings:
 
 
 def _offsets_of(rows: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where each row begins when they stand end to end, and where the last one ends."""
+    """Where each row begins when all rows stand end to end, and where the last one ends."""
     return np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
 
 
@@ -228,7 +228,7 @@ def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def exact_ids(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[NDArray[np.uint32]]:
-    """Token ids by the tokenizers library, right by definition for every tokenizer.json; it adds no special ones."""
+    """Token ids by the tokenizers library, which are right by definition; no special tokens are added."""
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
@@ -250,7 +250,7 @@ KNOWN_SPLITS = {
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
-# What loading gigatoken takes grows with the square of the longest added token: half a minute at 30,000 characters.
+# The time to load gigatoken grows with the square of the longest added token: half a minute at 30,000 characters.
 LONGEST_ADDED_NBYTES = 512
 
 # The code points that Unicode 13.0 of 2020 assigns; the tables of every library in use are newer. As 32-bit numbers:
@@ -276,7 +276,7 @@ ASSIGNED = (
     b"?lI_^0?;_qCvhUr=XI(G4Ad*OZ?^Pk_yZ`BBw%U;L-l+Bw#aPv=pUgp05?8$zU"
 )
 
-# A fresh encoder takes a tenth of a second, this much text several.
+# After this much text, which takes seconds, an encoder is made anew, which takes a tenth of a second.
 RENEWAL_NBYTES = 64 << 20
 
 PROOF = (
@@ -289,7 +289,7 @@ PROOF = (
 
 
 def known_class(spec: dict[str, Any]) -> str | None:
-    """The name of the tokenizer's class; None where gigatoken is not known to give the ids of that class."""
+    """The class of a tokenizer, such as ``llama3+nfc``; None if gigatoken is not known to give the ids of its class."""
     model, step, added = spec["model"], spec.get("pre_tokenizer"), spec["added_tokens"]
     normalizer, normalized = spec.get("normalizer"), {bool(token.get("normalized")) for token in added}
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -334,7 +334,7 @@ class FastEngine:
         """Token ids of the texts, without special tokens added."""
         ids = self.raw_ids(texts)
         doubtful = [i for i, text in enumerate(texts) if not text.isascii()]
-        if self._is_settled("".join([texts[i] for i in doubtful])):  # what is of normal form is so in every part
+        if self._is_settled("".join([texts[i] for i in doubtful])):  # then each of its parts is settled, too
             return ids
         doubtful = [i for i in doubtful if not self._is_settled(texts[i])]
         for i, exact in zip(doubtful, exact_ids(self._exact, [texts[i] for i in doubtful]), strict=True):
@@ -344,8 +344,8 @@ class FastEngine:
     def _is_settled(self, text: str) -> bool:
         """Whether every library's Unicode tables say the same about a text, so that gigatoken's ids can be taken.
 
-        A character is hardly ever reclassified once Unicode has it, and never decomposed otherwise; but libraries learn
-        new characters at different times. So the text must hold none that is younger than ``ASSIGNED``.
+        The class of a character that Unicode has hardly ever changes, its decomposition never; but libraries learn new
+        characters at different times. So the text must hold none that is younger than ``ASSIGNED``.
         """
         return bool(settled().take(np.frombuffer(text.encode("utf-32-le"), np.uint32)).all()) and (
             not self._nfc or unicodedata.is_normalized("NFC", text)
@@ -357,7 +357,7 @@ class FastEngine:
             self._encoder, self._seen_nbytes = self._make(), 0
         # As quick as a batch, which would import the awkward package: half a second.
         ids = [np.asarray(self._encoder.encode(text), np.uint32) for text in texts]
-        self._seen_nbytes += sum(len(text.encode()) for text in texts)  # which a string keeps that was asked for it
+        self._seen_nbytes += sum(len(text.encode()) for text in texts)  # quick, as strings keep their UTF-8
         return ids
 
 
@@ -416,9 +416,9 @@ class JsonModel:
         name: the library that tokenises.
         size: the largest id + 1.
         added: the control tokens and their ids, by id.
-        named: what the vocabulary itself says of ``bos_token`` and the like.
+        named: texts of ``bos_token`` and the like, where the vocabulary itself names them.
         spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
-        fingerprint: xxh3_128 of all that decides the ids.
+        fingerprint: xxh3_128 of everything that decides the ids.
 
     Raises:
         FormatError: the tokenizers library cannot load it.
@@ -433,7 +433,7 @@ class JsonModel:
         before = _added_tokens(self._tokenizer)
         self._tokenizer.add_tokens([tokenizers.AddedToken(one.text, **one.flags) for one in files.additions])
         self.added = _added_tokens(self._tokenizer)
-        # The steps as the library itself writes them. The vocabulary is as the file has it: writing it takes long.
+        # The steps are as the library writes them; the vocabulary, which takes it long to write, is as the file has it.
         steps = {
             key: None if step is None else orjson.loads(step.__getstate__())
             for key in ("normalizer", "pre_tokenizer")
@@ -443,7 +443,7 @@ class JsonModel:
         added = [{"id": token.number, "content": token.text, **token.flags} for token in self.added]
         self._spec = {**spec, **steps, "model": {**spec["model"], "type": kind}, "added_tokens": added}
         self._variants = {(orjson.dumps(steps), False): self._tokenizer}
-        self._runs_on = any(_without_prefix(step) != step for step in steps.values())
+        self._puts_space = any(_without_prefix(step) != step for step in steps.values())
         unknown = spec["model"].get("unk_token")
         self._added_ids = {token.number for token in self.added if token.text not in ("", unknown)}
 
@@ -452,7 +452,7 @@ class JsonModel:
         own = vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
         self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
         self.spellings = _byte_level_spellings(own, self.added, steps["pre_tokenizer"])
-        # Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file.
+        # The fingerprint is of the parts that decide ids, whatever their order or white space in the file.
         decisive = ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
         changed = [] if self.added == before else [*map(list, self.added)]
         options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
@@ -467,7 +467,7 @@ class JsonModel:
         Raises:
             ValueError: a passage that cannot be tokenised.
         """
-        plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._runs_on)]
+        plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._puts_space)]
         texts = [passages[i].text for i in plain]
         ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
         if len(plain) == len(passages):
@@ -481,7 +481,7 @@ class JsonModel:
         Raises:
             ValueError: a passage that cannot be tokenised.
         """
-        middle = passage.middle and self._runs_on
+        middle = passage.middle and self._puts_space
         if not passage.literals:
             tokenizer = self._variant("middle" if middle else "whole", plain=False)
             encoding = tokenizer.encode(passage.text, add_special_tokens=False)
@@ -501,7 +501,7 @@ class JsonModel:
 
     @cached_property
     def _control(self) -> AddedTokens:
-        """Made when it is first needed: few corpora spell control tokens, and thousands take half a second."""
+        """Made when first needed: few corpora spell control tokens, and thousands of them take half a second."""
         return AddedTokens(self.added)
 
     def _variant(self, spaces: Spaces, *, plain: bool) -> tokenizers.Tokenizer:
@@ -510,7 +510,7 @@ class JsonModel:
         if spaces != "whole":
             steps = {name: _without_prefix(step, later=spaces == "later") for name, step in steps.items()}
         spec = {**self._spec, **steps, **({"added_tokens": []} if plain else {})}
-        key = (orjson.dumps(steps), plain)  # most tokenizers put no spaces anywhere: these are one
+        key = (orjson.dumps(steps), plain)  # most tokenizers put no space before any text, so these keys are equal
         if key not in self._variants:
             self._variants[key] = build_tokenizer(spec)
         return self._variants[key]
@@ -538,9 +538,9 @@ class JsonModel:
 def _byte_level_spellings(
     vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
 ) -> TokenSpellings | None:
-    """What the tokens of a byte-level tokenizer spell; None for other tokenizers.
+    """The spellings of a byte-level tokenizer's tokens; None for other tokenizers.
 
-    A tokenizer counts as one where it uses that alphabet; whether tokens spell a text is checked for each text.
+    Byte-level is one with such a pre-tokenizer. Whether the tokens of a text spell it is checked for each text.
     """
     if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
         return None
@@ -549,15 +549,15 @@ def _byte_level_spellings(
     for text, index in vocabulary.items():
         try:
             spellings[index] = bytes([alphabet[c] for c in text])
-        except KeyError:  # not in that alphabet, so no text becomes this token
+        except KeyError:  # not all in the byte alphabet, so no text becomes this token
             continue
     return TokenSpellings(spellings | {token.number: token.text.encode() for token in added})
 
 
 def _without_prefix(step: dict[str, Any] | None, *, later: bool = False) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts no space before a text.
+    """A normalizer or pre-tokenizer, changed to put no space before a text; None if nothing is left of it.
 
-    With ``later`` only those spaces are left out that the library puts before the first stretch of a text alone.
+    With ``later`` it loses only the spaces that the library puts before the first stretch of a text alone.
     """
     kind = None if step is None else step["type"]
     if step is None or (kind == "Prepend" and not later):
