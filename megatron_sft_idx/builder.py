@@ -1,7 +1,4 @@
-"""``SFTIndexedDatasetBuilder``: a script that writes with Megatron's ``IndexedDatasetBuilder`` can write a shard.
-
-It only translates Megatron's interface. ``ShardWriter`` does the work, without Megatron, for all who do not need this.
-"""
+"""``SFTIndexedDatasetBuilder``: ``ShardWriter`` for scripts that write by Megatron's ``IndexedDatasetBuilder``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""``SFTIndexedDataset``: code that reads Megatron's ``IndexedDataset`` can read a shard.
+"""``SFTIndexedDataset``: ``Shard``, which knows nothing of Megatron, for code that reads by its ``IndexedDataset``.
 
-It only translates Megatron's interface; ``Shard`` does the work, without Megatron. ``MMapIndexedDataset``, the name of
-the memory-mapped reader in older Megatron, is an alias.
+``MMapIndexedDataset``, which older Megatron called its memory-mapped reader, is an alias.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What one rendering of a template may write, and how much it may do: an allowance of units that it spends.
 
-A template is somebody else's program. Two rules keep it from spoiling a corpus or a machine. First, what it writes must
-be text, a number or a plain container of those. Anything else, such as a method whose parentheses were forgotten, has a
-default text that holds a memory address and differs from process to process. Second, each rendering has an *allowance*
-of units. It pays about one unit for each byte that it makes, and some for each step that it takes; an operation that
-costs more than remains is refused before it makes anything. Units are counted and never timed, so a row is refused on
-every machine or on none.
+A template is somebody else's program, and two rules keep it from spoiling a corpus or a machine. First, what it writes
+must be text, a number or a plain container of those. Anything else, such as a method whose parentheses were forgotten,
+has a default text with a memory address in it, which differs from process to process. Second, each rendering has an
+*allowance* of units. It pays about one unit for each byte that it makes, and some for each step that it takes; an
+operation that costs more than remains is refused before it makes anything. Units are counted and never timed, so a row
+is refused on every machine or on none.
 
 The allowance is far beyond what conversations need. Every rendering has the same base; once that is spent, a multiple
 of the conversation's own size is added, once.
@@ -26,16 +26,16 @@ BASE = 1 << 27
 """Units that every rendering begins with."""
 
 PER_UNIT_OF_DATA = 128
-"""Further units, once the base is spent, for each unit that ``Allowance.weigh`` counts of the conversation."""
+"""Once the base is spent, this many further units are added for each unit that the conversation weighs."""
 
 GENEROUS = 1 << 29
-"""Further units are four times as many, but no more than this: small conversations may be written again per message."""
+"""Up to so many, the further units are four times as many: a short conversation may be written again per message."""
 
 COMPILING = 1 << 14
 """Units for compiling a template, during which Jinja computes expressions of constants."""
 
 ITEM = 16
-"""Units of one step, or of one item of a container, without the value that it refers to."""
+"""Units of one step, or of one item of a container; the item's value counts by itself."""
 
 POINTER = 8
 """Units of one item that is copied from one list to another."""
@@ -45,8 +45,8 @@ MAX_NUMBER = 1 << (1 << 16)
 
 _PAID_AT_ONCE = 1 << 18  # units: loops up to this price are paid when they begin
 _SHORT_TEXT = 256  # characters: texts up to this length are paid as if each character took one byte
-_SAME_HASHES = (1 << 61) - 1  # from here on whole numbers have the hashes of smaller ones, and many share one
-_LARGE_KEY = 1 << 14  # units of such a number as a key: each may be compared with all that came before it
+_SAME_HASHES = (1 << 61) - 1  # a whole number from here on has the hash of a smaller one, so that many share one hash
+_LARGE_KEY = 1 << 14  # units of such a number as a key, as it may be compared with all keys before it
 _QUOTED = 12  # the most bytes that Python's repr makes of a character
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -65,15 +65,15 @@ class NotText(TemplateError):  # noqa: N818 - as above
 
 
 class Allowance:
-    """What the one rendering that is under way may still spend; ``start`` begins the next one.
+    """What the rendering that is under way may still spend; ``start`` begins the next one.
 
     Most methods do an operation for a compiled template and pay for it. Any of them raises ``Overspent`` where too few
     units remain, and those that make text raise ``NotText``.
 
     Attributes:
         remaining: units.
-        nests: whether the template may have put lists or dicts into others. Such a value can be much larger than all
-            that it holds, so its size must be found by going through it.
+        nests: whether the template may have put lists or dicts into others. Such a value may hold one list a thousand
+            times, so how long its text is can only be found by going through it.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Allowance:
         return value
 
     def checked_key(self, value: Any) -> Any:
-        """The same value, which may be hashed: tuples and large numbers are paid for, tuples of tuples are refused."""
+        """The same value, to be used as a key: tuples and large numbers are paid for, tuples of tuples are refused."""
         if type(value) is str:
             return value
         if isinstance(value, tuple):
@@ -239,7 +239,7 @@ class Allowance:
         return text
 
     def soft_text(self, value: Any) -> str:
-        """The text of a value; a string, and so ``Markup``, stays the same object."""
+        """The text of a value; a string, which may be ``Markup``, stays the same object."""
         if isinstance(value, str):
             self.spend(8 * text_bytes(value))  # what escaping may make of it
             return value
@@ -333,7 +333,7 @@ def text_bytes(text: str) -> int:
 
 
 def numbers_in(text: str) -> int:
-    """The sum of the whole numbers in a format string: at least as many characters as its widths pad to."""
+    """The sum of the whole numbers in a format string, such as 13 of ``"%10s %3d"``: its padding is no longer."""
     return sum(int(digits) if len(digits) < 19 else 1 << 62 for digits in re.findall(r"\d+", text))
 
 
@@ -343,7 +343,7 @@ def sum_of_numbers(values: Iterable[Any]) -> int:
 
 
 def _description(value: Any) -> str:
-    """Words for a value without a text of its own, to end an error message."""
+    """The end of an error message about a value that has no text of its own."""
     if hasattr(value, "__next__") and type(value).__module__ == "builtins":  # generators and iterators, not loops
         return "values that are still to come: was `| list` forgotten?"
     name = getattr(value, "__name__", None) or getattr(value, "name", None)

@@ -1,9 +1,8 @@
-"""Conversations to text, with the characters that are trained on.
+"""``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
 
-``ChatTemplate`` puts the steps together: ``words`` brings messages into the form that the template takes, ``trace``
-renders them and tells which message wrote what, ``scaffold`` finds the edges of turns by rendering beginnings of the
-conversation, ``spans`` decides what the model must learn. Whatever a template does wrong becomes a ``SequenceError`` or
-``FormatError`` here.
+``words`` brings messages into a form that the template takes, ``trace`` renders them and tells which wrote what,
+``scaffold`` finds the edges of turns by rendering beginnings of the conversation, ``spans`` decides what the model must
+learn. Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class _Form(NamedTuple):
     """One conversation in one of the forms that a template may take.
 
     Attributes:
-        conversation: as it was given.
-        messages: as the template sees them.
+        conversation: the conversation as it was given.
+        messages: its messages as the template sees them.
         variables: all template variables, ``messages`` among them.
         notes: counts for the summary by name; rendering adds to them.
         style: the form of contents and arguments.
@@ -70,7 +69,7 @@ class _Form(NamedTuple):
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
-    """A rendering asked for more than its allowance. No other form of the conversation may be tried after it."""
+    """A rendering asked for more than its allowance. No other form of the conversation is tried after that."""
 
 
 class _UnrenderedError(SequenceError):
@@ -166,9 +165,9 @@ class ChatTemplate:
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
         """Render a conversation as one text or, with ``turns="split"``, as a text for each turn.
 
-        For a turn, an assistant message that is trained on is rendered with the messages before it and nothing behind
-        it, as the model would see it, and only that message is trained on. Where the text of the next turn begins with
-        this text, or the template refuses this beginning, no text is made of it and the next one trains on both turns.
+        The text of a turn has an assistant message that is trained on, and the messages before it but none behind it,
+        as the model would see them; only that message is trained on. No text is made of a turn if the next turn's text
+        begins with it, or if the template refuses to render it: the next text then trains on both turns.
 
         Raises:
             SequenceError, FormatError: as ``render``.
@@ -210,7 +209,7 @@ class ChatTemplate:
             yield outcome
 
     def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
-        """The first form, rendered with marks; or why there is none."""
+        """The first of some forms, rendered with marks; or the error of a conversation that has no form."""
         try:
             form = next(forms)
         except ValueError as error:
@@ -218,16 +217,16 @@ class ChatTemplate:
         return form._replace(traced=self._traced(form))
 
     def _traced(self, form: _Form) -> Traced | Exception:
-        """The text with what wrote it, or a ValueError or Untraceable that says why there is none."""
+        """A form rendered with marks, or the ValueError or Untraceable that says why it cannot be."""
         try:
             return self._render_or_raise(self._template.render, form.messages, form.variables)
         except (ValueError, Untraceable) as error:
             return error
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
-        """The forms of a conversation to be tried in turn: that of transformers first, as far as the template takes it.
+        """The forms of a conversation, to be tried in turn: first that of transformers, changed only as the style says.
 
-        The last ones have contents as strings where the learnt style has content parts, or the other way round.
+        The last forms have contents as strings where the style has content parts, or the other way round.
 
         Raises:
             SequenceError: the conversation cannot be used in any form.
@@ -248,10 +247,13 @@ class ChatTemplate:
                 yield _Form(conversation, messages, self._variables(messages, conversation), notes, style, missing)
 
     def _in_some_form(self, forms: Iterable[_Form], step: Callable[[_Form], list[Rendered]]) -> list[Rendered]:
-        """Render the first form that the template writes well; of doubtful ones, that of which it writes least.
+        """Render the preferred form of the style; if the template spoils it, the form with the shortest rendering.
+
+        Spoilt is one with content parts as Python prints them, or with the word None for a missing content. A longer
+        rendering may have an empty turn for that content.
 
         Raises:
-            SequenceError: it writes none of them.
+            SequenceError: the template renders no form, or spoils all.
         """
         found: list[list[Rendered]] = []
         failed: SequenceError | None = None
@@ -277,7 +279,7 @@ class ChatTemplate:
                 return rendered
             if form.missing is not ABSENT or not found:
                 found.append(rendered)
-        if found:  # a longer one may have a turn for a content that is missing
+        if found:
             return min(found, key=lambda some: sum(len(one.text) for one in some))
         assert failed is not None
         lacking = _lacking(form.conversation)
@@ -287,7 +289,7 @@ class ChatTemplate:
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
 
     def _writes_none(self, rendered: Sequence[Rendered], conversation: Conversation) -> bool:
-        """Whether the template wrote a missing content, which this form has as None, as the word None."""
+        """Whether the template wrote the word None for a missing content, in a form that has None in its place."""
         meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
         return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
 
@@ -370,8 +372,8 @@ class ChatTemplate:
     def _spans(self, finder: SpanFinder, form: _Form, chosen: Sequence[int], length: int) -> list[Span]:
         """The spans of the ``chosen`` messages with their weights, ascending.
 
-        Where all is trained on, the text that no chosen message generated has spans of weight 1 too; ``length`` is that
-        of the whole text.
+        With ``train_on="all"`` the text that no chosen message generated has spans too, of weight 1. The text has
+        ``length`` characters.
         """
         blocks = finder.blocks() if self.has_generation_markers else {}
         trained: list[tuple[int, int, int]] = []
@@ -454,7 +456,7 @@ class ChatTemplate:
 
 
 def _lacking(conversation: Conversation) -> list[int]:
-    """Positions of the answers without a content."""
+    """Positions of the assistant messages without a content."""
     return [
         index
         for index, message in enumerate(conversation.messages)

@@ -40,7 +40,7 @@ GENERATION = "_generation"
 """The method name that marks a ``{% generation %}`` block in a syntax tree."""
 
 MARK = "trace "
-"""How the names of filters begin that tracing puts into a syntax tree. No template may call them."""
+"""The names of filters that tracing puts into a syntax tree begin with this. No template may call them."""
 
 MAX_REPEATED = 1 << 24
 """The longest string or list that ``*`` may make, in items."""
@@ -61,7 +61,7 @@ _ALLOWANCE_METHODS = (
 """Methods of ``Allowance`` that compiled templates call on the environment."""
 
 _NODE_UNITS = 24
-"""Units of a node of the syntax tree, each time that the body which holds it is executed."""
+"""Units of each node of the syntax tree in a body, paid each time that the body is executed."""
 
 _ENTRY_UNITS = 2048
 """Further units of a macro, a block or a recursive loop, each time that it is entered."""
@@ -147,7 +147,7 @@ class CountingGenerator(CodeGenerator):
         self._prices: dict[int, int] = {}
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Write a node; one that a loop iterates over is written so that each iteration is paid."""
+        """Write a node; if a loop iterates over its value, write that each iteration is paid."""
         price = self._prices.pop(id(node), None)
         if price is None:
             return super().visit(node, *args, **kwargs)
@@ -156,14 +156,14 @@ class CountingGenerator(CodeGenerator):
         return self.write(f", {price})")
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        """Write the statements of a body; one that pays on entry pays before its first statement."""
+        """Write the statements of a body, behind the payment of a body that pays on entry."""
         price = self._prices.get(id(nodes))
         if price is not None:
             self.writeline(f"environment.spend({price})")
         super().blockvisit(nodes, frame)
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's names
-        """Write the template, having found what concerns all of it."""
+        """Write the template, after collecting what has to be known of all of it."""
         self._none_for_missing = set(_none_for_missing(node))
         self._rebinds_loop = any(name.name == "loop" and name.ctx != "load" for name in node.find_all(nodes.Name))
         for block in node.find_all(nodes.Block):
@@ -258,7 +258,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Write a comparison, which pays for its operands unless one of two is small."""
+        """Write a comparison, which pays for its operands, unless there are two and one is small."""
         operands = [node.expr, *(operand.expr for operand in node.ops)]
         operators = [operand.op for operand in node.ops]
         if operators in (["in"], ["notin"]) and not _is_constant_list(operands[1]):
@@ -373,10 +373,9 @@ def _body_units(body: Sequence[nodes.Node]) -> int:
 
 
 def _none_for_missing(template: nodes.Template) -> Iterator[nodes.Node]:
-    """The expressions whose value may be None where it should be undefined, because the template cannot tell.
+    """The expressions for which None does as well as Jinja's undefined, so that compiled code may use ``dict.get``.
 
-    It only asks whether they are true, are a string, or equal a constant string. Compiled code may then use
-    ``dict.get``.
+    The template only asks whether they are true, a string, or equal to a constant, as in ``{% if message.name %}``.
     """
     for node in template.find_all((nodes.If, nodes.CondExpr, nodes.Not, nodes.Or, nodes.Test, nodes.Compare)):
         if isinstance(node, (nodes.If, nodes.CondExpr)):
@@ -395,7 +394,7 @@ def _none_for_missing(template: nodes.Template) -> Iterator[nodes.Node]:
 
 
 def _truth_operands(node: nodes.Node) -> Iterator[nodes.Node]:
-    """The operands of ``and`` and ``or`` in a condition, of which only the truth counts; else the condition itself."""
+    """The parts of a condition that count as true or false only: ``a``, ``b`` and ``c`` of ``a and (b or c)``."""
     if isinstance(node, (nodes.And, nodes.Or)):
         yield from _truth_operands(node.left)
         yield from _truth_operands(node.right)
@@ -627,7 +626,7 @@ class _EscapeFormatter(_MeteredFormatter, SandboxedEscapeFormatter):
 
 
 def _counted_test(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A Jinja test each of whose operands is handed to ``pay`` first, which returns it."""
+    """A Jinja test that first hands each of its operands to ``pay``, which pays for it and returns it."""
     return lambda *values: test(*map(pay, values))
 
 

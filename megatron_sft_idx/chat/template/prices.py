@@ -1,12 +1,10 @@
-"""What methods of built-in types and Jinja's filters cost a template, and their calls, which pay first.
+"""What a template pays for a method of a string or list and for a filter of Jinja's, and their calls, which pay first.
 
-A price is found from the sizes of a value and its arguments and taken before any work is done. It is an upper bound on
-memory and time, often a loose one: at least one unit for each byte that is made, and one for every few nanoseconds of
-work, so that a whole allowance lasts for seconds at most. A method or filter that is not in these tables cannot be
-called at all.
-
-A value that a filter turns into text must have a text of its own. ``tojson`` does not escape HTML, as in transformers.
-``random`` is refused.
+``{{ "".center(9000000000) }}`` would take 9 GB by one call, so a price is computed from the sizes of a value and its
+arguments, and paid before any work is done. It is an upper bound on memory and time, often a loose one: at least one
+unit for each byte that is made, and one for every few nanoseconds of work, so that a whole allowance lasts for seconds
+at most. A method or filter that is not in these tables cannot be called at all. A value that a filter turns into text
+must have a text of its own. ``tojson`` does not escape HTML, as in transformers. ``random`` is refused.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from megatron_sft_idx.chat.template.allowance import ITEM, Allowance, Overspent,
 Filter = Callable[..., Any]
 Arguments = tuple[Any, ...]
 Price = Callable[[int, str, Arguments], int]
-"""Units for work on a text: of its size in bytes, the text, and the further arguments of the method or filter."""
+"""Gives the units of work on a text, from its bytes, the text, and the further arguments of the method or filter."""
 
 Payment = Callable[[Allowance, Any, Arguments], Any]
-"""Pays for a filter of a value with further arguments; returns the value that the filter is to work on."""
+"""Pays for a filter, given its value and further arguments; returns the value that the filter is to work on."""
 
 SHORT_ARGUMENT = 64
 """Characters: the first argument of a method in ``METHOD_FACTORS`` is not paid for if it is shorter."""
@@ -56,7 +54,7 @@ In upper case one character may become three, as in '\u0390'.upper(), each as wi
 _SHORT_STRING = 96  # bytes of a short string object and of the pointer to it in a list, without its characters
 _ESCAPED = 8  # units of a byte: a quotation mark becomes five characters, in five passes over the text
 _SORTED = 256  # units of an item that is sorted, looked up and compared in Python
-_LOOKED_UP = 64  # units of a character of an attribute's name, which may list many, for each item that is asked for it
+_LOOKED_UP = 64  # units for each item and each character of an attribute's name: "a.b,c" asks for several attributes
 _PRETTY = 64  # units for each unit of a value's weight: pprint goes through it many times
 
 _METHODS: dict[type, frozenset[str]] = {
@@ -76,7 +74,7 @@ def _linear(factor: int) -> Price:
 
 
 def _searched(size: int, text: str, arguments: Arguments) -> int:
-    """For methods that may compare a whole argument at each character, as searches from the right do."""
+    """For methods that may compare a whole argument at each character of the text, as searches from the right do."""
     return size * (1 + sum(len(one) for one in arguments if isinstance(one, str)) // SHORT_ARGUMENT)
 
 
@@ -189,7 +187,7 @@ def _pretty(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
 
 
 def _lazy(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
-    """For filters that yield something for each item of their value and look at all arguments each time."""
+    """For filters that are iterators: they look at all arguments for each item of their value."""
     weight = 4 * ITEM + allowance.weigh(arguments)
     if isinstance(value, Sized):
         allowance.spend(weight * len(value))
@@ -198,7 +196,7 @@ def _lazy(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
 
 
 def _gathered(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
-    """For filters that make lists; a number among the arguments may say how many, or how long."""
+    """For filters that make lists; a number among the arguments may say how many lists, or how long ones."""
     allowance.spend(4 * ITEM * sum_of_numbers(arguments))
     if isinstance(value, str):
         allowance.spend(text_bytes(value))

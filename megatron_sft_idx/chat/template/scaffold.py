@@ -1,20 +1,20 @@
-"""Where an assistant's turn starts and ends in a rendered conversation, learnt from renderings of its beginnings.
+"""Where an assistant's turn starts and stops in a rendered conversation, by what a server would feed the model.
 
-A template does not say which of its text is fed to the model and which the model must write, but its generation prompt
-tells. A server feeds turn k with ``messages[:k]`` and the generation prompt; when that turn is over, the conversation
-is ``messages[:k + 1]`` without it. Both are rendered from the row itself, because templates write other prompts after a
-tool's result, in a first turn or under other variables.
+The model must learn to write what it is not fed, and only the generation prompt tells that. For turn k a server feeds
+the rendering of ``messages[:k]`` with that prompt; when the turn is over, the conversation is ``messages[:k + 1]``
+without it. So a turn starts where the first rendering ends, and stops with the end of turn that ends the second. Both
+are made of the row itself, as templates write other prompts after a tool's result, in a first turn, or with variables.
 
 In this module a *turn* is an assistant message, and what the model writes for it is *its own*: words, tags and end of
 turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
-``Turn`` has those between which the edges, *start* and *stop*, are looked for; here is one of Qwen 3, which is fed the
-first line and writes the rest, with line feeds shown as ␊::
+``Turn`` has the positions between which the edges, *start* and *stop*, are looked for. Here is a turn of Qwen 3, which
+is fed the first line, and of the rest writes all up to ``stop``, with line feeds shown as ␊::
 
     <|im_start|>assistant␊<think>␊␊</think>␊␊Twelve.<|im_end|>␊<|im_start|>user␊And 5 × 5?
     low                   start              first  said      high, stop
 
-Most templates need only the first rule of each function. Every other one names a public template that needs it, and
-has its case in ``tests/test_chat_template_ways.py`` or among the templates that ``tests/template_grammar.py`` makes up.
+Most templates need only the first rule of each function. The others cannot be derived: each names a public template
+that needs it, and has its case in ``tests/test_chat_template_ways.py`` or ``tests/template_grammar.py``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "r
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
 TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
-_NEAR = 32  # characters before a position by which that position is found again in another rendering
+_NEAR = 32  # a position is found again in another rendering by so many characters before it
 
 
 class LearntEdges(NamedTuple):
     """The edges of all turns of one kind.
 
     Attributes:
-        head: the text before the first trained character.
-        dropped: the untrained text at the end of what the template wrote for the turn, without whitespace behind it.
-        late: the trained text behind what the template wrote for the turn, such as an end of turn written later.
+        head: the text of the turn before its start, such as ``<|im_start|>assistant␊``.
+        dropped: the text behind its stop that the template wrote for it all the same, without whitespace at the end.
+        late: the text before its stop that the template did not write for it: an end of turn written later.
         ended: whether an end of turn is trained on.
     """
 
@@ -60,7 +60,7 @@ class LearntEdges(NamedTuple):
 
 
 class Rules:
-    """What holds for the spans of every conversation with one template, and the edges of turns that were learnt.
+    """What is known of one template for all conversations, and the edges of turns that were learnt with it.
 
     Args:
         name: what errors call the template.
@@ -77,8 +77,8 @@ class Rules:
         piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
             character.
         prompted: whether the template can write a generation prompt when asked.
-        prompt_varies: as the function of that name.
-        learnt_edges: edges of turns, by all that may change them. ``SpanFinder`` fills it.
+        prompt_varies: what the function ``prompt_varies`` says of the template.
+        learnt_edges: edges of turns, by the kind of the turn. ``SpanFinder`` fills it.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Written(NamedTuple):
 
     Attributes:
         stop: where that text ends, with the whitespace at its end.
-        head: the header of an answer to a question, or "". It is that of the first answer to the turn's own question;
-            where no question precedes it, that of the first answer to a later question, or else of the first message.
+        head: the header of an answer to a question, or "": of the first answer to the turn's own question; where no
+            question precedes the turn, of the first answer to a later question, or else of the first message.
         answered: whether the text behind ``stop`` was written for another assistant message; None where no message
             wrote any.
     """
@@ -174,7 +174,7 @@ class Written(NamedTuple):
 
 
 class EdgeFinder:
-    """Finds the edges of turns in one rendered conversation, by renderings of its beginnings, each made once.
+    """Finds the edges of turns in one rendered conversation, by rendering beginnings of it, each of them once.
 
     Args:
         rules: what holds for every conversation.
@@ -206,21 +206,21 @@ class EdgeFinder:
             self._made[key] = self._render(messages=messages, add_generation_prompt=prompt)
         return self._made[key]
 
-    def _prompt_of(self, first: int, more: str = "") -> tuple[str, str] | None:
-        """Such a beginning with the generation prompt and without it; None where the template refuses either."""
+    def _with_and_without_prompt(self, first: int, more: str = "") -> tuple[str, str] | None:
+        """The rendering of ``_view`` with the generation prompt, and without it; None where either is refused."""
         fed, closed = self._view(first, more, True), self._view(first, more)
         return None if fed is None or closed is None else (fed, closed)
 
     @cached_property
-    def _plain(self) -> tuple[str, str]:
-        """Renderings of a made-up question, and of it with an answer; two "" where the template refuses either."""
+    def _made_up(self) -> tuple[str, str]:
+        """Renderings of a made-up question, and of that with an answer; two "" where the template refuses either."""
         question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
         asked = self._view(0, ASKED)
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
     def fed(self, turn: Turn) -> int | str:
-        """How many characters from ``low`` on a server feeds before a turn; or its prompt, if that is other text."""
+        """How many characters from ``low`` on a server feeds; the prompt itself, if what it feeds is other text."""
         fed = self._end_of_fed(turn)
         return self._prompts(turn.message)[0] if fed is None else fed - turn.low
 
@@ -229,10 +229,10 @@ class EdgeFinder:
 
         Args:
             turn: the turn.
-            own: where the words that start at its ``first`` begin, their own tags included; None for a call, which has
-                tags before it.
-            reasons: whether these words may be reasoning, which the template may put a tag of its own before.
-            traced: whether all from its ``low`` on is known to be written for the turn.
+            own: where the words at its ``first`` begin, with a tag that the message itself has before them; None if a
+                call is first, before which templates write tags.
+            reasons: whether these words may be reasoning, before which the template may write a tag.
+            traced: whether all text from its ``low`` on is known to be written for the turn.
         """
         message, low, first, _, _ = turn
         head = self._text[low:first]
@@ -244,20 +244,20 @@ class EdgeFinder:
             # The model is fed other text for earlier turns, as Qwen 3 is without their reasoning. DeepSeek V3.1 writes
             # no prompt behind the result of a call, so that only the one behind a made-up question is known.
             for prompt in prompts:
-                length = self._written_by(prompt, head)
+                length = self._fed_by_prompt(prompt, head)
                 if length:
                     return max(fed or 0, low + length)
             if message and fed is not None:
                 return fed  # DeepSeek V3.1 is fed the result of a call and nothing more
         elif traced and message and own is not None and fed is not None and fed > low and self._text[fed:own].strip():
-            # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's. A header is not,
-            # where the end of the question's turn is written with the answer: an answer ends in that way, too.
-            behind = self._plain[1].rpartition(SAID)[2].lstrip()
+            # Command A writes a prompt unasked; what follows it, <|START_RESPONSE|>, is the model's own. But where the
+            # end of the question's turn is written with the answer, with which answers end too, a header follows.
+            behind = self._made_up[1].rpartition(SAID)[2].lstrip()
             if not behind.startswith(self._text[low:fed].strip()):
                 return fed
-        if own is not None and not reasons and not head[-1:].isspace():  # which the answer may begin with
+        if own is not None and not reasons and not head[-1:].isspace():  # whitespace may be the answer's beginning
             return own
-        header = self._header_length(message, low, head)  # Magistral knows no prompt; its [THINK] is the model's
+        header = self._header_length(message, low, head)  # Magistral has no prompt, and its [THINK] is the model's own
         if own is None or (header is not None and bool(head[header:].strip()) == reasons):
             return low + (header or 0)
         return own
@@ -269,7 +269,7 @@ class EdgeFinder:
         """
         said, high = turn.said, turn.high
         openings = self._openings(turn.message, written.head)
-        shared, whole = self._shared_with_others(turn, openings)
+        shared, whole = self._shared_tail(turn, openings)
         if whole and shared < high and any(opening in self._text[shared:high] for opening in openings):
             return shared  # R1's distilled models write another header behind calls, for a content of ""
         if shared > high:
@@ -279,27 +279,29 @@ class EdgeFinder:
         return self._end_behind(turn.message, high, written.stop, openings, written.answered) or high
 
     def stop_of_untraced(self, turn: Turn) -> int:
-        """As ``stop_of_traced``, for text of which only strings of the data were found again."""
+        """As ``stop_of_traced``, if it is only known where strings of the data are in the text."""
         message, _, _, said, high = turn
         text, last = self._text, self._view(message + 1) == self._text
         openings = self._openings(message, "")
         alone = last and not any(opening in text[said:high] for opening in openings)
-        if alone and self._known_tail(turn) is None:
+        if alone and self._tail_elsewhere(turn) is None:
             return high  # nothing follows that could be another's
-        shared, whole = self._shared_with_others(turn, openings)
+        shared, whole = self._shared_tail(turn, openings)
         if whole or text.endswith(self._ends, said, shared):
             return shared
         behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
         return self._end_behind(message, behind, behind, openings, None) or shared
 
-    def _shared_with_others(self, turn: Turn, openings: Sequence[str]) -> tuple[int, bool]:
-        """How far a turn goes on as it does where other messages follow it: text that does not depend on these.
+    def _shared_tail(self, turn: Turn, openings: Sequence[str]) -> tuple[int, bool]:
+        """Compare the text behind a turn's words with what stands there if other messages follow.
+
+        What is the same does not depend on the next message, so it belongs to the turn: ``<|im_end|>`` of Qwen 3.
 
         Returns:
-            The end of that text, which starts at ``said`` and holds no header; and whether it is all that the template
-            writes where nothing follows.
+            The end of the same text, which starts at ``said`` and holds no header; and whether it is all that the
+            template writes if no message follows.
         """
-        text, said, tail = self._text, turn.said, self._known_tail(turn)
+        text, said, tail = self._text, turn.said, self._tail_elsewhere(turn)
         if tail is None:
             return said, False
         last = self._view(turn.message + 1) == text
@@ -312,12 +314,12 @@ class EdgeFinder:
         shared = said + len(text[said : min(headers, default=said + length)].rstrip())
         return shared, not last and length == len(tail)
 
-    def _known_tail(self, turn: Turn) -> str | None:
-        """What a template writes behind a turn's last words when other messages follow it than in the conversation.
+    def _tail_elsewhere(self, turn: Turn) -> str | None:
+        """What the template writes behind a turn's last words if it is followed by something else than here.
 
-        That is the rendering that ends with the turn or, where this is the conversation itself, one in which a question
-        follows. None where the template refuses it, or the turn is not found again in it. Its beginning may differ, as
-        Mistral's templates write tools before the last question: the turn is then found by its last characters.
+        By nothing or, where nothing follows here, by a made-up question. None where the template refuses that, or the
+        turn is not found again. The text before it may differ, as Mistral's templates write tools before the last
+        question: the turn is then found by its last characters.
         """
         said, other = turn.said, self._view(turn.message + 1)
         if other == self._text:  # the turn is last, or the messages behind it write nothing
@@ -333,10 +335,10 @@ class EdgeFinder:
         return None
 
     def _ending(self, start: int, stop: int) -> int:
-        """Where an end of turn stops that begins at ``start``, at ``stop`` or before.
+        """Where the end of turn that begins at ``start`` stops: at ``stop``, or before the first word.
 
-        No word belongs to an end of turn. Nor does a tag right before a word, which may open the next header, or the
-        result of a call in the turn of Gemma 4, unless that tag is the end of sequence.
+        Nor does it have a tag right before a word, which may open the next header, or the result of a call in the turn
+        of Gemma 4, unless that tag is the end of sequence.
         """
         ends = [start]
         for piece in self._piece.finditer(self._text, start, stop + 1):
@@ -348,14 +350,14 @@ class EdgeFinder:
         return ends[-1]
 
     def always_prompts(self, turn: Turn) -> bool:
-        """Whether the template seems to write a header behind all messages, even without a generation prompt.
+        """Whether the template seems to write a header behind all messages, even if no generation prompt is asked for.
 
-        Without tracing such a header cannot be told from an end of turn. It is looked for in what a made-up question
-        and its answer end with alike: it has words there, or the tag that stands right before the answer.
+        Without tracing such a header cannot be told from an end of turn. It makes a made-up question and the same with
+        an answer end alike, in words or in the tag that stands right before the answer.
         """
-        if any(self._prompts(turn.message)) and self._known_tail(turn) is not None:
-            return False  # the template writes headers where it is asked to, and `_known_tail` tells the end of turn
-        asked, answered = self._plain
+        if any(self._prompts(turn.message)) and self._tail_elsewhere(turn) is not None:
+            return False  # headers are written where they are asked for, and `_tail_elsewhere` tells the end of turn
+        asked, answered = self._made_up
         at = answered.rfind(SAID)
         if at < 0:
             return False
@@ -365,7 +367,7 @@ class EdgeFinder:
         return any(map(str.isalnum, TAG.sub(" ", behind))) or (header is not None and header in behind)
 
     def _openings(self, message: int, head: str) -> list[str]:
-        """What headers of assistants begin with (a tag, or a word up to a blank), by prompts and a traced ``head``.
+        """What assistants' headers begin with, by prompts and a traced ``head``: ``<|im_start|>``, or a word.
 
         Such an opening parts an end of turn from the header behind it, as in Command A.
         """
@@ -398,19 +400,19 @@ class EdgeFinder:
         return max(turn.low, len(fed)) if fed is not None and begins else None
 
     def _prompts(self, message: int) -> list[str]:
-        """The generation prompts of an answer at this position, and to a made-up question; "" for each not known."""
+        """Two generation prompts: for a turn at this position, and behind a made-up question; "" for one not known."""
         if not self._prompted:
             return [""]
         found = []
-        for pair in (self._prompt_of(message), self._prompt_of(0, ASKED)):
+        for pair in (self._with_and_without_prompt(message), self._with_and_without_prompt(0, ASKED)):
             prompt = "" if pair is None else pair[0][self._common(*pair) :]
             found.append(prompt if prompt.strip() else "")
         return found
 
-    def _written_by(self, prompt: str, head: str) -> int:
-        """How many characters of ``head``, the text before a turn's own, a prompt has written.
+    def _fed_by_prompt(self, prompt: str, head: str) -> int:
+        """How many characters of ``head``, the text before a turn's own, are fed to the model by this prompt.
 
-        The prompt counts up to its last occurrence, or the last occurrence of its end, in ``head``; 0 where none is.
+        They end where the prompt, or its last tags or words, occurs last in ``head``; 0 where neither occurs.
         """
         if not prompt:
             return 0
@@ -432,7 +434,7 @@ class EdgeFinder:
         return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
 
     def _header_length(self, message: int, low: int, head: str) -> int | None:
-        """How much of a turn's first text a plain answer in its place begins with too; None where nothing tells."""
+        """How many characters of ``head`` a plain answer in the turn's place has before it too; None if not found."""
         other = self._view(message, SAID)
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
@@ -446,7 +448,7 @@ class EdgeFinder:
     def _end_behind(
         self, message: int, high: int, at: int, openings: Sequence[str], answered: bool | None
     ) -> int | None:
-        """The end of a control token at ``at``, if that is the turn's end although nothing else says so; or None.
+        """Where the control token at ``at`` ends, if it ends the turn though no comparison shows it; or None.
 
         It may be a tag that names the next speaker, as GLM's <|user|> and <|observation|> do: a model of such a
         template stops when it has written that tag. A tag with which headers of assistants begin, or which merely opens
@@ -468,7 +470,7 @@ class EdgeFinder:
             another = not self._text[at + len(end) :].lstrip().startswith(tuple(openings))
         if another or not end or end in openings or at != high:
             return None
-        alone = self._prompt_of(0, ASKED)
+        alone = self._with_and_without_prompt(0, ASKED)
         if alone is not None and not _SPEAKER.search(end):
             before = alone[1].partition(ASKED)[0].strip()
             if before.startswith(end) or before.endswith(end):
@@ -504,11 +506,11 @@ def _parting(one: str, other: str) -> int:
 
 # ---- whether the prompt is the same for all conversations of one kind ----
 
-# What stands where the prompt is asked for is followed back, by names and by the tests and loops around it, to what it
-# reads of messages and tools. Who speaks, and whether functions are called, belongs to the kind of a conversation.
-# Words do not, nor counts, nor what a namespace keeps from one message for the next.
+# If so, it need not be rendered for every turn. It is, if the statements that write it, with the variables, tests and
+# loops that they depend on, read no more of messages and tools than the kind of a conversation: who speaks, and whether
+# functions are called. Words are not of the kind, nor counts, nor what a namespace keeps from one message to the next.
 _PROMPT = "add_generation_prompt"
-# What differs from conversation to conversation; and what of it does not, within one kind: ends of lists, of loops too.
+# Names whose values differ between conversations; and what of these is of the kind: fields and the ends of lists.
 _DATA = ("messages", "tools", "loop")
 _KNOWN = ("role", "tool_calls", "first", "last", 0)
 _ENDS = ("first", "last", "list", "reverse")
@@ -517,18 +519,18 @@ _TYPES = ("defined", "undefined", "string", "mapping", "iterable", "sequence")
 
 
 class _Tree:
-    """A template's names: what each is made of, and where it is asked for a prompt.
+    """A template's names: what the value of each is made of, and which statements write the generation prompt.
 
     Attributes:
         made_of: for each name the nodes of all its values, and of the tests and loops that these stand in.
         kept: names that keep a value from one iteration of a loop to the next.
-        prompts: the nodes that are written or done where it is asked for a prompt, and the tests and loops around them.
+        prompts: the statements that depend on ``add_generation_prompt``, and the tests and loops around them.
     """
 
     def __init__(self, tree: nodes.Template) -> None:
         self.made_of: defaultdict[str, list[nodes.Node]] = defaultdict(list)
         self.kept: set[str] = set()
-        # For each name those whose values read it; and for each name, and each test's id(), what it decides about.
+        # For each name the names whose values read it; for each name and test, by its id(), what it decides about.
         self._users: defaultdict[str, set[str]] = defaultdict(set)
         self._deciding: defaultdict[str, set[str]] = defaultdict(set)
         self._statements: list[tuple[nodes.Node, set[str], Sequence[nodes.Node]]] = []
@@ -585,7 +587,7 @@ class _Tree:
             self._users[used].add(name)
 
     def sources(self, node: nodes.Node) -> set[str]:
-        """Which of the data the value may come from that a node looks into."""
+        """Which of ``_DATA`` a node reads from: for ``message.role`` in a loop over the messages {"messages"}."""
         while isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter, nodes.Call)) and node.node is not None:
             if _dotted(node) in self.made_of:
                 break
@@ -595,16 +597,16 @@ class _Tree:
 
 
 def prompt_varies(tree: nodes.Template) -> bool:
-    """Whether the generation prompt may differ between conversations with the same variables, of the same kind.
+    """Whether the generation prompt may differ between two conversations of one kind with the same variables.
 
-    Of that kind are whether there are tools, and who speaks and calls functions first, last, or at all.
+    The kind says whether there are tools, and who speaks and who calls functions: first, last, or at all.
     """
     names = _Tree(tree)
     left, followed, seen = list(names.prompts), set[str](), set[int]()
     while left:
         node = left.pop()
         if id(node) in seen or (isinstance(node, nodes.Test) and node.name in _TYPES):
-            continue  # the fields that a message has are of its kind
+            continue  # which fields a message has is of the kind
         seen.add(id(node))
         if isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter)):
             found = names.sources(node)
@@ -621,7 +623,7 @@ def prompt_varies(tree: nodes.Template) -> bool:
 
 
 def _is_known(node: nodes.Getattr | nodes.Getitem | nodes.Filter) -> bool:
-    """Whether what a node takes from messages, one of them or a loop is of the kind of a conversation."""
+    """Whether what a node reads of messages, a message or a loop is of the kind, as ``message.role`` is."""
     if isinstance(node, nodes.Filter):
         field = node.args[0] if node.args and node.name in _BY_FIELD else None
         return node.name in _ENDS or (isinstance(field, nodes.Const) and field.value in _KNOWN)
@@ -633,7 +635,7 @@ def _is_known(node: nodes.Getattr | nodes.Getitem | nodes.Filter) -> bool:
 
 
 def _closure(name: str, *users: Mapping[str, set[str]]) -> set[str]:
-    """A name and all that get a value from it, by who uses what."""
+    """A name, and all names whose values depend on it; ``users`` has the names that use a name directly."""
     found, left = {name}, [name]
     while left:
         used = left.pop()

@@ -4,12 +4,12 @@ For each assistant message that is trained on, these are the characters that the
 the generation prompt up to and including the end of turn. Whitespace after that is never generated, so never trained
 on. No character of the message's own words is ever taken for the prompt's, even where they read the same.
 
-They are found in two ways, which must agree. Tracing tells which message wrote which text. Renderings of the
-conversation's beginnings tell where a turn starts and stops (``scaffold``), and one with marks in the data whose words
-lie there (``words.locate``). Renderings are slow, so they are made only for a new kind of turn: for messages of other
-shapes side by side, or other template text at an edge. The edges are then remembered for all turns of that kind. Where
-the generation prompt may differ within one kind, it is rendered for every turn, and is of the kind too.
-Where tracing cannot follow a template, renderings alone decide, in every row.
+They are found in two ways, which must agree. Tracing tells which message wrote which text. Renderings of beginnings of
+the conversation tell where a turn starts and stops (``scaffold``), and a rendering with marks in the data tells whose
+words lie there (``words.locate``). Renderings are slow, so the edges that they give are remembered for all turns of one
+kind: with messages of the same shapes around them, and the same template text at their edges. Where the generation
+prompt may differ within one kind, it is rendered for every turn, and turns with other prompts are of other kinds. Where
+tracing cannot follow a template, renderings alone decide, in every row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _EMPTY_THINKING = re.compile(
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
     re.IGNORECASE,
 )
-_TELLING = 8  # characters: words of this length are taken for a message's, since templates hardly write them themselves
+_TELLING = 8  # characters: words so long are taken for a message's, since templates hardly write the same by themselves
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
     "writes outside its generation markers",
@@ -67,7 +67,7 @@ class SpanFinder:
     Args:
         rules: what holds for every conversation.
         text: the rendered conversation.
-        messages: its messages, as the template saw them.
+        messages: the messages as the template saw them.
         tools: schemas of the functions that can be called.
         traced: which message wrote what; None where the template cannot be traced.
         render: renders other ``messages`` and variables; returns None where the template refuses them.
@@ -98,21 +98,19 @@ class SpanFinder:
         for segment in () if traced is None else own_segments(traced, messages):
             self._written.setdefault(segment.message, []).append(segment)
 
-    # What kinds of turns are told by is not looked at where the template marks them itself.
-
     @cached_property
     def _shapes(self) -> list[int]:
-        """The shape of each message, between two that stand for none: that of message i is at i + 1."""
+        """The shapes of the messages, with -1 for no message at both ends: message i has shape i + 1."""
         return [-1, *map(self._rules.shape, self._messages, chain([True], repeat(False))), -1]
 
     @cached_property
-    def _kinds(self) -> frozenset[int]:
-        """The shapes without order, since prompts may depend on a system message far before."""
+    def _shape_set(self) -> frozenset[int]:
+        """Which shapes the conversation has, since a prompt may depend on a system message far before it."""
         return frozenset(self._shapes)
 
     @cached_property
-    def _question(self) -> int:
-        """The position of a user's last message, -1 where there is none."""
+    def _last_question(self) -> int:
+        """The position of the last message of a user; -1 if there is none."""
         return max((i for i, one in enumerate(self._messages) if one.get("role") == "user"), default=-1)
 
     @cached_property
@@ -121,7 +119,7 @@ class SpanFinder:
 
     @cached_property
     def _places(self) -> list[DataMark] | None:
-        """Where the strings of the messages lie in the text, by another rendering; None where that cannot be told."""
+        """Where the strings of the messages lie in the text, by a rendering with marks; None where marks fail."""
         return locate(self._messages, self._tools, self._text, self._render)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
@@ -139,7 +137,7 @@ class SpanFinder:
             if any(piece.kind != "reasoning" for piece in pieces):
                 raise self._nowhere(message)
             if pieces:
-                self._reasoning_dropped(message)
+                self._count_or_refuse_dropped(message)
             elif not self._written:
                 raise unusable(
                     f"assistant message {message + 1} is empty, and nothing tells what the chat template"
@@ -160,9 +158,9 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def _headers_inside(self, low: int, start: int, stop: int, found: list[tuple[int, Utterance]]) -> Ranges:
-        """Where the header before ``start`` stands again behind an end of sequence: a message written as two turns.
+        """The headers inside a message that the template wrote as two turns, which the model is fed too.
 
-        Behind any other end the model goes on by itself, with a header of its own.
+        They stand behind an end of sequence. Behind any other end the model goes on and writes the header itself.
         """
         text, eos, headers = self._text, self._rules.eos, []
         header = text[low:start].strip()
@@ -176,7 +174,7 @@ class SpanFinder:
         return headers
 
     def marked(self, message: int, spans: Ranges) -> tuple[Ranges, Ranges]:
-        """As ``turn``, for a template with generation markers, whose blocks are ``spans`` and taken as they stand.
+        """As ``turn``, for a template with generation markers: the message's blocks, ``spans``, are taken as they are.
 
         Raises:
             SequenceError: the template leaves out some of the message's words, or the markers do.
@@ -204,7 +202,7 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def _is_all_marked(self, pieces: list[Utterance], segment: Segment, spans: Ranges) -> bool:
-        """Whether words alone, with an end of turn behind them, fill one block: as most do, seen without a search."""
+        """Whether one block holds just the message's words and an end of turn, as most do; then no search is needed."""
         if not self._keeps_all or len(spans) != 1 or [piece.kind for piece in pieces] != ["content"]:
             return False
         (start, stop), words = spans[0], pieces[0].text
@@ -221,9 +219,9 @@ class SpanFinder:
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
-        A block outside every loop belongs to the next message that no loop wrote and whose words it holds; where there
-        is none, to the message before it, as an end of turn written after the loop. A block without words in the text
-        of a question or a result belongs to the answer before it, as an end of turn written with the next message.
+        A block outside every loop belongs to the next answer that no loop wrote and whose words it holds. If there is
+        none, it may be an end of turn written after the loop, and belongs to the message before it. A block without
+        words that a question or a result wrote may be an end of turn too, and belongs to the answer before it.
 
         Raises:
             SequenceError: a block outside every loop belongs to no message.
@@ -260,7 +258,7 @@ class SpanFinder:
     # Where a message's text is
 
     def _own(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """The segments that the message wrote in one iteration of a loop, that which holds most of its words."""
+        """The segments that the message wrote in one iteration of a loop: the one that holds most of its words."""
         written = self._written.get(message, [])
         if len(written) == 1:
             return written if self._text[written[0].start : written[0].stop].strip() else []
@@ -276,7 +274,7 @@ class SpanFinder:
         return [one for one in written if self._text[one.start : one.stop].strip()]
 
     def _placed(self, message: int, pieces: list[Utterance]) -> list[Segment]:
-        """One segment from the strings before a message's own to those behind it, by marks; none where these fail."""
+        """By marks, the segment from the last string before a message's own strings to the first behind; or []."""
         places = self._places
         if places is None:
             return []
@@ -308,17 +306,17 @@ class SpanFinder:
                 return at
         return -1
 
-    # Whether its words are there
+    # Whether a message's words are there
 
     def _standing(self, message: int, pieces: list[Utterance], segments: list[Segment]) -> list[tuple[int, Utterance]]:
         """The utterances that stand in these segments letter for letter, each with its first position.
 
-        Reasoning that is found by chance, or only inside the answer, which repeats it, does not stand there.
+        Reasoning is left out if it is found by chance, or only within an answer that repeats it.
         """
         found = []
         for piece in pieces:
             at = self._find(piece.text, segments)
-            if at >= 0 and not (piece.kind == "reasoning" and self._by_chance(message, piece)):
+            if at >= 0 and not (piece.kind == "reasoning" and self._is_by_chance(message, piece)):
                 found.append((at, piece))
         if len(found) > 1 and found[0][1].kind == "reasoning" and found[1][1].kind == "content":
             (at, reasoning), (first, answer) = found[:2]
@@ -328,12 +326,12 @@ class SpanFinder:
                 del found[0]
         return found
 
-    def _by_chance(self, message: int, piece: Utterance) -> bool:
+    def _is_by_chance(self, message: int, piece: Utterance) -> bool:
         """Whether reasoning is so short that its letters may stand anywhere, and the template does not write it."""
         return piece.kind == "reasoning" and len(piece.text) < 2 * _TELLING and self._is_unwritten(message, piece)
 
     def _is_unwritten(self, message: int, piece: Utterance) -> bool:
-        """Whether marks tell that the template does not write an utterance, wherever its letters stand."""
+        """Whether marks tell that the template does not write an utterance, even if its letters stand somewhere."""
         if not re.search(r"\w", piece.text) or self._places is None:
             return False
         number = utterances_of(self._messages[message]).index(piece)
@@ -354,17 +352,17 @@ class SpanFinder:
                     text = text.replace(other.text, "\n", 1)  # an answer that repeats the reasoning is not it
                 escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
                 spelt = escaped in text or escape(piece.text) in text or squeezed(piece.text) in squeezed(text)
-                if spelt and not self._by_chance(message, piece):
+                if spelt and not self._is_by_chance(message, piece):
                     continue
                 if piece.kind == "reasoning":
-                    self._reasoning_dropped(message)
+                    self._count_or_refuse_dropped(message)
                     continue
                 what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {short(piece.text)}"
                 raise self._refused(message, what)
         if pieces and pieces[-1].kind == "call":  # which come last
             self._require_calls(message, pieces, segments)
 
-    def _reasoning_dropped(self, message: int) -> None:
+    def _count_or_refuse_dropped(self, message: int) -> None:
         options = self._rules.options
         if options.turns == "whole" or not options.train_on_thinking:
             self.notes["reasoning_dropped"] += 1
@@ -407,7 +405,7 @@ class SpanFinder:
             f"the chat template {self._rules.name} {verb} {what} of assistant message {message + 1}; {remedy}"
         )
 
-    # Its edges
+    # The edges of a turn
 
     def _edges_of(
         self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
@@ -426,13 +424,13 @@ class SpanFinder:
         around = (shapes[message], shapes[message + 1], shapes[message + 2])  # of the message and its neighbours
         before = text[max(0, low - 64) : low].rstrip()  # only a tag counts, as data there would be a new kind each time
         tag = end_piece(before) if before[-1:] in (">", "]") else ""
-        place = (message > self._question, traced, len(segments), high == end, tag)
+        place = (message > self._last_question, traced, len(segments), high == end, tag)
         # Arguments of calls, and text in several segments, cannot be told from the template's own text.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
         tail = end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
         turn = Turn(message, low, first, said, high)
         fed = self._edges.fed(turn) if self._rules.prompt_varies else 0
-        key = (self._variables, self._kinds, around, place, text[low:first], tail, fed)
+        key = (self._variables, self._shape_set, around, place, text[low:first], tail, fed)
         edge = known.get(key)
         if (
             edge is None
@@ -441,7 +439,7 @@ class SpanFinder:
             or not text.endswith(edge.dropped, said, high)
             or (opaque and any(self._find(words, segments) >= 0 for words in self._around(message)))
         ):
-            start, stop, ended = self._learnt(message, segments, found, traced)
+            start, stop, ended = self._learn_edges(message, segments, found, traced)
             late = text[end:stop] if stop > high else ""
             if len(known) >= MAX_REMEMBERED:
                 known.clear()
@@ -467,7 +465,7 @@ class SpanFinder:
         others += takewhile(lambda one: one.get("role") != "assistant", self._messages[message + 1 :])
         return [words for words in map(content_of, others) if len(words) >= _TELLING]
 
-    def _learnt(
+    def _learn_edges(
         self, message: int, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool
     ) -> tuple[int, int, bool]:
         """Find, by renderings, where a turn of a new kind starts and stops, and whether an end of turn is in it."""
@@ -479,7 +477,7 @@ class SpanFinder:
             for place in places
             if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
         ]
-        for piece in pieces:  # what stands there by chance is not written
+        for piece in pieces:  # letters that stand there by chance are not the message's words
             if piece.kind == "content" and places and self._is_unwritten(message, piece):
                 raise self._refused(message, f"the words {short(piece.text)}")
         found = [(at, piece) for at, piece in found if piece.kind == "call" or not self._is_unwritten(message, piece)]
@@ -489,8 +487,8 @@ class SpanFinder:
         first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
-        for at, end in self._names(segments, found, traced):
-            # Arguments without words have no marks. Those of a call before the words stand behind the last header.
+        for at, end in self._names_called(segments, found, traced):
+            # Arguments without words have no marks, so a call before the words is found by its name.
             first = at if first in words and at < first else first
             said = max(said, end)
         own = first - (self._said_before(message, first) if first in words else 0)
@@ -512,13 +510,14 @@ class SpanFinder:
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the beginning of the next sequence, which follows the end of this one
-        self._check(message, segments, start, stop)
+        self._refuse_mixture(message, segments, start, stop)
         return start, stop, said != stop
 
-    def _names(self, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool) -> Ranges:
-        """Where a message names the functions that it calls, outside other words and control tokens.
+    def _names_called(self, segments: list[Segment], found: list[tuple[int, Utterance]], traced: bool) -> Ranges:
+        """Where a message names the functions that it calls, each as often as it calls it.
 
-        A header before its text may hold a name by chance; one behind it, unless it was traced, the next message's.
+        The header before the calls may hold a name by chance, so the last places count. Text that was not traced may go
+        on into the next message, so the first places count there.
         """
         names = [piece.text for _, piece in found if piece.kind == "call"]
         words = [(at, at + len(piece.text)) for at, piece in found if piece.kind != "call"]
@@ -532,7 +531,7 @@ class SpanFinder:
         return result
 
     def _said_before(self, message: int, first: int) -> int:
-        """How many characters before ``first`` are the message's own too: a tag that opens reasoning in its content."""
+        """The length of the tag before ``first`` that opens reasoning in the message's content, as ``<think>`` does."""
         for piece in utterances_of(self._messages[message]):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
@@ -560,14 +559,14 @@ class SpanFinder:
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
         return head, roles[min(behind)[1]] == "assistant" if behind else None
 
-    def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
+    def _refuse_mixture(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
         """Refuse the row where words of other messages lie inside the turn, or words of its own outside."""
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
         places = self._places
         if places is None:  # marks change what the template does
-            self._check_words(message, spans)
+            self._refuse_mixture_by_words(message, spans)
         own: dict[tuple[int, bool], bool] = {}
         for place in places or ():
             inside = any(a <= place.at <= b and place.at != (a if place.stops else b) for a, b in spans)
@@ -581,8 +580,8 @@ class SpanFinder:
                 at = next(place.at for place in self._places or () if place.string == string)
                 raise unusable(self._mixed(message, "words outside", at))
 
-    def _check_words(self, message: int, spans: Ranges) -> None:
-        """The same without marks: refuse the row where a long content of another message lies inside the turn."""
+    def _refuse_mixture_by_words(self, message: int, spans: Ranges) -> None:
+        """As ``_refuse_mixture``, without marks: only a long content of another message is found inside the turn."""
         text = "\n".join(self._text[start:stop] for start, stop in spans)
         own = [piece.text for piece in utterances_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
@@ -599,7 +598,7 @@ class SpanFinder:
             " assistant says, or train on all tokens"
         )
 
-    # What the options leave of it
+    # What the options leave of a turn
 
     def _without_cuts(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
         """The spans of a message without reasoning and calls, where the options do not train on these."""
@@ -618,8 +617,8 @@ class SpanFinder:
     def _stretches(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges, kind: str) -> Ranges:
         """Where the utterances of one kind stand: (start, stop), ascending.
 
-        One whose words occur twice in the text of the message is looked up by its mark. Where marks cannot be used, the
-        first occurrence is taken and counted in ``notes``.
+        An utterance whose words occur twice in the message's text is looked up by its mark. Where marks fail, the first
+        occurrence is taken and counted in ``notes``.
         """
         result: Ranges = []
         pieces = utterances_of(self._messages[message])
@@ -639,7 +638,7 @@ class SpanFinder:
                 if marked:
                     at = marked[0]
                 elif kind == "reasoning" and self._is_unwritten(message, piece):
-                    self._reasoning_dropped(message)  # the words stand there by chance
+                    self._count_or_refuse_dropped(message)  # the words stand there by chance
                     continue
                 else:
                     self.notes["words_placed_by_search"] += 1
@@ -647,7 +646,7 @@ class SpanFinder:
         return sorted(result)
 
     def _thinking(self, message: int, found: list[tuple[int, Utterance]], spans: Ranges) -> Ranges:
-        """Where the reasoning of a message stands, with the tags around it, which may enclose nothing; at most one."""
+        """The range of a message's reasoning and the tags around it, such as ``<think></think>``; [] without either."""
         start, stop = spans[0][0], spans[-1][1]
         said = self._stretches(message, found, spans, "content")
         thought = self._stretches(message, found, spans, "reasoning")
@@ -664,7 +663,7 @@ class SpanFinder:
         return [(low, closing.end())]
 
     def _opens_without_reasoning(self, message: int, start: int, tag: str) -> bool:
-        """Whether the turn begins with the tag behind its reasoning where it has none: then the tag closes nothing."""
+        """Whether the turn begins with the tag behind its reasoning if there is none: then the tag closes nothing."""
         if tag.startswith(("</", "[/")) or "end" in tag.lower() or (tag.endswith("|>") and not tag.startswith("<|")):
             return False  # it says itself that it closes something
         bare = {key: value for key, value in self._messages[message].items() if key not in REASONING_FIELDS}

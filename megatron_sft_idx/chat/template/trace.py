@@ -1,4 +1,4 @@
-"""Which message wrote which characters: a template's syntax tree, marked.
+"""Which message wrote which characters of a text: found by marks in the template's syntax tree, not by comparing words.
 
 Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is given the loop variable.
 If that very object is one of the conversation's messages, or an index by which the loop body picks one, the iteration
@@ -78,7 +78,7 @@ class _Tracker:
         self.chunks: list[str] = []
         self.events: list[tuple[int, int]] = []  # (how many chunks were yielded before it, event)
         self.frames: list[int] = []  # the message of each frame
-        self._stack = [-1]  # of each open iteration the message whose text it writes; -1 for nobody's
+        self._stack = [-1]  # for each open iteration the message whose text it writes, -1 for no message
         self._positions: dict[int, int] = {}  # position of a message by its id()
         self.sentinel = ""
         self.captured = False
@@ -155,7 +155,7 @@ class _Tracker:
 
 
 class _Marker(NodeTransformer):
-    """Puts marks into a syntax tree. Generation blocks become plain scopes, with ``marks=False`` too."""
+    """Puts marks into a syntax tree. With ``marks=False`` it only turns generation blocks into plain scopes."""
 
     def __init__(self, environment: TemplateEnvironment, marks: bool) -> None:
         self.environment = environment
@@ -216,7 +216,7 @@ class _Marker(NodeTransformer):
         return nodes.Scope(body).set_lineno(node.lineno).set_environment(self.environment)
 
     def _visit_captured(self, node: nodes.Node) -> nodes.Node:
-        """Mark what is inside of a node whose text is captured."""
+        """Mark what is inside a node whose text is captured, so that these marks write sentinels."""
         outer_captured, self.captured = self.captured, True
         leaves = self._leaves
         if isinstance(node, (nodes.Macro, nodes.CallBlock)):
@@ -232,7 +232,7 @@ class _Marker(NodeTransformer):
         return visited if isinstance(visited, list) else [visited]
 
     def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
-        """A statement that calls the tracker, as a filter since the sandbox calls these without a check."""
+        """A statement that calls the tracker: by a filter, since the sandbox calls filters without a check."""
         call = nodes.Filter(value, f"{MARK}{name}{'_captured' if self.captured else ''}", lists, [], None, None)
         statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
@@ -241,7 +241,7 @@ class _Marker(NodeTransformer):
 def _indexed_by(loop: nodes.For, index: str) -> list[str]:
     """Names that a loop's body subscripts with the loop variable: ``messages`` in ``messages[i]``.
 
-    Names that the body itself assigns are left out: reading them before would change their scope.
+    Names that the body itself assigns are left out: if a mark read them first, their scope would change.
     """
     stored = {name.name for name in loop.find_all(nodes.Name) if name.ctx != "load"}
     names: dict[str, None] = {}
@@ -371,7 +371,7 @@ class TracedTemplate:
 
 
 def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Traced:
-    """Makes segments of marks: text between two of them belongs to the innermost open frame."""
+    """The segments that marks make of a text: what stands between two marks belongs to the innermost open frame."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
     outer: dict[int, int] = {}
@@ -405,7 +405,7 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
 
 
 def own_segments(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """The segments that messages wrote for themselves, those of frames that only glance at a message given to others.
+    """The segments that messages wrote, where text from a mere *glance* at a message does not count as that message's.
 
     While a template writes one message it may loop over the others merely to look something up, such as the name of a
     call. That inner loop may also write another message in full, such as a tool's results. A frame inside a frame is a

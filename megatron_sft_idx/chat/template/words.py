@@ -34,7 +34,7 @@ NULL_FORMS: tuple[tuple[str, object], ...] = (
     ("content_empty", ""),
     ("content_none", None),
 )
-"""The note that counts it, and the value that stands for a missing content; the first is what transformers does."""
+"""Values for a content that is missing, each with the note that counts its use; transformers uses the first."""
 
 _CLOSED = re.compile(
     r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
@@ -141,7 +141,7 @@ def squeezed(text: str) -> str:
 
 
 def end_piece(text: str) -> str:
-    """The last tag, word or other character of a text: the template's own, where data may stand before it."""
+    """The last tag, word or other character of a text, such as ``<|im_end|>`` of ``Twelve.<|im_end|>``."""
     end = text[-1:]
     if end in (">", "]"):
         tag = text[text.rfind("<" if end == ">" else "[") :]
@@ -182,10 +182,10 @@ class Style:
     """The form in which a template takes messages.
 
     Attributes:
-        text_arguments: whether it writes tool-call arguments well that are JSON text, not as a JSON string of JSON.
-        parsed_arguments: whether it writes tool-call arguments well that are a dict, not as Python's repr of a dict.
+        text_arguments: whether arguments of calls may be JSON text: it is pasted, and not written as a JSON string.
+        parsed_arguments: whether arguments of calls may be dicts: they are written as JSON, not as ``{'a': 1}``.
         in_parts: whether contents must be lists of content parts, because the template loses strings.
-        writes_arguments: whether the arguments of a made-up call are found in its text.
+        writes_arguments: whether the arguments of a made-up call are found in its rendering.
         null_forms: what may stand for the missing content of a call, as in ``NULL_FORMS``, in the order to try.
     """
 
@@ -206,8 +206,8 @@ def prepared(
 
     Args:
         messages: a conversation.
-        style: that form.
-        notes: counts by name; those of converted arguments are added to it.
+        style: the form.
+        notes: counts by name, to which that of converted arguments is added.
         missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
     """
     result: list[dict[str, Any]] = []
@@ -408,11 +408,11 @@ class _DataMarker:
     Args:
         sentinel: the character that opens a mark.
         close: the character that closes it.
-        gently: put marks only beside letters and digits. Templates look at the first and last character of a string,
-            such as a bracket, more often than at a letter.
+        gently: put marks only beside letters and digits. Templates test whether a string begins or ends with a
+            character such as a bracket, but hardly with a letter.
 
     Attributes:
-        marks: each mark that was put, with its ``margin``: the characters between it and its end of the string.
+        marks: the marks that were put, each with its *margin*: the end of the string outside it, ``[`` of ``[1]``.
     """
 
     def __init__(self, sentinel: str, close: str, gently: bool) -> None:

@@ -1,9 +1,8 @@
 """Text with spans to token ids with exact loss masks, by the tokenizer of a local folder or file.
 
 A mask that is off by one token would be trained on and never seen. So ``Tokenizer.encode`` tokenises every text as one
-string, as the model will see it in training, and then finds the tokens that hold the characters of each span.
-``load_tokenizer`` has ``tokenizer_files`` read the files, and one of three models (``JsonModel``,
-``SentencePieceModel``, ``RankModel``) give ids.
+string, as the model will see it, and then finds the tokens that hold the characters of each span. ``tokenizer_files``
+reads files, and one of three models (``JsonModel``, ``SentencePieceModel``, ``RankModel``) gives ids.
 """
 
 from __future__ import annotations
