@@ -77,7 +77,7 @@ examples:
 _READER = ("mask_rule", "mask_path", "repair_merge")
 _WRITER = {"row_group_size": "parquet", "samples_per_chunk": "jsonl-chunks"}
 
-# At most so many notes are printed, because each of thousands of files may have one.
+# The most notes that are printed, as each of thousands of files may have one.
 _MAX_NOTES = 20
 
 

@@ -92,7 +92,7 @@ The memory limit is a control group's, since a limit of ulimit would not count t
 exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
 """
 _MIB = 1 << 20
-# At most so many values of one row of a column are printed.
+# The most values that are printed of one row of a column.
 _MAX_VALUES = 8
 
 

@@ -124,7 +124,7 @@ def _replacement(stream: TextIO | None, number: int, output: Output) -> io.TextI
     if stream is not None:
         with contextlib.suppress(OSError):
             stream.flush()
-    # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
+    # Data hold any character. One that the encoding of a terminal or file lacks is written as its number.
     return io.TextIOWrapper(
         io.BufferedWriter(_LossyFile(number, (STDOUT, STDERR)[number - 1], output)),
         encoding=getattr(stream, "encoding", "utf-8"),

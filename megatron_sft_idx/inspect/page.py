@@ -340,7 +340,7 @@ def histogram(
 
     Args:
         title: what the values are.
-        caption: what is to be known of them.
+        caption: what a reader should know of the values.
         tally: the values.
         low: where the axis begins.
         high: where it ends.

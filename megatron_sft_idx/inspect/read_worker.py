@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
-# So many packs, those of a few batches, are announced at once: while packs 0 to 31 are read, 32 to 63 are announced.
+# How many packs are announced at once, those of a few batches: while packs 0 to 31 are read, 32 to 63 are announced.
 AHEAD = 32
 
 Order = Literal["shuffled", "sequential"]
@@ -70,7 +70,7 @@ class Setting:
         return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self.options)}))"
 
 
-# From the simplest on: of settings that are as good as each other, the first one is recommended.
+# The simplest first: of settings that are equally good the first one is recommended.
 SETTINGS = (
     Setting(),
     Setting(advice="random"),

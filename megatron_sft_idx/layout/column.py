@@ -123,7 +123,7 @@ class ColumnSpec:
         return self.per, self.dtype.str, self.width, self.alignment
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of an array of so many rows: [rows] or [rows, width]."""
+        """The shape of an array of this number of rows: [rows] or [rows, width]."""
         return (rows,) if self.width == 1 else (rows, self.width)
 
     def array(self, name: str, values: ArrayLike, rows: int) -> NDArray[Any]:

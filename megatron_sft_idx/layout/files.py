@@ -1,4 +1,4 @@
-"""The files of a shard: their names, the bytes of Megatron's index, dtypes and limits, and the header of ``.seq.idx``.
+"""What all code must agree on about a shard's files: names, Megatron's index, dtypes, limits, ``.seq.idx``'s header.
 
 Nothing here opens a file. FORMAT.md is the specification, and rules have the same numbers in both.
 
@@ -136,7 +136,7 @@ class ShardPaths:
         return f"{self.prefix}.{name}.col{self.ending}"
 
     def with_columns(self, names: Iterable[str]) -> ShardPaths:
-        """The same paths, and those of these columns."""
+        """These paths, with the columns of these names added."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:

@@ -35,7 +35,7 @@ _PLANNERS: Final = {
     "best-fit": "best-fit",
     "first-fit-decreasing": "first-fit-decreasing",
 }
-# ``auto`` tries first-fit-shuffle up to so many sequences: above, it takes longer than all other methods and never won.
+# The most sequences for which ``auto`` tries first-fit-shuffle: with more it costs more than all others, and never won.
 _MAX_SHUFFLED: Final = 100_000
 # effort="high" solves a linear program if the best plan has more than bound * (1 + _GAP) + 1 packs.
 _GAP: Final = 1e-4

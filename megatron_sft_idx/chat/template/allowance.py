@@ -29,7 +29,7 @@ PER_UNIT_OF_DATA = 128
 """Once the base is spent, this many further units are added for each unit that the conversation weighs."""
 
 GENEROUS = 1 << 29
-"""Up to so many, the further units are four times as many: a short conversation may be written again per message."""
+"""The further units are four times as many up to this number: a short conversation may be written again per message."""
 
 COMPILING = 1 << 14
 """Units for compiling a template, during which Jinja computes expressions of constants."""

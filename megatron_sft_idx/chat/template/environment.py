@@ -217,7 +217,7 @@ class CountingGenerator(CodeGenerator):
         return isinstance(node, nodes.Const) and type(node.value) in (int, float)
 
     def _is_loop(self, node: nodes.Node, frame: Frame) -> bool:
-        """Whether an expression is the ``loop`` of a ``for`` loop, and surely no other value of that name."""
+        """Whether an expression is certainly the ``loop`` of a ``for`` loop, and not a variable of that name."""
         if self._rebinds_loop or not isinstance(node, nodes.Name) or node.name != "loop":
             return False
         reference = frame.symbols.find_ref("loop")
@@ -311,7 +311,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802
-        """Write a test; that for a string needs no call."""
+        """Write a test; ``is string`` needs no call."""
         if node.name == "string":
             self._write_code(frame, "isinstance(", node.node, ", str)")
         else:
@@ -330,7 +330,7 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Write a call; that of a method as ``call_method``, which saves looking the method up first."""
+        """Write a call; for one of a method ``call_method`` is called, which need not look the method up first."""
         if forward_caller or not isinstance(node.node, nodes.Getattr):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return

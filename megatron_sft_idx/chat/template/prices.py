@@ -46,7 +46,7 @@ METHOD_FACTORS = {
     ),
     **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), 4),
 }  # fmt: skip
-"""Methods of strings that cost so many units for each byte of the string if their first argument is short.
+"""Methods of strings whose first argument is short, by name, and their units for each byte of the string.
 
 In upper case one character may become three, as in '\u0390'.upper(), each as wide as the widest of the text.
 """
@@ -166,7 +166,7 @@ def call_method(allowance: Allowance, value: Any, name: str, args: Arguments, kw
 
 
 def _of_text(price: Price, coerced: bool = True) -> Payment:
-    """For filters of a text, at this price; ``coerced`` for those that make a text of any other value first."""
+    """For filters of a text, at this price; ``coerced`` if they first make a text of a value that is none."""
 
     def payment(allowance: Allowance, value: Any, arguments: Arguments) -> Any:
         weight = allowance.weigh(arguments, written=coerced) if arguments else 0

@@ -40,7 +40,7 @@ _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "r
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
 TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
-_NEAR = 32  # a position is found again in another rendering by so many characters before it
+_NEAR = 32  # the characters before a position by which it is found again in another rendering
 
 
 class LearntEdges(NamedTuple):

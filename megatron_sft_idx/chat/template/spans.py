@@ -123,7 +123,7 @@ class SpanFinder:
         return locate(self._messages, self._tools, self._text, self._render)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
-        """The characters of one assistant message: all that it generated, and those of them that are trained on.
+        """The characters that the model generates for one assistant message, and those of them that are trained on.
 
         Raises:
             SequenceError: the template leaves out some of the message's words, or nothing tells where they are.

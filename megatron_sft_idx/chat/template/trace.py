@@ -31,7 +31,7 @@ from megatron_sft_idx.chat.template.environment import GENERATION, MARK, Templat
 from megatron_sft_idx.chat.template.words import utterances_of
 from megatron_sft_idx.errors import FormatError
 
-_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; those from 0 on open the frame of that number
+_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; one of 0 or above opens the frame of that number
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 _WRITERS = (nodes.Output, nodes.CallBlock, nodes.FilterBlock, nodes.Block, nodes.Include)
 

@@ -207,7 +207,7 @@ def prepared(
     Args:
         messages: a conversation.
         style: the form.
-        notes: counts by name, to which that of converted arguments is added.
+        notes: counts by name, to which the number of converted arguments is added.
         missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
     """
     result: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fitting(arguments: object, as_text: bool) -> object:
-    """The arguments of a call as JSON text or as a dict; None where they are in that form, or cannot be put into it."""
+    """The arguments of a call, changed from a dict to JSON text (``as_text``) or back; None if there is no change."""
     if as_text and isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     if not as_text and isinstance(arguments, str):
@@ -367,7 +367,7 @@ def locate(
     Args:
         messages: the conversation as the template saw it.
         tools: schemas of the functions that can be called, whose descriptions are looked for too.
-        text: the plain rendering of these.
+        text: the plain rendering of messages and tools.
         render: renders altered ``messages`` and ``tools``; returns None where the template refuses them.
 
     Returns:

@@ -40,7 +40,7 @@ def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
 
 
 class Tokenizer:
-    """A loaded tokenizer. Pickles as its path and options, and is loaded again on the other side.
+    """A loaded tokenizer. Pickling it keeps only path and options, by which unpickling loads it again.
 
     Attributes:
         path: the folder or file that it was loaded from.
@@ -102,9 +102,9 @@ class Tokenizer:
         """Tokenises texts and weighs their tokens by the spans; no special tokens are added.
 
         A token is trained on where it overlaps a span. ``notes`` of each result gains three counts:
-        ``straddling``, the spans whose first token begins before them; ``straddling_header``, those of them whose
-        first token brings more than white space in; and ``literals``, the control tokens in the data that were kept
-        as text.
+        ``straddling``, the spans whose first token begins before them; ``straddling_header``, the spans whose first
+        token holds more than white space of the text before them; and ``literals``, the control tokens in the data
+        that were kept as text.
 
         Args:
             rendered: any number of texts; a hundred or so at once is quicker than one by one.

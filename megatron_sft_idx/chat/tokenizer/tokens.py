@@ -37,8 +37,8 @@ from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.errors import FormatError
 
 Backend = Literal["auto", "tokenizers"]
-# Which spaces a tokenizer that puts one before each text puts before this text: before a whole text all; before a later
-# stretch, behind a control token, those that are not for the first stretch alone; in the middle of other text none.
+# Where a text stands, for tokenizers that put a space before texts. A "whole" text gets it. A "later" stretch, behind a
+# control token, gets it unless it is for the first stretch alone. In the "middle" of other text there is none.
 Spaces = Literal["whole", "later", "middle"]
 
 
