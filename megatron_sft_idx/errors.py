@@ -128,10 +128,10 @@ class StorageError(SFTIndexError):
 
 
 def check_option(name: str, value: Any, hint: Any, lowest: int = 1, highest: int = 2**31 - 1) -> None:
-    """Hold an option to its type hint: a switch, a whole number, or a ``Literal``; those of other hints all pass.
+    """Hold an option to its type hint, if that is ``bool``, ``int`` or a ``Literal``; any other option passes.
 
     Raises:
-        FormatError: it is none of the choices, or no number from ``lowest`` to ``highest``.
+        FormatError: the value is none of the choices, or no number from ``lowest`` to ``highest``.
     """
     if hint is bool and not isinstance(value, bool):
         raise FormatError(f"{name}: {value!r}, expected True or False")
