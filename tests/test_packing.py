@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import SequenceError
-from megatron_sft_idx.packing import METHODS, WindowPacker, pack_sequences
+from megatron_sft_idx.packing import METHODS, WindowPacker, linear_program, pack_sequences
 
 OTHERS = [method for method in METHODS if method != "auto"]
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
@@ -247,6 +247,54 @@ def test_high_effort_closes_a_gap():
     assert high.num_packs < normal.num_packs
     assert high.method == "linear-program"
     assert high.num_packs <= high.lower_bound * 1.002
+
+
+def mixed(seed, share, low, high, count=20_000):
+    """Lengths of which a share is any, and the rest between two bounds."""
+    rng, some = np.random.default_rng(seed), int(count * share)
+    return np.concatenate([rng.integers(1, 4097, some), rng.integers(low, high, count - some)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packs"),
+    [
+        (mixed(1, 0.0, 800, 2000), 6910),  # of 7,260 without the program
+        (mixed(3, 0.03, 1100, 1700), 7250),  # of 7,680
+        (mixed(3, 0.1, 900, 1200), 5880),  # of 6,040
+    ],
+)
+def test_high_effort_keeps_its_gain_beside_lengths_of_all_kinds(lengths, packs, monkeypatch):
+    monkeypatch.setattr(linear_program, "_MAX_WORK", 150_000_000, raising=False)  # a fraction of what it may cost
+    high = pack_sequences(lengths, 4096, effort="high")
+    check(high, lengths, 4096)
+    assert (high.method, high.num_packs < packs) == ("linear-program", True)
+
+
+def test_high_effort_is_not_spent_where_no_pattern_of_the_grid_can_gain_a_pack(monkeypatch):
+    def work(*arguments):
+        raise AssertionError(arguments)
+
+    lengths = np.concatenate([mixed(1, 0.8, 1100, 2700), np.full(17, 4096)])
+    normal = pack_sequences(lengths, 4096, method="best-fit")
+    assert normal.num_packs > normal.lower_bound * 1.0001 + 1
+    monkeypatch.setattr(linear_program, "_solve", work)
+    sizes, counts = np.unique(lengths, return_counts=True)
+    assert linear_program.plan_by_linear_program(sizes, counts, 4096, 2**31 - 1, 0, normal.num_packs) is None
+    with pytest.raises(AssertionError):
+        linear_program.plan_by_linear_program(sizes, counts, 4096, 2**31 - 1, 0, 2 * normal.num_packs)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=24, unique=True), st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_first_patterns_pack_all_that_there_is(sizes, max_sequences, data):
+    present, grid = np.sort(np.array(sizes)), 60
+    demand = np.array(data.draw(st.lists(st.integers(1, 500), min_size=len(sizes), max_size=len(sizes))))
+    columns, inverse, amounts = linear_program._first_patterns(present, demand, grid, max_sequences)
+    assert (columns @ present <= grid).all()
+    assert (columns.sum(axis=1) <= max_sequences).all()
+    np.testing.assert_allclose(inverse @ columns.T, np.eye(len(sizes)), atol=1e-6)
+    np.testing.assert_allclose(amounts @ columns, demand, rtol=1e-9)
+    assert (amounts >= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ of ``GRID`` steps, so that every pattern also fits the true sizes. The solution 
 ordinary planner packs the remaining sequences.
 
 It helps where packs hold two to four sequences, for which greedy planners stay percents away from the bound. Where
-packs hold many, the grid costs more than the program gains; so the caller must take the better of both plans.
+packs hold many, the grid costs more than the program gains: the caller must take the better of both plans, and none is
+made where the grid alone tells that another plan is as good.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 
 GRID: Final = 256
-_MAX_PIVOTS: Final = 3000  # these take seconds; the solution is valid after each pivot
+# Numbers added up and compared for a solution, which is valid after each pivot: some seconds. Most take a tenth of it.
+_MAX_WORK: Final = 1_000_000_000
 _TOLERANCE: Final = 1e-7
 
 Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
 
 
 def plan_by_linear_program(
-    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, max_sequences: int, seed: int
-) -> Patterns:
-    """Patterns that pack all sequences.
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, max_sequences: int, seed: int, fewest: int
+) -> Patterns | None:
+    """Patterns that pack all sequences, or None where they would be no fewer packs than ``fewest``.
 
     Args:
         sizes: ascending sizes of the classes, each at most the capacity.
@@ -37,6 +39,7 @@ def plan_by_linear_program(
         capacity: capacity of a pack, in the unit of the sizes.
         max_sequences: how many sequences a pack may hold.
         seed: seed of the planner that packs the remaining sequences.
+        fewest: how many packs another plan has.
 
     Returns:
         Offsets int64 [patterns + 1], entries int32 [n, 2], and how many packs have each pattern, int64 [patterns].
@@ -45,7 +48,9 @@ def plan_by_linear_program(
     grid = min(GRID, capacity)
     steps = -(-sizes * grid // capacity)  # rounded up, so that what fits the grid fits the capacity
     present, group = np.unique(steps, return_inverse=True)
-    demand = np.bincount(group, counts).astype(np.float64)
+    demand = np.bincount(group, counts).astype(np.int64)
+    if _native.packing_lower_bound(present, demand, grid, max_sequences) >= fewest:
+        return None
     columns, amounts = _solve(present, demand, grid, max_sequences)
     remaining = counts.copy()
     packed = _PackedClasses(remaining, group)
@@ -65,16 +70,15 @@ def plan_by_linear_program(
 
 
 def _solve(
-    present: NDArray[np.int64], demand: NDArray[np.float64], grid: int, max_sequences: int
-) -> tuple[list[NDArray[np.int64]], NDArray[np.float64]]:
-    """Patterns (how many of each grid size) and how many packs use each, a fraction; by a revised simplex method."""
-    times = np.minimum(grid // present, max_sequences)
-    columns = [row.astype(np.int64) for row in np.diag(times)]
-    inverse = np.diag(1.0 / times)
-    amounts = demand / times
-    for _ in range(_MAX_PIVOTS):
+    present: NDArray[np.int64], demand: NDArray[np.int64], grid: int, max_sequences: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Patterns, each counts of the grid sizes, and how many packs use each; by a revised simplex method."""
+    columns, inverse, amounts = _first_patterns(present, demand, grid, max_sequences)
+    work = 0
+    while work < _MAX_WORK:
         prices = inverse.sum(axis=0)
-        column = _best_pattern(present, prices, grid, max_sequences)
+        column, rounds = _best_pattern(present, prices, grid, max_sequences)
+        work += len(present) * (rounds * grid + len(present))
         if prices @ column <= 1 + _TOLERANCE:
             break
         direction = inverse @ column
@@ -90,10 +94,42 @@ def _solve(
     return columns, np.maximum(amounts, 0.0)
 
 
+def _first_patterns(
+    present: NDArray[np.int64], demand: NDArray[np.int64], grid: int, max_sequences: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """As many patterns as sizes to begin from, the inverse of their matrix, and how many packs use each.
+
+    Each is filled with the largest sizes that are left, and used until one of them is used up: this is the size that it
+    stands for. No later pattern has it, so the matrix is triangular. From packs that are this full, a tenth of the
+    pivots lead to the solution that it takes from patterns of one size.
+    """
+    count, sizes = len(present), present.tolist()
+    columns, inverse, amounts = np.zeros((count, count), np.int64), np.zeros((count, count)), np.zeros(count)
+    remaining, waiting = demand.astype(np.float64), list(range(count))
+    while waiting:
+        column, room, free = np.zeros(count, np.int64), grid, max_sequences
+        for i in reversed(waiting):
+            if times := min(room // sizes[i], free):
+                column[i], room, free = times, room - times * sizes[i], free - times
+        used = np.flatnonzero(column)
+        packs = remaining[used] / column[used]
+        out = int(used[np.argmin(packs)])
+        inverse[out] = -(columns[:, out] @ inverse) / column[out]
+        inverse[out, out] += 1 / column[out]
+        columns[out], amounts[out] = column, max(packs.min(), 0.0)
+        remaining -= amounts[out] * column
+        waiting.remove(out)
+    return columns, inverse, amounts
+
+
 def _best_pattern(
     present: NDArray[np.int64], prices: NDArray[np.float64], grid: int, max_sequences: int
-) -> NDArray[np.int64]:
-    """The pattern of highest price, by dynamic programming: a round adds one sequence, until none fits or pays."""
+) -> tuple[NDArray[np.int64], int]:
+    """The pattern of highest price, by dynamic programming: a round adds one sequence, until none fits or pays.
+
+    Returns:
+        The pattern, and how many rounds it took.
+    """
     value = np.append(np.zeros(grid + 1), -np.inf)
     choices = []
     before = np.arange(grid + 1)[:, None] - present[None, :]
@@ -113,7 +149,7 @@ def _best_pattern(
         if (pick := int(choice[room])) >= 0:
             pattern[pick] += 1
             room -= int(present[pick])
-    return pattern
+    return pattern, 1 + len(choices)
 
 
 class _PackedClasses:

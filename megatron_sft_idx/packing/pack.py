@@ -95,7 +95,7 @@ def pack_sequences(
             classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by the seed, and ``sequential`` keeps
             the order of the sequences and of the packs, whatever the seed.
         effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps most where
-            packs hold two to four sequences, and takes up to half a minute.
+            packs hold two to four sequences, and takes some seconds more.
         max_sequences_per_pack: no pack holds more; None sets no limit.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
@@ -165,8 +165,8 @@ class _Problem:
                 tried.append((name, patterns))
         fewest = min(_packs(patterns) for _, patterns in tried)
         if effort == "high" and fewest > self.bound * (1 + _GAP) + 1:
-            patterns = plan_by_linear_program(self.sizes, self.counts, self.units, self.limit, self.seed)
-            tried.append(("linear-program", patterns))
+            planned = plan_by_linear_program(self.sizes, self.counts, self.units, self.limit, self.seed, fewest)
+            tried += [("linear-program", planned)] if planned else []
         best = min(tried, key=lambda each: _packs(each[1]))
         if method != "auto" or _packs(best[1]) == self.bound:
             return self.hand_out(*best)
