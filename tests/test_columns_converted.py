@@ -114,6 +114,20 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
         assert len(open_reader(there, to)) == len(packs)
 
 
+@pytest.mark.parametrize("name", [name for name in OTHERS if name in READABLE])
+def test_columns_are_asked_for_in_vain_of_formats_that_have_none(tmp_path: Path, name: str) -> None:
+    write_samples(tmp_path / "x", PACKS)
+    convert(str(tmp_path / "x"), there := str(tmp_path / "there"), name, ConvertOptions(allow_loss=True))
+    for columns, back in (("source",), None), ((), "none"), (None, "all"):
+        options = ConvertOptions(reader={"columns": columns} | ({"mask_rule": "all"} if name == "pbin" else {}))
+        if back is None:
+            with pytest.raises(FormatError, match=f"there.*: columns source: a {name} source has none; leave them out"):
+                convert(there, str(tmp_path / "back"), "sft-idx", options)
+        else:
+            assert convert(there, str(tmp_path / back), "sft-idx", options).verified
+    assert not (tmp_path / "back.seq.idx").exists()
+
+
 @pytest.mark.parametrize("name", [name for name in CARRYING if name != "sft-idx"])
 @pytest.mark.parametrize("value", [1 << 64, functools.reduce(lambda inner, _: [inner], range(300), [])])
 def test_metadata_that_a_format_cannot_store_are_refused(tmp_path: Path, name: str, value: Any) -> None:

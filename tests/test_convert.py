@@ -389,6 +389,9 @@ def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> Non
     write_samples(tmp_path / "x", demo_samples(5))
     convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", ConvertOptions(capacity=99))
     assert Shard(tmp_path / "y").header.capacity == 99
+    for capacity in (0, -5, True, 12.0, 2**31):
+        with pytest.raises(FormatError, match=f"--capacity: {capacity}, expected a whole number from 1 to"):
+            ConvertOptions(capacity=capacity)  # type: ignore[arg-type]
     with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --capacity is 11"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
     write_samples(tmp_path / "m", demo_samples(5), sequence_multiple=8)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import tempfile
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_sft_idx.packs.run import (
     PackRun,
     checked_run,
     label_aligned,
+    read_window,
     require_same_length,
     windows,
 )
@@ -279,5 +280,19 @@ def test_windows_of_a_shard_carry_the_rows_of_their_packs(packs: list[Sample], t
         ]
         for name, (_, values) in columns.items():
             assert np.concatenate([each[name].values for each in found]).tolist() == values.tolist()
+        beyond = islice(windows(shard.files, tokens, stop=len(shard) + 1), len(packs) + 1)
+        assert sum(map(len, beyond)) == len(packs)
+        assert [*islice(windows(shard.files, tokens, first=len(shard), stop=len(shard) + 2), 2)] == []
         with pytest.raises(ShardNotFoundError, match="no column other"):
             next(windows(shard.files, tokens, {"other": shard.columns.open("other")}))
+
+
+def test_runs_and_windows_are_compared_as_objects(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", PACKS)
+    files = Shard(tmp_path / "x").files
+    for one, other in (
+        (read_window(files, 0, 2), read_window(files, 0, 2)),
+        (read_window(files, 0, 2).run(), read_window(files, 0, 2).run()),
+    ):
+        assert one != other
+        assert {one, other} == {other, one}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, check_option
 from megatron_sft_idx.formats.base import PackCounts, PackedReader, PackedSpec
 from megatron_sft_idx.formats.bridge import (
     BRIDGE_PADDING_KEY,
@@ -93,6 +93,9 @@ class ConvertOptions:
         reader: options of the source's ``Reader``. For any format ``columns``, the names of columns to convert; None
             is all.
         writer: options of the destination's ``Writer``.
+
+    Raises:
+        FormatError: a capacity that is no whole number from 1 on.
     """
 
     source_format: str | None = None
@@ -104,6 +107,9 @@ class ConvertOptions:
     padding: Padding | None = None
     reader: Mapping[str, Any] = field(default_factory=dict)
     writer: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_option("--capacity", self.capacity, int | None)
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ def convert(
     name, paths = resolve_source(source, options.source_format)
     _check_places(name, paths, destination, to, options)
     reader_of_all = JoinedReader(
-        name, paths, mask_alignment=options.mask_alignment, max_open=1, options=_reader_options(name, options)
+        name, paths, mask_alignment=options.mask_alignment, max_open=1, options=_reader_options(name, paths[0], options)
     )
     unjoinable = reader_of_all.unjoinable_columns
     if unjoinable and not options.allow_loss:
@@ -210,12 +216,18 @@ def _check_places(name: str, paths: list[str], destination: str, to: str, option
         check_summary_place(destination, overwrite=options.overwrite, padded=padded)
 
 
-def _reader_options(name: str, options: ConvertOptions) -> dict[str, Any]:
-    """What the source's ``Reader`` is opened with; without a choice of columns, all that there are."""
+def _reader_options(name: str, path: str, options: ConvertOptions) -> dict[str, Any]:
+    """What the source's ``Reader`` is opened with; without a choice of columns, all that there are.
+
+    Raises:
+        FormatError: columns are asked for by name, of a format that has none.
+    """
     known, reader_options = options_of_reader(name), dict(options.reader)
     columns = reader_options.pop("columns", None)
     if "columns" in known:
         reader_options["columns"] = columns
+    elif columns:
+        raise FormatError(f"{path}: columns {', '.join(columns)}: a {name} source has none; leave them out")
     if "capacity" in known and options.capacity is not None:
         # Packers of this format exceed the capacity that they were given, by an amount that its reader knows.
         reader_options["capacity"] = options.capacity

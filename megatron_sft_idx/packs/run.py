@@ -65,7 +65,7 @@ def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Column
     return {name: Column(column.spec, column.values[rows[column.spec.per]]) for name, column in columns.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackRun:
     """Consecutive packs: their arrays end to end, as ``ShardWriter.add_packs`` takes them.
 
@@ -324,7 +324,7 @@ def count_fitting(offsets: NDArray[Any], max_size: int) -> int:
     return min(int(np.searchsorted(offsets, offsets[0] + max_size, side="right")), len(offsets)) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Window:
     """Consecutive packs of a shard: their offsets are in memory, ids and masks are read by ``content``.
 
@@ -383,13 +383,13 @@ def windows(
             window of its own. None for ``WINDOW_TOKENS``.
         columns: those that the windows carry.
         first: the first pack.
-        stop: the pack behind the last; None for all packs from ``first`` on.
+        stop: the pack behind the last; None, or more than there are, for all packs from ``first`` on.
 
     Raises:
         FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
     """
     files.check_ends()
-    stop = files.num_packs if stop is None else stop
+    stop = files.num_packs if stop is None else min(stop, files.num_packs)
     tokens = fewer_tokens(tokens or WINDOW_TOKENS, {name: column.spec for name, column in columns.items()})
     # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
     step = 1 + 2 * tokens * files.num_packs // max(1, files.num_tokens)
