@@ -198,6 +198,34 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert missing["ok"] is False
     assert "no shard here" in missing["error"]
     assert (good["ok"], good["findings"], good["omitted"]) == (True, [], {})
+    assert (good["error"], missing["findings"]) == (None, [])
+    assert set(good) == set(broken) == set(missing)
+
+
+@pytest.mark.parametrize("bad", ["", "empty", "*.none", "x.seq.idx/", "both"])
+def test_what_names_no_shard_does_not_keep_others_from_being_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "x", demo_samples())
+    for name in ("both/y", "both"):
+        write_samples(tmp_path / name, demo_samples())
+    for arguments in ((bad, "x"), ("x", bad), (bad,)):
+        done = command("verify", *arguments)
+        assert (done.code, "x: ok: " in done.out, done.err.count("error: ")) == (1, "x" in arguments, 1)
+        document = json.loads(command("verify", "--json", *arguments).out)
+        assert document["ok"] is False
+        assert [shard["prefix"] for shard in document["shards"]] == list(arguments)
+        assert [shard["error"] is None for shard in document["shards"]] == [each == "x" for each in arguments]
+
+
+def test_a_shard_under_several_spellings_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path / "x", demo_samples())
+    (tmp_path / "link").symlink_to(tmp_path)
+    spellings = ["x", "./x", "x.bin", f"{tmp_path}/x", f"../{tmp_path.name}/x", "link/x", ".", "x*"]
+    assert command("verify", *spellings).out == command("verify", "x").out
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.check import GivenFacts, Rebuilt, rebuild, verify_shard
+from megatron_sft_idx.check import GivenFacts, Rebuilt, Report, rebuild, verify_shard
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path, natural
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.opening import columns_beside
-from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.shard.shard_set import distinct, find_prefixes
+from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance, Progress, show_progress, unwatched
 
 _VERIFY_HELP = """\
@@ -35,7 +36,8 @@ examples:
   before a long training: check every byte of every shard in a folder:
     megatron-sft-idx verify --full data/
 
-  for a program: print one JSON document; each finding has path, offset, pack, rule, found, expected, remedy:
+  for a program: print one JSON document, whatever happens; each shard has prefix, ok, findings, notes, and error: why
+  it could not be read, or null; each finding has path, offset, pack, rule, found, expected, remedy:
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
 
   check shards in a bucket; each object is read once, and none is stored here:
@@ -122,14 +124,16 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         parser.error("--vocab-size: ids are only read with --full")
     results: list[dict[str, Any]] = []
     watch = show_progress(_LINE_MIB) if arguments.full else unwatched
-    prefixes = list(dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)))
+    prefixes = _named_prefixes(arguments.shards)
 
     @cache
     def columns_in(folder: str) -> dict[str, set[str]]:
         return columns_beside(each for each in prefixes if os.path.dirname(each) == folder)
 
-    for prefix in prefixes:
+    for prefix, unnamed in prefixes.items():
         try:
+            if unnamed is not None:
+                raise unnamed
             columns = columns_in(os.path.dirname(prefix))[prefix]
             total = shard_nbytes(prefix) if arguments.full else 0
             with watch(f"verifying {os.path.basename(prefix)}", total) as advance:
@@ -138,10 +142,11 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
                 )
         except (SFTIndexError, OSError) as error:
             # One shard that cannot be read does not keep the others from being verified.
-            results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
+            nothing = Report(prefix, arguments.full, (), {}, (), {})
+            results.append({**nothing.as_json(), "ok": False, "error": message_of(error)})
             print_error(message_of(error))
             continue
-        results.append(report.as_json())
+        results.append({**report.as_json(), "error": None})
         if not arguments.json:
             print("\n".join(report.lines()), flush=True)
     num_bad = sum(not result["ok"] for result in results)
@@ -150,6 +155,25 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     elif len(results) > 1:
         print(f"{len(results)} shards: " + (f"{num_bad} NOT ok, {len(results) - num_bad} ok" if num_bad else "all ok"))
     return 1 if num_bad else 0
+
+
+def _named_prefixes(shards: Iterable[str]) -> dict[str, SFTIndexError | OSError | None]:
+    """The prefixes that arguments name, each shard once, or else an argument and why it names none."""
+    prefixes: dict[str, SFTIndexError | OSError | None] = {}
+    files: set[str] = set()
+    for argument in distinct(shards):
+        try:
+            found = find_prefixes(argument, incomplete=True)
+        except (SFTIndexError, OSError) as error:
+            prefixes[argument] = error
+            continue
+        for prefix in found:
+            folder, name = os.path.split(prefix)
+            file = prefix if is_remote(prefix) else os.path.join(os.path.realpath(folder), name)
+            if file not in files:
+                files.add(file)
+                prefixes[prefix] = None
+    return prefixes
 
 
 def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
