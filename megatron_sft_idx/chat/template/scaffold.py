@@ -3,7 +3,7 @@
 The model must learn to write what it is not fed, and only the generation prompt tells that. For turn k a server feeds
 the rendering of ``messages[:k]`` with that prompt; when the turn is over, the conversation is ``messages[:k + 1]``
 without it. So a turn starts where the first rendering ends, and stops with the end of turn that ends the second. Both
-are made of the row itself, as templates write other prompts after a tool's result, in a first turn, or with variables.
+are made of the row itself: prompts differ after a tool's result, in a first turn, and with other template variables.
 
 In this module a *turn* is an assistant message, and what the model writes for it is *its own*: words, tags and end of
 turn. *Header* is the text before that, which the model is fed. Positions are characters of the rendered conversation.
@@ -295,10 +295,10 @@ class EdgeFinder:
     def _shared_tail(self, turn: Turn, openings: Sequence[str]) -> tuple[int, bool]:
         """Compare the text behind a turn's words with what stands there if other messages follow.
 
-        What is the same does not depend on the next message, so it belongs to the turn: ``<|im_end|>`` of Qwen 3.
+        What both begin with does not depend on the next message, so it is the turn's own, as ``<|im_end|>`` of Qwen 3.
 
         Returns:
-            The end of the same text, which starts at ``said`` and holds no header; and whether it is all that the
+            The end of this common text, which starts at ``said`` and holds no header; and whether it is all that the
             template writes if no message follows.
         """
         text, said, tail = self._text, turn.said, self._tail_elsewhere(turn)
@@ -317,9 +317,8 @@ class EdgeFinder:
     def _tail_elsewhere(self, turn: Turn) -> str | None:
         """What the template writes behind a turn's last words if it is followed by something else than here.
 
-        By nothing or, where nothing follows here, by a made-up question. None where the template refuses that, or the
-        turn is not found again. The text before it may differ, as Mistral's templates write tools before the last
-        question: the turn is then found by its last characters.
+        That is nothing or, where nothing follows here, a made-up question. None where the template refuses that, or the
+        turn is not found there, be it by its last characters, as where Mistral's templates write the tools elsewhere.
         """
         said, other = turn.said, self._view(turn.message + 1)
         if other == self._text:  # the turn is last, or the messages behind it write nothing

@@ -100,7 +100,7 @@ class SpanFinder:
 
     @cached_property
     def _shapes(self) -> list[int]:
-        """The shapes of the messages, with -1 for no message at both ends: message i has shape i + 1."""
+        """The shapes of the messages, between two -1 for no message: entry i + 1 is the shape of message i."""
         return [-1, *map(self._rules.shape, self._messages, chain([True], repeat(False))), -1]
 
     @cached_property
@@ -158,7 +158,7 @@ class SpanFinder:
         return spans, self._without_cuts(message, found, spans) if spans else []
 
     def _headers_inside(self, low: int, start: int, stop: int, found: list[tuple[int, Utterance]]) -> Ranges:
-        """The headers inside a message that the template wrote as two turns, which the model is fed too.
+        """The headers inside a message that the template wrote as two turns; the model is fed these headers too.
 
         They stand behind an end of sequence. Behind any other end the model goes on and writes the header itself.
         """
@@ -363,6 +363,7 @@ class SpanFinder:
             self._require_calls(message, pieces, segments)
 
     def _count_or_refuse_dropped(self, message: int) -> None:
+        """The template leaves out the message's reasoning: count that, if the options say to, or refuse the row."""
         options = self._rules.options
         if options.turns == "whole" or not options.train_on_thinking:
             self.notes["reasoning_dropped"] += 1
@@ -531,7 +532,7 @@ class SpanFinder:
         return result
 
     def _said_before(self, message: int, first: int) -> int:
-        """The length of the tag before ``first`` that opens reasoning in the message's content, as ``<think>`` does."""
+        """The length of a tag before ``first`` that opens reasoning in the content, such as ``<think>``; 0 if none."""
         for piece in utterances_of(self._messages[message]):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
@@ -663,7 +664,7 @@ class SpanFinder:
         return [(low, closing.end())]
 
     def _opens_without_reasoning(self, message: int, start: int, tag: str) -> bool:
-        """Whether the turn begins with the tag behind its reasoning if there is none: then the tag closes nothing."""
+        """Whether the turn begins with the tag behind the reasoning even without reasoning: it then closes nothing."""
         if tag.startswith(("</", "[/")) or "end" in tag.lower() or (tag.endswith("|>") and not tag.startswith("<|")):
             return False  # it says itself that it closes something
         bare = {key: value for key, value in self._messages[message].items() if key not in REASONING_FIELDS}

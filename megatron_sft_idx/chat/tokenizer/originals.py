@@ -105,7 +105,7 @@ class SentencePieceModel:
             if 0 <= (index := getattr(whole, f"{role}_id")()) < len(pieces)
         }
         self._control = AddedTokens(self.added)
-        # The ids that text in the data must not become. The unknown token is none: any unknown character becomes it.
+        # The ids that text of the data must not become. The unknown token may: any unknown character becomes it.
         self._forbidden_in_data = {token.number for token in self.added} - {whole.unk_id()}
         # Pieces that are bytes are named <0x41>.
         spelled = {token.number: token.text.replace("\u2581", " ").encode() for token in self.added}
@@ -335,7 +335,7 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
 
 
 def _kimi_cuts(text: str) -> list[int]:
-    """Where Kimi's tokenizer cuts a text before it splits it: in long texts, in long runs of white space or without."""
+    """Where Kimi's tokenizer cuts long texts, and long runs of white space or of anything else, before it splits."""
     cuts = []
     for start in range(0, len(text), KIMI_LONGEST_TEXT):
         stop = min(start + KIMI_LONGEST_TEXT, len(text))

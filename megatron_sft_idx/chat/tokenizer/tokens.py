@@ -2,14 +2,14 @@
 
 Ids are those of the tokenizers library, which defines them. ``FastEngine`` has gigatoken make them, several times as
 fast, where it is known to give the same ids; no speed is worth another id. ``AddedTokens`` keeps control tokens that
-are spelt in the data plain text, and ``TokenSpellings`` says which tokens of a text a span trains on, by their bytes.
+are spelt in the data plain text. ``TokenSpellings`` knows the bytes of tokens, and so which tokens a span trains on.
 
 The masks agree with transformers' ``return_assistant_tokens_mask``: a span begins with the token that holds its first
 character and ends with the first token that holds its last one. They differ only where the look-up of transformers
 fails. There it trains to the end of the text (a span that ends in the text's first token, or on a character that no
 token covers), or drops the rest of the row's spans (a span that begins on such a character). Here a span never trains a
-token that does not overlap it, and a token is never lost to another span. So it is in ``tokenizer``, which makes masks
-by the characters that a library says each token holds, where the bytes of the tokens are not those of the text.
+token that does not overlap it, and a token is never lost to another span. The same holds where the bytes of tokens are
+not those of the text, and ``tokenizer`` goes by the characters that the library says each token holds.
 """
 
 from __future__ import annotations
