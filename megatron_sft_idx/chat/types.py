@@ -47,25 +47,6 @@ class Piece(ABC):
         """A hash that is equal for pieces of the same rows, wherever these lie: xxh3_128 in hex."""
 
 
-class _Nothing(Mapping[str, Any]):
-    """An empty mapping that cannot be filled: as a default it is one object for all."""
-
-    def __getitem__(self, key: str) -> Any:
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return "{}"
-
-
-_NOTHING = _Nothing()
-
-
 class Conversation(NamedTuple):
     """One chat in OpenAI's form, as chat templates expect it.
 
@@ -81,7 +62,7 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     weights: list[float]
     tools: list[dict[str, Any]] | None = None
-    kwargs: Mapping[str, Any] = _NOTHING
+    kwargs: Mapping[str, Any] = {}
 
 
 class TokenizedRow(NamedTuple):
@@ -113,7 +94,7 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     literals: Sequence[tuple[int, int]] = ()
-    notes: Mapping[str, int] = _NOTHING
+    notes: Mapping[str, int] = {}
 
 
 class Encoded(NamedTuple):
@@ -129,7 +110,7 @@ class Encoded(NamedTuple):
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
-    notes: Mapping[str, int] = _NOTHING
+    notes: Mapping[str, int] = {}
     straddling: str = ""
 
 

@@ -109,7 +109,8 @@ class ConvertOptions:
     writer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_option("--capacity", self.capacity, int | None)
+        if self.capacity is not None:
+            check_option("--capacity", self.capacity, int)
 
 
 @dataclass(frozen=True)
