@@ -252,6 +252,37 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
         assert (tmp_path / f"x{suffix}.tmp").exists()
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("suffix", [".loss.bin", ".seq.bin", ".idx", ".seq.idx"])
+def test_of_a_shard_that_lost_a_file_among_its_renames_no_more_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, replaces: bool
+) -> None:
+    """The next writer must not let a mix of it and of the shard that it replaces appear, which may have equal sizes."""
+    if replaces:
+        write_samples(tmp_path / "x", demo_samples(3))
+    put = publication.move_into_place
+
+    def killed(source: str, target: str, found: Any) -> None:
+        if target.endswith("x.loss.bin"):
+            raise KeyboardInterrupt
+        put(source, target, found)
+
+    monkeypatch.setattr(publication, "move_into_place", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_samples(tmp_path / "x", demo_samples(3), overwrite=replaces)
+    monkeypatch.undo()
+    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
+    before = folder_of(tmp_path)
+    for finish in (find_remains, recover, rebuild):
+        with pytest.raises((FormatError, CorruptShardError), match=r"\(--overwrite\)"):
+            finish(tmp_path / "x")
+    assert folder_of(tmp_path) == before
+    with ShardWriter(tmp_path / "x", overwrite=True, durable=False) as writer:
+        assert folder_of(tmp_path) == sorted([*(f"x{each}.tmp" for each in SUFFIXES), "x.journal"])
+        writer.abandon()
+    assert folder_of(tmp_path) == []
+
+
 # ---- forks, and the end of a process ----
 
 

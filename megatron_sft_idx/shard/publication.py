@@ -8,7 +8,8 @@ Only files of this package are replaced or removed. A shard is recognised by the
 journals by their magics, and every other file by its inode, which a journal names.
 
 A killed writer leaves temporary files and a journal. The next writer at the prefix finishes renames and removals that
-had begun, and removes the temporary files of all other work (``finish_interrupted``).
+had begun, and removes the temporary files of all other work (``finish_interrupted``). Where a new file is gone that the
+journal names, nothing is renamed: a file of the replaced shard would be taken for it.
 """
 
 from __future__ import annotations
@@ -304,9 +305,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
     else:
         paths = with_named_columns(paths, head)
         if head.work == "removal":
-            for path in reversed(paths.all):
-                if inode_of(path) in head.files.values():
-                    os.unlink(path)
+            _remove_named(paths, head)
         elif head.replaced_inodes is not None:
             if not overwrite:
                 raise FormatError(
@@ -314,13 +313,24 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
                     f" megatron-sft-idx rebuild {paths.prefix}"
                 )
             if _is_half_renamed(paths, head):
-                rename_all(paths, head, durable=True)
+                if not _lost(paths, head):
+                    rename_all(paths, head, durable=True)
+                # What a rebuild has replaced keeps a second name, and the next rebuild goes on from what is here.
+                elif inode_of(paths.seq_idx) is None and head.work != "rebuild":
+                    _remove_named(paths, head)
         elif not overwrite and head.work not in drops:
             raise interrupted_error(paths, head)
     _remove_temporaries(paths, head)
     # Last, because the journal must name the files as long as there are any to remove.
     with name_in_errors(paths.journal):
         os.ftruncate(lock, 0)
+
+
+def _remove_named(paths: ShardPaths, head: JournalHead) -> None:
+    """Remove the files at the prefix that the journal names: those that were written, and those that are replaced."""
+    for path in reversed(paths.all):
+        if inode_of(path) in head.inodes:
+            os.unlink(path)
 
 
 def _is_half_renamed(paths: ShardPaths, head: JournalHead | None) -> bool:
@@ -344,8 +354,8 @@ def rename_all(paths: ShardPaths, head: JournalHead, *, durable: bool) -> None:
     """Remove what is replaced and rename the new files, except what a killed writer had removed and renamed already.
 
     The caller must hold the lock, and the journal must have a DONE block. The folder is synced wherever a later step
-    must not reach the disk before an earlier one. FormatError: another file has appeared at one of the paths; journal
-    and files that are not renamed yet stay.
+    must not reach the disk before an earlier one. FormatError: a new file is gone, or another file has appeared at one
+    of the paths; journal and files that are not renamed yet stay.
     """
     for path in _remove_replaced(paths, head, durable=durable):
         if path == paths.seq_idx:
@@ -361,6 +371,7 @@ def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> 
     Returns the paths of the files that are still to be renamed. Errors as of ``rename_all``.
     """
     assert head.replaced_inodes is not None
+    require_all(paths, head)
     to_rename = pending(paths, head)
     for path, inode in _inodes(to_rename).items():
         if inode != head.replaced_inodes.get(path):
@@ -420,10 +431,18 @@ def require_named(paths: ShardPaths, head: JournalHead) -> None:
 
 def require_all(paths: ShardPaths, head: JournalHead) -> None:
     """FormatError if a file of a complete shard is gone: one of the shard that it replaces would be taken for it."""
-    for path in with_named_columns(paths, head).all:
-        written = head.files.get(temporary := paths.temporary(path))
-        if written is not None and written not in (inode_of(temporary), inode_of(path)):
-            raise FormatError(f"{temporary}: was removed before it got its name; build the shard again (--overwrite)")
+    for temporary in _lost(paths, head):
+        raise FormatError(f"{temporary}: was removed before it got its name; build the shard again (--overwrite)")
+
+
+def _lost(paths: ShardPaths, head: JournalHead) -> list[str]:
+    """Temporary names of the files that the journal names and that have neither this name nor that of the shard."""
+    return [
+        temporary
+        for path in with_named_columns(paths, head).all
+        if (written := head.files.get(temporary := paths.temporary(path))) is not None
+        and written not in (inode_of(temporary), inode_of(path))
+    ]
 
 
 def is_set_aside(paths: ShardPaths) -> bool:
@@ -453,7 +472,6 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     rename_all(paths, head, durable=durable)
                     unlink_locked(paths.journal, lock)
                 else:
-                    require_all(paths, head)
                     _remove_replaced(paths, head, durable=durable)
 
 

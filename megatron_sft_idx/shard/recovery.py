@@ -153,7 +153,8 @@ def complete_header(paths: ShardPaths, head: JournalHead | None = None) -> Heade
 
     head = head or JournalHead.read(paths)
     assert head is not None, paths.journal
-    seq_idx = present_name(paths.seq_idx)
+    if not os.path.lexists(seq_idx := present_name(paths.seq_idx)):
+        require_all(paths, head)
     header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
     for path in map(paths.column, paths.with_columns_of(head.files).columns):
