@@ -14,8 +14,8 @@ from chats import TOKENIZER, command, files_of, write_rows
 from disks import NOBODY, PAGE_NBYTES, filled, free_nbytes, in_a_child, mounted
 from packs import assert_holds, demo_samples, five_files, folder_of, sample_of, write_samples
 
+from megatron_sft_idx.packs import destination
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.tokenize import job
 
 ROWS = [{"prompt": f"Say {i}", "completion": f"{i}, as you like it. " * (1 + i % 5)} for i in range(300)]
 CAPACITY = 256
@@ -62,7 +62,7 @@ def test_packing_onto_a_disk_that_fills_up_at_every_point(
     corpus: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Others fill the disk after it was found to have room.
-    monkeypatch.setattr(job, "require_space", lambda *_: None)
+    monkeypatch.setattr(destination, "require_space", lambda *_: None)
     empty = free_nbytes(disk)
     assert pack(corpus, disk / "x")[0] == 0
     needed = empty - free_nbytes(disk)

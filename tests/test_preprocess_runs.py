@@ -93,6 +93,7 @@ def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_wou
         seen[workers] = preprocess(tmp_path / "x", *given).out
         assert "would stop      1 rows cannot be used" in seen[workers]
     assert seen[0] == seen[2]
+    assert f"bad row         {source}:{len(chats) + 2}: messages is empty" in seen[0]
     done = preprocess(tmp_path / "x", "--input", source, "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
     assert done.code == 0
     packing = json.loads((tmp_path / "s.json").read_text())["packing"]

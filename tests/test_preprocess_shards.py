@@ -12,8 +12,9 @@ from interrupted_runs import be_quick
 from kills import killed_at
 
 from megatron_sft_idx import open_dataset
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.tokenize import gather
+from megatron_sft_idx.tokenize import PackOptions, gather, pack_shard
 
 PARTS = [f"x-0000{number}-of-00003" for number in range(3)]
 THREE = ("--output-shards", 3)
@@ -104,6 +105,8 @@ def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path):
     prefix = tmp_path / "shot" / "x"
     assert killed_over_the_second(prefix, *THREE)
     first = os.stat(prefix.parent / f"{PARTS[0]}.bin.tmp").st_ino
+    again = preprocess(prefix, *THREE)
+    assert (again.code, "interrupted" in again.err) == (1, True)
     other = preprocess(prefix, *THREE, "--resume", "--seed", 3)
     assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
     assert preprocess(prefix, *THREE, "--resume").code == 0
@@ -123,3 +126,26 @@ def test_a_shard_that_was_lost_is_made_again(tmp_path):
         (tmp_path / f"{PARTS[1]}{suffix}").unlink()
     assert preprocess(prefix, *THREE, "--input", CHATS, "--resume").code == 0
     assert {name: files_of(tmp_path / name) for name in PARTS} == before
+
+
+def test_a_job_that_may_not_go_on_leaves_what_an_interrupted_one_set_aside(tmp_path, monkeypatch):
+    assert preprocess(tmp_path / "x", "--packing", "none").code == 0
+    packing = str(tmp_path / "y"), PackOptions(capacity=1024)
+    write_shard, written = gather.write_shard, []
+
+    def interrupted(*arguments):
+        if written:
+            raise KeyboardInterrupt
+        written.append(write_shard(*arguments))
+        return written[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gather, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pack_shard(Shard(tmp_path / "x"), *packing, shards=2)
+    before = remains(tmp_path)
+    assert "y-00000-of-00002.bin.tmp" in before
+    with pytest.raises(FormatError, match="interrupted"):
+        pack_shard(Shard(tmp_path / "x"), *packing, shards=2)
+    assert remains(tmp_path) == before
+    pack_shard(Shard(tmp_path / "x"), *packing, shards=2, resume=True)

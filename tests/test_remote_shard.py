@@ -23,11 +23,10 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, index_cache
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.storage.local import has_digest
-from megatron_sft_idx.storage.remote import store
 from megatron_sft_idx.storage.remote.transport import CONNECTIONS
 from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
@@ -153,7 +152,7 @@ def test_a_good_copy_is_hashed_once_as_long_as_it_stays_as_it_was(
 ) -> None:
     write_samples(folder / "x", demo_samples())
     cache, hashed = tmp_path / "named", list[str]()
-    monkeypatch.setattr(store, "has_digest", lambda path, digest: hashed.append(path) or has_digest(path, digest))
+    monkeypatch.setattr(index_cache, "has_digest", lambda path, digest: hashed.append(path) or has_digest(path, digest))
     for _ in range(3):
         assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
     copies = sorted(map(str, cache.iterdir()))

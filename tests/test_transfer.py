@@ -17,7 +17,8 @@ from packs import Sample, demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.packs import transfer
-from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
+from megatron_sft_idx.packs.buckets import copy_shard
+from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
 from megatron_sft_idx.shard import Shard, ShardWriter, remove_shard, write_column
 from megatron_sft_idx.shard.publication import is_set_aside
@@ -259,7 +260,7 @@ def test_the_size_of_a_remote_shard_is_that_of_its_own_files(shard: str, store: 
 
 
 def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path: Path) -> None:
-    output = StagedOutput(f"{store}/x", str(tmp_path / "staging"))
+    output = Destination(f"{store}/x", staging=str(tmp_path / "staging"))
     output.prepare()
     copy_shard(shard, output.local)
     with pytest.raises(FormatError, match="built by an earlier run, and not uploaded; send it: megatron-sft-idx copy"):
@@ -270,11 +271,11 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     assert names(tmp_path / "store") == {"x" + suffix for suffix in SUFFIXES}
     with pytest.raises(FormatError, match="a shard is here"):
         output.prepare()
-    StagedOutput(f"{store}/x", str(tmp_path / "staging"), overwrite=True).prepare()
+    Destination(f"{store}/x", staging=str(tmp_path / "staging"), overwrite=True).prepare()
 
 
 def test_resume_sends_what_an_earlier_run_had_built(store: str, tmp_path: Path) -> None:
-    output = StagedOutput(f"{store}/x", str(tmp_path / "staging"))
+    output = Destination(f"{store}/x", staging=str(tmp_path / "staging"))
     output.prepare()
     assert preprocess(Path(output.local)).code == 0
     built = five_files(output.local)

@@ -1,8 +1,9 @@
 """``rebuild`` makes a shard whole again from what is left of it.
 
 Indexes come back from each other, from the data, or from a killed build's journal. Columns cannot be derived and are
-left as they are. This module finds what is wrong and reports what was done; ``restore`` derives the files. New files
-are written beside the old ones, and take their places only when they are complete and synced.
+left as they are. This module finds what is wrong and reports what was done; ``restore`` brings files back under a good
+header, ``derive`` makes both indexes where there is none. New files are written beside the old ones, and take their
+places only when they are complete and synced.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_sft_idx.check.derive import derive_indexes
 from megatron_sft_idx.check.lengths import idx_lengths
-from megatron_sft_idx.check.restore import GivenFacts, Repair, derive_indexes, restore_under_header
+from megatron_sft_idx.check.restore import GivenFacts, Repair, restore_under_header
 from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report, broken_columns, verify_shard
 from megatron_sft_idx.errors import (
@@ -27,15 +29,15 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns
-from megatron_sft_idx.shard.journal import lock_journal, read_journal
-from megatron_sft_idx.shard.opening import read_header, read_start, where_to_look
-from megatron_sft_idx.shard.publication import (
+from megatron_sft_idx.shard.journal import (
     inode_of,
-    interrupted_error,
-    locked_prefix,
+    lock_journal,
+    read_journal,
     with_named_columns,
     with_present_columns,
 )
+from megatron_sft_idx.shard.opening import read_header, read_start, where_to_look
+from megatron_sft_idx.shard.publication import interrupted_error, locked_prefix
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.local import digest_file

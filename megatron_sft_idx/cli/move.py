@@ -8,6 +8,7 @@ from collections.abc import Callable
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_staging, add_verb, declare, local_path, nbytes
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.packs.buckets import copy_shard
+from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
@@ -129,10 +130,6 @@ def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: 
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    from megatron_sft_idx.tokenize import (
-        Destination,  # imported late: it brings tokenizers and templates, which copy does not need
-    )
-
     output = Destination(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
     prefixes = find_prefixes(arguments.sources)
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.packs.buckets import STAGING
+from megatron_sft_idx.packs.destination import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, require_local
 from megatron_sft_idx.storage.publish import resolve
 

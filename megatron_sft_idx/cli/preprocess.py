@@ -23,16 +23,17 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.tokenize import (
     FROM_ZERO,
-    Destination,
     Summary,
     available_cpus,
     check_summary,
     downloaded,
     inputs_of,
+    output_prefixes,
     pack_shard,
     packing_options,
     preprocess,
@@ -314,7 +315,7 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         check_summary(arguments.summary, overwrite=arguments.overwrite)
     output = Destination(
         arguments.output_prefix,
-        shards=arguments.output_shards,
+        suffixes=output_prefixes("", arguments.output_shards),
         staging=arguments.staging,
         overwrite=arguments.overwrite,
         summary=arguments.summary,

@@ -11,26 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import secrets
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
-from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download
-from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download, other_shard_error
 from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 
-# In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
-STAGING = "megatron-sft-idx-staging"
 _CLAIM = re.compile(rb'\{"version": 1, "shard_id": "[0-9a-f]{32}"\}')
 _ATTEMPTS = 5
 
@@ -83,7 +77,7 @@ def copy_shard(
     return copy(CopySource(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
 
-def _remote_prefix(prefix: str) -> str:
+def remote_prefix(prefix: str) -> str:
     """The prefix of a shard that is to lie in an object store. FormatError where it names a bucket or a folder."""
     remote = ShardPaths.of(prefix).prefix
     if not RemotePath.of(remote).key.rpartition("/")[2]:
@@ -91,7 +85,7 @@ def _remote_prefix(prefix: str) -> str:
     return remote
 
 
-class _Target:
+class RemoteTarget:
     """A remote prefix that a shard is to be written to.
 
     Attributes:
@@ -101,7 +95,7 @@ class _Target:
     """
 
     def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES) -> None:
-        self.prefix, self.suffixes = _remote_prefix(prefix), tuple(suffixes)
+        self.prefix, self.suffixes = remote_prefix(prefix), tuple(suffixes)
         self.store, self.key = open_store(self.prefix)
 
     def stored(self, suffix: str) -> tuple[int, str | None] | None:
@@ -130,7 +124,7 @@ class _Target:
         return bytes(self.store.read(self.key + suffix, 0, nbytes))
 
 
-class _Upload(_Target):
+class _Upload(RemoteTarget):
     """One upload of a shard: the steps of ``upload``. ``nbytes_sent`` counts the bytes of the files that it sent."""
 
     def __init__(self, source: CopySource, prefix: str, on_progress: Advance) -> None:
@@ -206,11 +200,7 @@ class _Upload(_Target):
         wrong = [suffix for suffix, stored in present.items() if stored and suffix not in right]
         # Beside this shard's .seq.idx they are its own files, damaged; but its columns may have been attached there.
         if (".seq.idx" not in right or {*wrong} & self._source.attached) and wrong and not overwrite:
-            names = ", ".join(self.prefix + suffix for suffix in wrong)
-            raise FormatError(
-                f"{self.prefix}: {names} exist already and are not of this shard; choose another prefix,"
-                " or pass overwrite (--overwrite)"
-            )
+            raise other_shard_error(self.prefix, [self.prefix + suffix for suffix in wrong])
         only_columns = present.keys() - right <= self._source.attached  # the shard is there, but for attached columns
         if present[".seq.idx"] and not only_columns:
             self.store.delete(self.key + ".seq.idx")
@@ -271,61 +261,3 @@ class _Upload(_Target):
 
     def _is_sent(self, suffix: str) -> bool:
         return self.stored(suffix) == self._expected[suffix]
-
-
-class StagedOutput:
-    """A remote prefix, and the local prefix at which its shard is built before it is uploaded.
-
-    ``local`` is the local prefix, in the folder ``staging``; with the same folder, a command that was interrupted can
-    be resumed. FormatError: the remote prefix names a bucket or a folder.
-    """
-
-    def __init__(self, prefix: str, staging: str = STAGING, *, overwrite: bool = False) -> None:
-        self.prefix = _remote_prefix(prefix)
-        self._overwrite, self._folder = overwrite, Path(staging)
-        # With a hash of the whole prefix: two buckets may have shards of one name.
-        hashed = xxhash.xxh3_64_hexdigest(self.prefix.encode())
-        self.local = str(self._folder / f"{os.path.basename(self.prefix)}-{hashed}")
-
-    def prepare(self, suffixes: Sequence[str] = ("",), *, resume: bool = False) -> None:
-        """Check, before anything is built, that it can be uploaded: an object is written to the store and removed.
-
-        Args:
-            suffixes: what is added to both prefixes, for each shard that will be built.
-            resume: let shards be there, remote or local: an earlier job may have been interrupted at any point.
-
-        Raises:
-            FormatError: a shard is in the way, remote or local.
-            StorageError: the store cannot be written.
-        """
-        keep = not self._overwrite and not resume
-        targets = [_Target(self.prefix + suffix) for suffix in suffixes]
-        for target in targets:
-            if keep and target.stored(".seq.idx"):
-                raise FormatError(
-                    f"{target.prefix}: a shard is here; choose another prefix, or pass overwrite (--overwrite)"
-                )
-            target.require_ours()
-        probe = f"{targets[0].key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
-        targets[0].store.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
-        targets[0].store.delete(probe)
-        for suffix in suffixes:
-            local = self.local + suffix
-            if keep and os.path.exists(ShardPaths.of(local).seq_idx):
-                raise FormatError(
-                    f"{local}: built by an earlier run, and not uploaded; send it: megatron-sft-idx copy {local}"
-                    f" {self.prefix + suffix}, or pass overwrite (--overwrite) to build it anew"
-                )
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def publish(self, suffix: str = "", on_progress: Advance = lambda nbytes: None) -> Copied:
-        """Upload a shard that was built, and remove the local one, which stays if there is an error.
-
-        ``suffix`` is added to both prefixes, as in ``prepare``. Errors as of ``upload``.
-        """
-        local = self.local + suffix
-        copied = upload(CopySource(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)
-        remove_shard(ShardPaths.of(local))
-        with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
-            self._folder.rmdir()
-        return copied

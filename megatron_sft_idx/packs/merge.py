@@ -15,7 +15,7 @@ from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, Origi
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.journal import BuildOptions
 from megatron_sft_idx.shard.opening import columns_beside, require_same
-from megatron_sft_idx.shard.publication import Publication, places_of
+from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.shard.shard_set import require_alike
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -243,8 +243,6 @@ def begin_copy(prefix: str, like: Header, columns: Mapping[str, ColumnSpec], **w
     """
     numbers = like.capacity or None, like.sequence_multiple, like.pad_id  # an empty shard may have no capacity
     options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns))
-    writer = ShardWriter.of(
-        Publication(ShardPaths.of(prefix).with_columns(columns), options.encode(), **writing), options
-    )
+    writer = ShardWriter.begin(prefix, options, **writing)
     writer.rebuilt = like.rebuilt
     return writer

@@ -1,4 +1,4 @@
-"""One shard to many: how its packs are shared out, and all outputs written together.
+"""One shard to many: how its packs are shared out, and how each output is copied.
 
 An output of a split is a shard of its own; messages and the JSON block call it a part.
 """
@@ -16,15 +16,14 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.merge import begin_copy, nbytes_of, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.packs.run import COPIED_TOKENS, OpenColumns, checked_runs, windows
-from megatron_sft_idx.shard import Shard, check_free, read_header
+from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import locked_outputs
-from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_all, remove_remains
+from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_outputs, renames_left_error
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -108,35 +107,29 @@ def split(
     shard = open_source(whole.prefix, read_header(whole.prefix).shard_id)
     columns = dict(shard.columns)
     outputs = _plan(shard, columns, prefix, size)
+    origin = Origin(shard.header, lambda first, stop: _spans(shard, first, stop))
     nbytes = nbytes_of(shard.header) + sum(len(column) * column.spec.row_nbytes for column in columns.values())
     with watch("splitting", nbytes + sum(output.nbytes for output in outputs)) as advance:
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
         require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
         refuse_other_splits(prefix, len(outputs))
-        with locked_outputs(prefix):
-            kept = {output for output in outputs if resume and output.is_there()}
-            for output in outputs:
-                files = output.paths.with_columns(columns)
-                check_free(files, overwrite=overwrite or output in kept, only=files.all)
-            _require_room(prefix, [output for output in outputs if output not in kept])
+        kept = {*range(len(outputs))}
+
+        def write(missing: Sequence[int]) -> Iterator[Header]:
+            kept.difference_update(missing)
+            _require_room(prefix, [outputs[number] for number in missing])
             for _ in checked_runs(shard.files, columns, advance):
                 pass
-            origin = Origin(shard.header, lambda first, stop: _spans(shard, first, stop))
-            set_aside: list[ShardPaths] = []
-            try:
-                for output in outputs:
-                    if output not in kept:
-                        drops = ("build",) if resume else ()
-                        _copy(output, shard, columns, origin, overwrite=overwrite, durable=durable, drops=drops)
-                        set_aside.append(output.paths)
-                    advance(output.nbytes)
-            except BaseException as error:
-                # Some outputs of many are of no use, and a full disk gets its space back. What this split wrote goes,
-                # unless it was interrupted: then all of it stays for resume. What earlier splits wrote stays always.
-                for paths in set_aside if isinstance(error, Exception) else ():
-                    remove_remains(paths)
-                raise
-            publish_all([output.paths for output in outputs if is_set_aside(output.paths)], durable=durable)
+            advance(sum(outputs[number].nbytes for number in kept))
+            for number in missing:
+                yield _copy(outputs[number], shard, columns, origin, overwrite=overwrite, durable=durable)
+                advance(outputs[number].nbytes)
+
+        def existing_header(number: int) -> Header | None:
+            return outputs[number].existing_header(overwrite=overwrite)
+
+        found, paths = existing_header if resume else None, [output.paths for output in outputs]
+        publish_outputs(prefix, paths, write, overwrite=overwrite, existing_header=found, durable=durable)
     return SplitReport([output.paths.prefix for output in outputs], len(kept))
 
 
@@ -148,7 +141,7 @@ def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
 
 
-def _copy(output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, **writing: Any) -> None:
+def _copy(output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, **writing: Any) -> Header:
     """Copy the packs of one output, and set it aside. ``writing`` as of ``begin_copy``."""
     runs = origin.of_packs(output.first, output.stop)
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
@@ -158,7 +151,7 @@ def _copy(output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, *
     with begin_copy(output.paths.prefix, like, specs, **writing) as writer:
         for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop):
             writer.add_run(window.run())
-        writer.set_aside()
+        return writer.set_aside()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +172,8 @@ class _Output:
 
     @property
     def paths(self) -> ShardPaths:
-        return ShardPaths.of(output_prefix(self.prefix, self.number, self.outputs))
+        paths = ShardPaths.of(output_prefix(self.prefix, self.number, self.outputs))
+        return paths.with_columns(name for name, _ in self.columns)
 
     def entry(self) -> dict[str, Any]:
         """What the JSON block of the output says under ``split``: which packs of which shard it has."""
@@ -192,20 +186,24 @@ class _Output:
             **({"columns": dict(self.columns)} if self.columns else {}),
         }
 
-    def is_there(self) -> bool:
-        """Whether this very output is there, published or set aside. Either way it is whole.
+    def existing_header(self, *, overwrite: bool) -> Header | None:
+        """The header of this very output where it is there, published or set aside; either way it is whole.
 
-        FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule.
+        FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule; or another
+        shard is set aside there, and may not be replaced.
         """
-        if is_set_aside(self.paths):
-            return complete_header(self.paths).metadata.get(SPLIT) == self.entry()
-        if not os.path.exists(self.paths.seq_idx):
-            return False
-        header = Shard(self.paths.prefix).header
-        same = bool(header.metadata.get(SPLIT) == self.entry())
-        for name, _ in self.columns if same else ():
-            open_column(self.paths, name, header, "pread")
-        return same
+        paths = ShardPaths.of(self.paths.prefix)  # its columns may be others
+        is_aside = is_set_aside(paths)
+        if not is_aside and not os.path.exists(paths.seq_idx):
+            return None
+        header = complete_header(paths) if is_aside else Shard(paths.prefix).header
+        if header.metadata.get(SPLIT) != self.entry():
+            if is_aside and not overwrite:
+                raise renames_left_error(paths, "build")
+            return None
+        for name, _ in () if is_aside else self.columns:
+            open_column(paths, name, header, "pread")
+        return header
 
 
 def _spans(shard: Shard, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:

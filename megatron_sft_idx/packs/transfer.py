@@ -20,15 +20,9 @@ from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, listed_columns
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import JournalHead, read_journal
+from megatron_sft_idx.shard.journal import JournalHead, read_journal, with_present_columns
 from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
-from megatron_sft_idx.shard.publication import (
-    Publication,
-    locked_prefix,
-    places_of,
-    remove_remains,
-    with_present_columns,
-)
+from megatron_sft_idx.shard.publication import Publication, locked_prefix, places_of, remove_remains
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning, stamp_of
 from megatron_sft_idx.storage.progress import Advance
@@ -318,11 +312,16 @@ def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple
         obsolete = [path for path in beside if is_of_another_shard(path, source.header.shard_id)]
     replaced = [path for suffix, path in targets.items() if suffix not in right and os.path.lexists(path)] + obsolete
     if replaced and not overwrite:
-        raise FormatError(
-            f"{paths.prefix}: {', '.join(replaced)} exist already and are not of this shard; choose another prefix,"
-            " or pass overwrite (--overwrite)"
-        )
+        raise other_shard_error(paths.prefix, replaced)
     return right, obsolete
+
+
+def other_shard_error(prefix: str, present: Sequence[str]) -> FormatError:
+    """The error about files that are present at the prefix that a shard is copied to, and are not this shard's."""
+    return FormatError(
+        f"{prefix}: {', '.join(present)} exist already and are not of this shard; choose another prefix, or pass"
+        " overwrite (--overwrite)"
+    )
 
 
 def _earlier_attempt(source: CopySource, paths: ShardPaths) -> JournalHead | None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
 from megatron_sft_idx.chat.types import Piece
@@ -35,7 +33,7 @@ from megatron_sft_idx.produce.feed import (
     standard_input,
 )
 from megatron_sft_idx.produce.keeper import ENDED, Backpressure, StateKeeper
-from megatron_sft_idx.shard import BuildOptions, read_header
+from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.shard.journal import locked_name
 from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.storage import require_local
@@ -45,21 +43,21 @@ from megatron_sft_idx.tokenize import (
     EncodedPiece,
     EncodingOptions,
     Local,
+    MadePart,
     NotYet,
     PackOptions,
     PackReport,
     PartInfo,
     PartsFolder,
     PartsReader,
+    PartsSoFar,
     PartsTable,
     RowEncoder,
     ToPack,
-    differences,
     encode_piece,
     make_packs,
+    noted_differences,
     num_kept_tokens,
-    option_differences,
-    packing_differences,
     remember_encoder,
     write_part,
 )
@@ -73,7 +71,7 @@ _LOCK, _INPUTS, _WORK = "_producer.journal", "_inputs.jsonl", "_work"
 # The key under which the JSON block of a shard's header holds its cursor.
 _CURSOR = "cursor"
 
-_Encoded: TypeAlias = tuple[PieceOrigin, EncodedPiece]
+_Encoded: TypeAlias = tuple[PieceOrigin, PartInfo, EncodedPiece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +283,10 @@ def _input(
 
 def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Encoded:
     """Tokenise a piece; what workers do."""
-    origin, piece = item
-    return origin, encode_piece(encoding, piece)
+    (origin, piece), info = item, PartInfo("", [])
+    encoded = encode_piece(encoding, piece)
+    info.add(piece, encoded)
+    return origin, info, encoded
 
 
 class _Production:
@@ -339,45 +339,27 @@ class _Production:
     def _make(self, results: Iterator[_Encoded | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
         """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
         self._work.clear()
-        cursor, num_tokens, mask_dtype = before, 0, "uint8"
-        paths: list[str] = []
-        lengths = [np.empty(0, np.int64)]
-        notes: Counter[str] = Counter()
-        while num_tokens < self._options.tokens_per_shard and (result := self._next(results, report)) is not None:
-            origin, encoded = result
-            info = PartInfo(self._encoder.digest, [])
-            info.add(encoded)
-            paths.append(os.path.join(self._work.path, f"000000-{len(paths):06d}.part"))
-            write_part(paths[-1], info, [encoded])
-            report.add(encoded.rows, encoded.bad_rows, encoded.straddling, self._options.encoding.on_bad_row, self._log)
-            notes.update(info.notes)
-            lengths.append(encoded.lengths)
-            if info.mask_dtype == "float32":
-                mask_dtype = "float32"
+        cursor, num_tokens, options = before, 0, self._options
+        parts = PartsSoFar(report, options.encoding.on_bad_row, self._log)
+        while num_tokens < options.tokens_per_shard and (result := self._next(results, report)) is not None:
+            origin, info, encoded = result
+            path = os.path.join(self._work.path, f"000000-{len(parts.paths):06d}.part")
+            write_part(path, info, [encoded])
+            parts.add(MadePart(path, info, encoded.lengths.astype(np.uint32)), origin.path)
             self._require_fit(origin, encoded)
-            part = PartsTable(paths[-1:], np.array([0, len(encoded.lengths)], np.int64), info.mask_dtype)
-            num_tokens += num_kept_tokens(encoded.lengths, self._options.packing, PartsReader(part))
+            part = PartsTable([path], np.array([0, len(encoded.lengths)]), info.mask_dtype)
+            num_tokens += num_kept_tokens(encoded.lengths, options.packing, PartsReader(part))
             cursor = Cursor(origin.behind, report.rows, report.skipped)
             self._num_tokens += len(encoded.input_ids)
             self._new_nbytes += encoded.num_bytes
             self._read_nbytes = origin.nbytes
         if not num_tokens:
             return None
-        metadata = self._encoder.describe() | {
-            "sources": {
-                "fingerprint": cursor.position.fingerprint,
-                "rows": cursor.rows - before.rows,
-                "skipped": cursor.skipped - before.skipped,
-            },
-            "notes": {name: count for name, count in sorted(notes.items()) if count},
-            "sharding": self._options.sharding,
-            _CURSOR: cursor.to_json(),
-        }
-        bounds = np.cumsum([0, *map(len, lengths[1:])], dtype=np.int64)
         # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.
-        nbytes = sum(map(os.path.getsize, paths)) * num_tokens // sum(int(each.sum()) for each in lengths)
-        self._backpressure.wait_for(nbytes)
-        self._publish(PartsTable(paths, bounds, mask_dtype), np.concatenate(lengths), metadata, cursor)
+        all_tokens = sum(int(each.sum()) for each in parts.lengths)
+        self._backpressure.wait_for(sum(map(os.path.getsize, parts.paths)) * num_tokens // all_tokens)
+        counts = {"rows": cursor.rows - before.rows, "skipped": cursor.skipped - before.skipped}
+        self._publish(parts, {"fingerprint": cursor.position.fingerprint, **counts}, cursor)
         return cursor
 
     def _next(self, results: Iterator[_Encoded | NotYet], report: CorpusReport) -> _Encoded | None:
@@ -399,19 +381,12 @@ class _Production:
                 " or split, or a larger --seq-length",
             )
 
-    def _publish(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any], cursor: Cursor) -> None:
-        """Pack the sequences of parts into the next shard."""
+    def _publish(self, parts: PartsSoFar, sources: dict[str, Any], cursor: Cursor) -> None:
+        """Pack the sequences of parts into the next shard; ``sources`` as of ``ToPack.of_parts``."""
         number = self._keeper.state.published
         prefix = self._catalog.shard_prefix(number)
-        build = BuildOptions(
-            self._encoder.token_dtype,
-            np.dtype(table.mask_dtype),
-            capacity=None,
-            sequence_multiple=1,
-            pad_id=self._encoder.tokenizer.pad_id,
-            metadata=metadata,
-        )
-        sequences = ToPack(PartsReader(table), lengths, prefix, build, {"source": cursor.position.fingerprint})
+        described = {"sharding": self._options.sharding, _CURSOR: cursor.to_json()}
+        sequences = ToPack.of_parts(parts, self._encoder, prefix, sources, **described)
         headers = make_packs(sequences, prefix, self._options.packing, overwrite=True)
         report = PackReport.of(headers)
         self._keeper.update(published=number + 1, input=cursor.to_json())
@@ -454,10 +429,7 @@ def _find_start(
     if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
         beat = 0 if state is None else state.beat
         return ProducerState(limits, beat, options=described, input=Cursor().to_json()), Cursor()
-    differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
-    for group in ("sharding", "input"):
-        before = state.options.get(group)
-        differs += differences(before if isinstance(before, dict) else {}, described[group])
+    differs = noted_differences(state.options, described | {"packing": asdict(options.packing)})
     if state.limits.token_dtype != limits.token_dtype:
         differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
     if differs:

@@ -1,8 +1,8 @@
 """One shard, or many as one: opened, read, written, published whole, and recovered when a writer was killed.
 
 ``writer`` fills the files, ``publication`` lets them appear together, ``journal`` tells other writers of them, and
-``recovery`` goes on where a writer was killed. ``opening`` finds the files, ``reader`` finds packs in them, ``columns``
-reads and attaches columns, ``shard_set`` reads many shards as one.
+``recovery`` goes on where a writer was killed. ``opening`` finds the files (``index_cache`` copies remote indexes),
+``reader`` finds packs in them, ``columns`` reads and attaches columns, ``shard_set`` reads many shards as one.
 
 Nothing here may import torch or Megatron. Files of shards on a disk are written, replaced and removed through this
 folder alone, so that what a killed process leaves can always be told from files that belong to somebody else.

@@ -27,8 +27,9 @@ from megatron_sft_idx.layout.column import (
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns
+from megatron_sft_idx.shard.journal import is_column
 from megatron_sft_idx.shard.opening import column_names, has_column, open_items, read_header, read_start, require_same
-from megatron_sft_idx.shard.publication import is_column, locked_prefix
+from megatron_sft_idx.shard.publication import locked_prefix
 from megatron_sft_idx.storage import Array, Backend, check_size, require_local
 from megatron_sft_idx.storage.local import HashedFile, stamp_of
 from megatron_sft_idx.storage.publish import Kind, new_file

@@ -29,8 +29,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import struct
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -40,7 +42,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout.column import ColumnSpec, Per
+from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnSpec, Per
 from megatron_sft_idx.layout.files import (
     MASK_DTYPES,
     MAX_CAPACITY,
@@ -49,11 +51,12 @@ from megatron_sft_idx.layout.files import (
     ShardPaths,
     align,
     check_column_name,
+    column_of,
     mask_dtype_of,
     token_dtype_of,
 )
 from megatron_sft_idx.storage import OutputFile
-from megatron_sft_idx.storage.publish import head_of, lock_file, make_folders
+from megatron_sft_idx.storage.publish import describe, head_of, lock_file, make_folders
 
 _MAGIC, _OLD_MAGICS = b"SFTJRNL3", (b"SFTJRNL2", b"SFTJRNL1")
 # The first bytes of a journal, whichever version of this package wrote it.
@@ -305,6 +308,72 @@ def cut_torn_block(journal: OutputFile) -> None:
     journal.truncate(end)
 
 
+# ---- the files at a prefix ----
+
+
+def inode_of(path: str) -> int | None:
+    """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        what = f"{describe(path)} is here, expected a file of a shard or nothing"
+        raise FormatError(f"{path}: {what}; choose another prefix, or move it away")
+    return status.st_ino
+
+
+def inodes_of(paths: Iterable[str]) -> dict[str, int]:
+    """Inodes of those files that are present, by path."""
+    inodes = {path: inode_of(path) for path in paths}
+    return {path: inode for path, inode in inodes.items() if inode is not None}
+
+
+def by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
+    """Inodes by suffix instead of by path: so a journal names files."""
+    return {path.removeprefix(paths.prefix): inode for path, inode in inodes.items()}
+
+
+def is_column(path: str) -> bool:
+    """Whether a file is a column of a shard."""
+    return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
+
+
+def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
+    """``paths``, with the columns that a journal names."""
+    return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
+
+
+def with_present_columns(paths: ShardPaths) -> ShardPaths:
+    """``paths``, with the columns that lie at the prefix, temporary files of columns included; scans the folder once.
+
+    A column is recognised by its magic, a temporary file of one by its name if it is empty.
+    """
+    folder, name = os.path.split(paths.prefix)
+    found: list[str] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            may_be = entry.name.startswith(name + ".") and ".col" in entry.name
+            if not may_be or not entry.is_file(follow_symlinks=False):
+                continue
+            path = paths.prefix + entry.name.removeprefix(name)
+            is_recognised = is_column(path) if column_of(path) else is_named_or_empty(path, None)
+            if is_recognised:
+                found.append(path)
+    return paths.with_columns_of(found)
+
+
+def is_named_or_empty(path: str, head: JournalHead | None) -> bool:
+    """Whether the journal names the file at a path, or it is empty, as a kill may leave it; True if there is none.
+
+    Such a file may be removed. FormatError: something else than a file is there.
+    """
+    try:
+        return inode_of(path) in ({None, *head.inodes} if head else {None}) or not os.lstat(path).st_size
+    except FileNotFoundError:
+        return True
+
+
 # ---- locks ----
 
 
@@ -322,6 +391,21 @@ def locked_journal(paths: ShardPaths, *, shared: bool = False) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
+
+
+def wait_for_writer(paths: ShardPaths, seconds: float) -> None:
+    """Wait until no writer is at work at a prefix; FormatError where one still is after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with locked_journal(paths):
+                return
+        except FileNotFoundError:
+            return
+        except FormatError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
+from megatron_sft_idx.shard.index_cache import cached_copy
 from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
     Advice,
@@ -39,7 +40,7 @@ from megatron_sft_idx.storage import (
 )
 from megatron_sft_idx.storage.local import name_in_errors, open_descriptor, stamp_of
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
-from megatron_sft_idx.storage.remote.store import cached_copy, object_exists, read_ahead
+from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
 
 # ---- files and objects ----

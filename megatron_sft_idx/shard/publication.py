@@ -16,28 +16,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import COLUMN_MAGIC
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import MAGIC, column_of
 from megatron_sft_idx.shard.journal import (
     DONE,
     FILE,
     MAGICS,
     JournalHead,
+    by_suffix,
     closing_lock,
     cut_torn_block,
     encode_head,
     encode_inodes,
+    inode_of,
+    inodes_of,
+    is_column,
+    is_named_or_empty,
     lock_journal,
     locked_journal,
+    locked_outputs,
     read_journal,
     unlink_locked,
+    with_named_columns,
+    with_present_columns,
 )
 from megatron_sft_idx.storage import OutputFile, name_in_errors, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
@@ -46,7 +51,6 @@ from megatron_sft_idx.storage.publish import (
     Place,
     check_lock,
     check_place,
-    describe,
     head_of,
     identity,
     make_folders,
@@ -77,69 +81,6 @@ def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> 
     paths = ShardPaths.of(prefix)
     temporary = [paths.journal, *paths.unpublished.all] if written else []
     return [Place(file, role) for file in (*paths.all, *temporary)]
-
-
-def inode_of(path: str) -> int | None:
-    """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        what = f"{describe(path)} is here, expected a file of a shard or nothing"
-        raise FormatError(f"{path}: {what}; choose another prefix, or move it away")
-    return status.st_ino
-
-
-def _inodes(paths: Iterable[str]) -> dict[str, int]:
-    """Inodes of those files that are present, by path."""
-    inodes = {path: inode_of(path) for path in paths}
-    return {path: inode for path, inode in inodes.items() if inode is not None}
-
-
-def _by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
-    """Inodes by suffix instead of by path: so a journal names files."""
-    return {path.removeprefix(paths.prefix): inode for path, inode in inodes.items()}
-
-
-def is_column(path: str) -> bool:
-    """Whether a file is a column of a shard."""
-    return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
-
-
-def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
-    """``paths``, with the columns that a journal names."""
-    return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
-
-
-def with_present_columns(paths: ShardPaths) -> ShardPaths:
-    """``paths``, with the columns that lie at the prefix, temporary files of columns included; scans the folder once.
-
-    A column is recognised by its magic, a temporary file of one by its name if it is empty.
-    """
-    folder, name = os.path.split(paths.prefix)
-    found: list[str] = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
-        for entry in entries:
-            may_be = entry.name.startswith(name + ".") and ".col" in entry.name
-            if not may_be or not entry.is_file(follow_symlinks=False):
-                continue
-            path = paths.prefix + entry.name.removeprefix(name)
-            is_recognised = is_column(path) if column_of(path) else _is_named_or_empty(path, None)
-            if is_recognised:
-                found.append(path)
-    return paths.with_columns_of(found)
-
-
-def _is_named_or_empty(path: str, head: JournalHead | None) -> bool:
-    """Whether the journal names the file at a path, or it is empty, as a kill may leave it; True if there is none.
-
-    Such a file may be removed. FormatError: something else than a file is there.
-    """
-    try:
-        return inode_of(path) in ({None, *head.inodes} if head else {None}) or not os.lstat(path).st_size
-    except FileNotFoundError:
-        return True
 
 
 def check_free(
@@ -184,7 +125,7 @@ def _require_ours(paths: ShardPaths, files: Iterable[str]) -> None:
     is_shard = head_of(paths.seq_idx, len(MAGIC)) == MAGIC or _is_half_renamed(paths, head)
 
     def is_temporary(path: str) -> bool:
-        return _is_named_or_empty(path, head)
+        return is_named_or_empty(path, head)
 
     def is_ours(path: str) -> bool:
         return (is_column(path) if column_of(path) else is_shard) or is_temporary(path)
@@ -204,7 +145,7 @@ def _check_room(paths: ShardPaths, *, overwrite: bool, only: Collection[str] | N
         raise FormatError(
             f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
         )
-    replaced = {path: inode for path, inode in _inodes(paths.all).items() if only is None or path in only}
+    replaced = {path: inode for path, inode in inodes_of(paths.all).items() if only is None or path in only}
     if replaced and not overwrite:
         present = ", ".join(with_present_columns(paths).present())
         raise FormatError(
@@ -232,7 +173,7 @@ def locked_prefix(paths: ShardPaths, *, overwrite: bool = False) -> Iterator[int
 def _remove_temporaries(paths: ShardPaths, head: JournalHead | None) -> None:
     """Remove the temporary files that the journal names, and empty ones."""
     for path in paths.unpublished.all:
-        if inode_of(path) is not None and _is_named_or_empty(path, head):
+        if inode_of(path) is not None and is_named_or_empty(path, head):
             os.unlink(path)
 
 
@@ -247,7 +188,7 @@ def remove_shard(paths: ShardPaths) -> None:
     with locked_prefix(paths) as lock:
         _require_ours(paths, paths.all)
         with contextlib.closing(OutputFile(paths.journal, append=True)) as journal:
-            journal.write(encode_head({"work": "removal", "files": _by_suffix(paths, _inodes(paths.all))}))
+            journal.write(encode_head({"work": "removal", "files": by_suffix(paths, inodes_of(paths.all))}))
         finish_interrupted(paths, lock, overwrite=False)
 
 
@@ -268,21 +209,6 @@ def drop_build(paths: ShardPaths) -> None:
         remove_remains(paths)
 
 
-def wait_for_writer(paths: ShardPaths, seconds: float) -> None:
-    """Wait until no writer is at work at a prefix; FormatError where one still is after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with locked_journal(paths):
-                return
-        except FileNotFoundError:
-            return
-        except FormatError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
 def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
     """Finish what a killed writer had begun to remove or to rename, or else remove its files; then empty the journal.
 
@@ -297,7 +223,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
         head = JournalHead.read(paths)
     except FormatError:
         # A torn head names no file of this package, so only empty files may be removed.
-        if not overwrite or not all(_is_named_or_empty(path, None) for path in paths.unpublished.all):
+        if not overwrite or not all(is_named_or_empty(path, None) for path in paths.unpublished.all):
             raise
         head = None
     if head is None:
@@ -308,10 +234,7 @@ def finish_interrupted(paths: ShardPaths, lock: int, *, overwrite: bool, drops: 
             _remove_named(paths, head)
         elif head.replaced_inodes is not None:
             if not overwrite:
-                raise FormatError(
-                    f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
-                    f" megatron-sft-idx rebuild {paths.prefix}"
-                )
+                raise renames_left_error(paths, head.work)
             if _is_half_renamed(paths, head):
                 if not _lost(paths, head):
                     rename_all(paths, head, durable=True)
@@ -347,6 +270,14 @@ def interrupted_error(paths: ShardPaths, head: JournalHead) -> FormatError:
     return FormatError(f"{paths.journal}: {_INTERRUPTED[head.work]} {paths.prefix}")
 
 
+def renames_left_error(paths: ShardPaths, work: str) -> FormatError:
+    """The error about a shard that lies whole under temporary names, with a remedy."""
+    return FormatError(
+        f"{paths.journal}: left by a {work} that was interrupted, complete but for renames; finish it: megatron-sft-idx"
+        f" rebuild {paths.prefix}"
+    )
+
+
 # ---- the steps of a publication ----
 
 
@@ -373,7 +304,7 @@ def _remove_replaced(paths: ShardPaths, head: JournalHead, *, durable: bool) -> 
     assert head.replaced_inodes is not None
     require_all(paths, head)
     to_rename = pending(paths, head)
-    for path, inode in _inodes(to_rename).items():
+    for path, inode in inodes_of(to_rename).items():
         if inode != head.replaced_inodes.get(path):
             raise FormatError(
                 f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
@@ -403,9 +334,9 @@ def pending(paths: ShardPaths, head: JournalHead) -> list[str]:
 
 def naming_present(paths: ShardPaths, head: JournalHead) -> JournalHead:
     """The head, as if it named the temporary files that are present, and those that have been renamed since."""
-    files = _inodes(paths.unpublished.all)
+    files = inodes_of(paths.unpublished.all)
     if head.replaced_inodes is not None:
-        renamed = {paths.temporary(path): inode for path, inode in _inodes(paths.all).items()}
+        renamed = {paths.temporary(path): inode for path, inode in inodes_of(paths.all).items()}
         files = {name: inode for name, inode in renamed.items() if name in head.files} | files
     return head._replace(files=files)
 
@@ -475,6 +406,58 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     _remove_replaced(paths, head, durable=durable)
 
 
+# ---- the outputs of one job ----
+
+
+def publish_outputs(
+    prefix: str,
+    shards: Sequence[ShardPaths],
+    write: Callable[[Sequence[int]], Iterable[Header]],
+    *,
+    overwrite: bool,
+    existing_header: Callable[[int], Header | None] | None = None,
+    durable: bool = True,
+) -> list[Header]:
+    """Write all outputs of a job and publish them together; shards that they replace stay until all are whole.
+
+    Args:
+        prefix: what the prefixes of several outputs begin with.
+        shards: all of them, with their columns.
+        write: writes the outputs of these numbers, in their order, and sets each aside.
+        overwrite: whether they may replace shards.
+        existing_header: to go on with an interrupted job: the header of the output of a number, where that very output
+            is published or set aside. It is not written again; one that was left unfinished is removed.
+        durable: False skips fsync.
+
+    Raises:
+        FormatError: another shard is at a prefix, and may not be replaced.
+        Exception: of ``write``; of what it has written nothing is left then.
+    """
+    is_alone = [paths.prefix for paths in shards] == [ShardPaths.of(prefix).prefix]
+    with contextlib.nullcontext() if is_alone else locked_outputs(prefix):
+        headers = [existing_header(number) if existing_header else None for number in range(len(shards))]
+        missing = [number for number, header in enumerate(headers) if header is None]
+        for paths in [shards[number] for number in missing]:
+            check_free(paths, overwrite=overwrite, only=paths.all)
+        for number in missing if existing_header else ():
+            drop_build(shards[number])
+        # What an earlier job set aside is replaced with overwrite alone; else it stays whatever becomes of this one.
+        ours = [shards[number] for number in missing if overwrite or not is_set_aside(shards[number])]
+        try:
+            written = iter([*write(missing)])
+        except Exception:  # a KeyboardInterrupt leaves what is set aside, for --resume
+            for paths in ours:
+                with contextlib.suppress(FormatError):  # a task on another machine still writes it
+                    if is_set_aside(paths):
+                        remove_remains(paths)
+            raise
+        publish_all([*filter(is_set_aside, shards)], durable=durable)
+    return [next(written) if header is None else header for header in headers]
+
+
+# ---- one shard ----
+
+
 class Publication:
     """The temporary files of one shard that is being written, its journal, and the lock on its prefix.
 
@@ -532,7 +515,7 @@ class Publication:
                     name = paths.temporary(path)
                     self._files[name] = OutputFile(name, durable=durable)
                     self.head.files[name] = os.fstat(self._files[name].fileno()).st_ino
-            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, self.head.files)}
+            described = {"work": work, "overwrite": overwrite, "files": by_suffix(paths, self.head.files)}
             self.journal.write(encode_head({**content, **described}))
             self.journal.sync()
             sync_folder(self.paths.folder, self.durable)
@@ -626,7 +609,7 @@ class Publication:
         """Append a block of inodes, by path, to the journal."""
         if self.is_resumed:
             cut_torn_block(self.journal)
-        self.journal.write(encode_inodes(kind, _by_suffix(self.paths, inodes)))
+        self.journal.write(encode_inodes(kind, by_suffix(self.paths, inodes)))
         self.journal.sync()
 
     def complete(self) -> None:
@@ -640,7 +623,7 @@ class Publication:
             (file := self._files[temporary]).sync()
             if inode_of(temporary) != os.fstat(file.fileno()).st_ino:
                 raise FormatError(f"{temporary}: was removed or replaced while it was written; build the shard again")
-        replaced = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
+        replaced = inodes_of((*written, *(path for path in self._replaced if path not in paths.all)))
         if appeared := [path for path in replaced if replaced[path] != self._replaced.get(path)]:
             raise FormatError(
                 f"{paths.prefix}: {', '.join(appeared)} exist already, which were not there when this was begun;"

@@ -23,6 +23,7 @@ from megatron_sft_idx.shard.journal import (
     locked_journal,
     read_blocks,
     read_head,
+    with_named_columns,
 )
 from megatron_sft_idx.shard.opening import read_start
 from megatron_sft_idx.shard.publication import (
@@ -33,7 +34,6 @@ from megatron_sft_idx.shard.publication import (
     pending,
     require_all,
     require_named,
-    with_named_columns,
 )
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular

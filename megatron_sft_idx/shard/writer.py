@@ -108,10 +108,10 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
-    def begin(cls, prefix: str | os.PathLike[str], options: BuildOptions, *, overwrite: bool) -> ShardWriter:
-        """A writer of a new shard with these options; ``overwrite`` and errors as of the class."""
+    def begin(cls, prefix: str | os.PathLike[str], options: BuildOptions, **writing: Any) -> ShardWriter:
+        """A writer of a new shard with these options; ``writing`` as of ``Publication``, errors as of the class."""
         paths = ShardPaths.of(prefix).with_columns(options.columns)
-        return cls.of(Publication(paths, options.encode(), overwrite=overwrite), options)
+        return cls.of(Publication(paths, options.encode(), **writing), options)
 
     @classmethod
     def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
@@ -441,27 +441,11 @@ class ShardWriter:
         """Write the indexes, from the packs that the journal records, and the headers of the columns."""
         options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
         packs = JournalPacks(paths.journal, stage.num_packs)
-        code, dtype = token_dtype_of(options.token_dtype)
-        idx = write_idx(publication.open(paths.idx), packs, code, dtype.itemsize, stage.num_packs)
+        idx = write_idx(publication.open(paths.idx), packs, options.token_dtype, stage.num_packs)
         tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
-        header = Header(
-            num_packs=stage.num_packs,
-            num_sequences=stage.num_sequences,
-            num_tokens=stage.num_tokens,
-            num_trained_tokens=stage.num_trained_tokens,
-            num_masked_packs=stage.num_masked_packs,
-            token_dtype=options.token_dtype,
-            mask_dtype=options.mask_dtype,
-            sequence_multiple=options.sequence_multiple,
-            capacity=options.capacity or stage.longest_padded_pack,
-            longest_pack=stage.longest_pack,
-            most_sequences=stage.most_sequences,
-            pad_id=options.pad_id,
-            digests=(tokens, loss, idx, starts),
-            arrays_checksum=bytes(16),
-            metadata={key: value for key, value in self.metadata.items() if key != "columns"},
-            rebuilt=self.rebuilt,
-        )
+        metadata = {key: value for key, value in self.metadata.items() if key != "columns"}
+        digests = tokens, loss, idx, starts
+        header = header_of(stage, dataclasses.replace(options, metadata=metadata), digests, rebuilt=self.rebuilt)
         header.metadata["format_writer"] = FORMAT_WRITER
         listed: dict[str, str] = {}
         for name, spec in options.columns.items():
@@ -524,6 +508,42 @@ class ShardWriter:
 # ---- the indexes ----
 
 
+def header_of(
+    counts: _native.PackStage | _native.PackWalk,
+    options: BuildOptions,
+    digests: tuple[FileDigest, FileDigest, FileDigest, FileDigest],
+    *,
+    rebuilt: bool,
+) -> Header:
+    """The header of a shard, but for the checksum of its arrays, which follows when they are written.
+
+    Args:
+        counts: of all its packs.
+        options: its dtypes, numbers and metadata.
+        digests: of the data files and ``.idx``, as the header holds them; their sizes are counts too.
+        rebuilt: whether the shard was rebuilt.
+    """
+    tokens, _, _, starts = digests
+    return Header(
+        num_packs=counts.num_packs,
+        num_sequences=starts.nbytes // 4,
+        num_tokens=tokens.nbytes // options.token_dtype.itemsize,
+        num_trained_tokens=counts.num_trained_tokens,
+        num_masked_packs=counts.num_masked_packs,
+        token_dtype=options.token_dtype,
+        mask_dtype=options.mask_dtype,
+        sequence_multiple=options.sequence_multiple,
+        capacity=options.capacity or counts.longest_padded_pack,
+        longest_pack=counts.longest_pack,
+        most_sequences=counts.most_sequences,
+        pad_id=options.pad_id,
+        digests=digests,
+        arrays_checksum=bytes(16),
+        metadata=options.metadata,
+        rebuilt=rebuilt,
+    )
+
+
 class PackChunk(NamedTuple):
     """Consecutive packs: of each its length in tokens, and its number of sequences, int64 [packs]."""
 
@@ -568,16 +588,14 @@ def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[ND
     yield np.array([total])
 
 
-def write_idx(
-    file: OutputFile, packs: Iterable[PackChunk], dtype_code: int, itemsize: int, num_packs: int
-) -> FileDigest:
-    """Write Megatron's ``.idx``. ``packs`` is iterated twice; ``itemsize`` is the size of a token in bytes."""
+def write_idx(file: OutputFile, packs: Iterable[PackChunk], token_dtype: np.dtype[Any], num_packs: int) -> FileDigest:
+    """Write Megatron's ``.idx``. ``packs`` is iterated twice."""
     out = HashedFile(file)
-    out.write(pack_idx_header(dtype_code, num_packs))
+    out.write(pack_idx_header(token_dtype_of(token_dtype)[0], num_packs))
     for chunk in packs:
         out.write(chunk.lengths.astype("<i4"))
     remaining = num_packs
-    for pointers in _offsets((chunk.lengths for chunk in packs), itemsize):
+    for pointers in _offsets((chunk.lengths for chunk in packs), token_dtype.itemsize):
         out.write(pointers[:remaining])  # the total at the end is no pack's pointer
         remaining -= len(pointers[:remaining])
     for start in range(0, num_packs + 1, CHUNK_PACKS):

@@ -10,31 +10,27 @@ on disk, and what its journal says, is for the folder ``shard`` to know.
 from megatron_sft_idx.tokenize.begin import (
     PartsFolder,
     PreprocessOptions,
-    differences,
-    option_differences,
-    packing_differences,
+    noted_differences,
 )
 from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.dry_run import preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import ToPack, make_packs
+from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
-    Destination,
-    Rows,
-    downloaded,
     encoding_options,
-    inputs_of,
     packing_options,
     preprocess,
     preprocess_options,
-    reads_of,
     run_job,
 )
+from megatron_sft_idx.tokenize.job_input import Rows, downloaded, inputs_of, reads_of
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import (
+    MadePart,
     PartInfo,
     PartsReader,
+    PartsSoFar,
     PartsTable,
     encode_piece,
     remember_encoder,

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from megatron_sft_idx.chat.inputs import InputFile
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
@@ -102,13 +102,19 @@ class PreprocessOptions:
             )
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
-    def require_outputs(self, files: Sequence[InputFile]) -> None:
-        """FormatError where shards or corpus would replace a file of the input, or lie beside another split."""
+    def expanded(self) -> tuple[list[InputFile], PreprocessOptions]:
+        """The files of the input, and the options with the weights of files by their numbers.
+
+        Raises:
+            FormatError: an input that is none; shards or corpus would replace a file of it, or lie beside other splits.
+        """
+        files = expand_inputs(self.inputs)
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
         if self.output_shards > 1:
             refuse_other_splits(self.prefix, self.output_shards)
+        return files, replace(self, packing=self.packing_of(files))
 
     @property
     def has_valid(self) -> bool:
@@ -153,6 +159,11 @@ class Job(NamedTuple):
         """The folder of its parts."""
         return PartsFolder.of(self.options.prefix)
 
+    @property
+    def packing(self) -> dict[str, Any]:
+        """How sequences become packs, as ``noted_differences`` takes it."""
+        return {"packing": asdict(self.options.packing)}
+
     def check_free(self, prefix: str, *, overwrite: bool) -> None:
         """FormatError where the job may not write a shard at this prefix."""
         check_free(ShardPaths.of(prefix).with_columns(self.encoder.options.columns), overwrite=overwrite)
@@ -162,7 +173,7 @@ class Job(NamedTuple):
         return JobState(
             [[file.path, file.num_bytes] for file in self.files],
             self.encoder.describe(),
-            {"packing": asdict(self.options.packing)},
+            self.packing,
             [self.cutting.piece_nbytes, self.cutting.pieces],
             overwrite,
             self.options.keep_corpus,
@@ -309,27 +320,22 @@ class PartsFolder:
 # ---- what differs ----
 
 
-def option_differences(metadata: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
-    """How a header's metadata differs from the encoder in options that decide over tokens and masks."""
-    wanted = encoder.describe()
-    differs = list(differences({key: metadata.get(key) for key in wanted}, wanted))
+def noted_differences(noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """How options, in groups by name, differ from those that the header of a shard or the state of a job holds."""
+    earlier = {group: noted.get(group) for group in wanted}
+    if isinstance(packing := earlier.get("packing"), Mapping):  # of which headers say more than its options
+        earlier["packing"] = {name: packing.get(name) for name in wanted["packing"]}
+    differs = list(differences(earlier, wanted))
     # The fingerprint of a template covers options too: where one of these differs, it need not be named.
     others = [each for each in differs if not each.startswith("chat template ")]
     return others if any(each.startswith(_IN_TEMPLATE) for each in others) else differs
-
-
-def packing_differences(metadata: Mapping[str, Any], packing: PackOptions) -> list[str]:
-    """How the packing options differ from those in ``metadata``: of a packed shard's header, or of ``JobState``."""
-    noted, wanted = metadata.get("packing"), asdict(packing)
-    earlier = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
-    return list(differences(earlier, wanted, "packing"))
 
 
 def differences(earlier: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """``NAME was EARLIER, is WANTED`` for every value in nested objects that differs."""
     if isinstance(earlier, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*earlier, *wanted}):
-            inner = key if name in ("", "options") else f"{name} {key}"
+            inner = key if name in ("", "options", "sharding", "input") else f"{name} {key}"
             yield from differences(earlier.get(key), wanted.get(key), inner.replace("_", " "))
     elif earlier != wanted:
         yield f"{name} was {earlier!r}, is {wanted!r}"
@@ -348,22 +354,22 @@ def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list
     if "recovered" in metadata:
         return ["it was recovered from an interrupted build, and may lack packs"]
     if packed:
-        if differs := packing_differences(metadata, job.options.packing):
+        if differs := noted_differences(metadata, job.packing):
             return differs
         packing = metadata["packing"]
         if packing.get("source") != header.source or "sources" in packing:
             return ["it was packed from other packs, or from some of its sources"]
     elif "packing" in metadata:
         return ["it is packed"]
-    return option_differences(metadata, job.encoder)
+    return noted_differences(metadata, job.encoder.describe())
 
 
 def _state_differences(earlier: JobState, job: Job, *, packing: bool) -> list[str]:
     """How the job differs from an interrupted one; in its packing too, if ``packing``."""
     wanted = job.state(overwrite=False)
-    if differs := option_differences(earlier.metadata, job.encoder):
+    if differs := noted_differences(earlier.metadata, wanted.metadata):
         return differs
-    if packing and (differs := packing_differences(earlier.packing, job.options.packing)):
+    if packing and (differs := noted_differences(earlier.packing, wanted.packing)):
         return differs
     for number, (before, now) in enumerate(zip_longest(earlier.inputs, wanted.inputs), 1):
         if before is None or now is None or before[1] != now[1]:
@@ -516,7 +522,7 @@ def _unfinished_shards(job: Job, *, replaces: bool) -> list[str]:
         paths = ShardPaths.of(prefix)
         if (remains := _remains(prefix)) is not None and not remains.is_complete:
             unfinished.append(prefix)
-            if differs := packing_differences(remains.build_options.metadata, job.options.packing):
+            if differs := noted_differences(remains.build_options.metadata, job.packing):
                 raise _other_job_error(paths.journal, differs)
         # A shard that is there may be of this job, as far as its options tell; its input was not read yet.
         if not replaces and paths.missing():

@@ -85,6 +85,10 @@ class Stretch:
     dealt: tuple[Piece, ...] = ()
     attempts: tuple[str, ...] = ()
 
+    def before(self, lines: int) -> int:
+        """By how much numbers of rows are less than in the file, of which ``lines`` come first: see ``read_pieces``."""
+        return lines if self.nbytes is not None else 0
+
     def __str__(self) -> str:
         if self.nbytes is not None:
             return f"{self.name}, from byte {self.offset} on"

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, total_bytes
+from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import check_free
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.tokenize.begin import PartsFolder, PreprocessOptions
+from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.local import Local, available_cpus
-from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
+from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import plan_packs
+from megatron_sft_idx.tokenize.report import CorpusReport
 
 # Bytes of first rows, of all files together and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
@@ -32,40 +30,20 @@ _MAX_SHOWN = 20
 Marked: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
 
-@dataclass(slots=True)
-class _FilePreview:
-    """What some or all rows of one file become.
+class _Looked(NamedTuple):
+    """What the rows of a stretch become.
 
     Attributes:
-        number: of the file.
-        num_bytes: bytes of the file that hold the rows.
-        rows: how many, bad ones included.
-        bad: how many cannot be used.
-        bad_rows: messages of the first of these.
-        lengths: tokens of each sequence, int64 [sequences].
-        trained_tokens: how many of these tokens are trained on.
+        stretch: without its pieces.
+        part: what would be the part of these rows; it is not written.
+        trained_tokens: how many of the tokens are trained on.
         first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
     """
 
-    number: int
-    num_bytes: int = 0
-    rows: int = 0
-    bad: int = 0
-    bad_rows: list[str] = field(default_factory=list)
-    lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    trained_tokens: int = 0
-    first: Marked | None = None
-
-    @classmethod
-    def of(cls, previews: Sequence[_FilePreview]) -> _FilePreview:
-        """The previews of consecutive rows of one file as one."""
-        nbytes, rows, bad, trained = (
-            sum(getattr(each, name) for each in previews) for name in ("num_bytes", "rows", "bad", "trained_tokens")
-        )
-        bad_rows = [error for each in previews for error in each.bad_rows][:_MAX_SHOWN]
-        first = next((each.first for each in previews if each.first), None)
-        lengths = np.concatenate([each.lengths for each in previews])
-        return cls(previews[0].number, nbytes, rows, bad, bad_rows, lengths, trained, first)
+    stretch: Stretch
+    part: MadePart
+    trained_tokens: int
+    first: Marked | None
 
 
 def preview(
@@ -84,46 +62,56 @@ def preview(
     Raises:
         SFTIndexError: an input or an option that cannot be used, or files at the prefix that may not be replaced.
     """
-    files = expand_inputs(options.inputs)
-    options.require_outputs(files)
-    options = replace(options, packing=options.packing_of(files))
+    files, options = options.expanded()
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
-    for prefix in output_prefixes(options.prefix, options.output_shards, valid=options.has_valid):
-        check_free(ShardPaths.of(prefix).with_columns(encoder.options.columns), overwrite=options.overwrite)
-    PartsFolder.of(options.prefix).check_is_ours()
-    by_file = [[_FilePreview(number)] for number in range(len(files))]
-    shared = encoder.options, (cutting := Cutting.of(files))
+    job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
+    for prefix in job.outputs:
+        job.check_free(prefix, overwrite=options.overwrite)
+    job.folder.check_is_ours()
+    by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
+    trained, first = [0] * len(files), list[Marked]()
+    shared = encoder.options, job.cutting
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
     if full:
         workers = available_cpus() if options.workers is None else options.workers
-        stretches, total, log_interval = cut_input(files, cutting), total_bytes(files), options.log_interval
+        stretches, total, log_interval = cut_input(files, job.cutting), total_bytes(files), options.log_interval
     remember_encoder(encoder.options, encoder)
     try:
         with (
             Local(workers) as pool,
             Progress("looking", total, unit="B", log_interval=log_interval, items="rows") as progress,
         ):
-            for preview in pool.map_in_order(_preview_stretch, shared, stretches, name_of=str):
-                progress.update(preview.num_bytes, preview.rows)
-                by_file[preview.number].append(preview)
+            for looked in pool.map_in_order(_look, shared, stretches, name_of=str):
+                number, info = looked.stretch.number, looked.part.info
+                progress.update(info.num_bytes, info.rows)
+                parts = by_file[number]
+                parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
+                trained[number] += looked.trained_tokens
+                first += [looked.first] if looked.first and not first else []
     finally:
         remember_encoder(None)
-    previews = [_FilePreview.of(each) for each in by_file]
-    lines = [line for file, each in zip(files, previews, strict=True) for line in _file_lines(file, each, full=full)]
-    bad_rows = [error for each in previews for error in each.bad_rows]
+    reports, lengths = [each.report for each in by_file], [_end_to_end(each.lengths) for each in by_file]
+    which = "all rows" if full else "first rows"
+    lines = [line for each in zip(files, reports, lengths, trained, strict=True) for line in _file_lines(which, *each)]
+    bad_rows = [error for report in reports for error in report.bad_rows]
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
-    lines += _outlook(options, previews, full=full)
-    return lines, next((each.first for each in previews if each.first), None), encoder.tokenizer.decode
+    lines += _outlook(options, sum(report.skipped for report in reports), _end_to_end(lengths), full=full)
+    return lines, first[0] if first else None, encoder.tokenizer.decode
 
 
-def _file_lines(file: InputFile, preview: _FilePreview, *, full: bool) -> Iterator[str]:
-    """The preview of a file in lines for people."""
-    which, lengths = "all rows" if full else "first rows", preview.lengths
-    bad = f" ({preview.bad:,} cannot be used)" if preview.bad else ""
+def _end_to_end(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *lengths])
+
+
+def _file_lines(
+    which: str, file: InputFile, report: CorpusReport, lengths: NDArray[np.int64], trained_tokens: int
+) -> Iterator[str]:
+    """What ``which`` rows of a file become, in lines for people."""
+    bad = f" ({report.skipped:,} cannot be used)" if report.skipped else ""
     yield f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes"
     yield (
-        f"  {which:<14}{preview.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
-        f" {preview.trained_tokens:,} trained"
+        f"  {which:<14}{report.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
+        f" {trained_tokens:,} trained"
     )
     if len(lengths):
         yield f"  lengths       {lengths.min():,} to {lengths.max():,}"
@@ -137,28 +125,27 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
             yield Stretch(file, file.path, number, dealt=dealt)
 
 
-def _preview_stretch(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _FilePreview:
+def _look(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
     """The task that encodes a stretch and keeps no tokens but those of the first sequence."""
     encoding, cutting = shared
-    previews = [_FilePreview(stretch.number)]
+    info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
     for piece in read_pieces(stretch, cutting):
         encoded = encode_piece(encoding, piece, stretch.number)
-        bad, lengths = len(encoded.bad_rows), encoded.lengths
-        preview = _FilePreview(stretch.number, piece.num_bytes, encoded.rows, bad, lengths=lengths)
-        preview.bad_rows = [str(error) for error in encoded.bad_rows[:_MAX_SHOWN]]
+        info.add(piece, encoded)
+        lengths.append(encoded.lengths.astype(np.uint32))
         # As labels: nothing predicts a first token.
         labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
-        labels[np.cumsum(lengths) - 1] = 0
-        preview.trained_tokens = int(np.count_nonzero(labels))
-        if len(lengths):
-            preview.first = encoded.input_ids[: lengths[0]].copy(), labels[: lengths[0]].copy()
-        previews.append(preview)
-    return _FilePreview.of(previews)
+        labels[np.cumsum(encoded.lengths) - 1] = 0
+        trained_tokens += int(np.count_nonzero(labels))
+        if first is None and len(encoded.lengths):
+            end = encoded.lengths[0]
+            first = encoded.input_ids[:end].copy(), labels[:end].copy()
+    part = MadePart("", info, np.concatenate(lengths))
+    return _Looked(replace(stretch, dealt=()), part, trained_tokens, first)
 
 
-def _outlook(options: PreprocessOptions, previews: Sequence[_FilePreview], *, full: bool) -> Iterator[str]:
+def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *, full: bool) -> Iterator[str]:
     """In lines for people: the packs, where all rows were encoded, and the reasons why the job would stop."""
-    bad, lengths = sum(each.bad for each in previews), np.concatenate([each.lengths for each in previews])
     reasons: list[str] = []
     if bad and options.encoding.on_bad_row == "error":
         reasons.append(f"{bad:,} rows cannot be used; --on-bad-row skip goes on without them")

@@ -1,14 +1,13 @@
 """The shards of a job: written in the order of a plan, from sequences that a reader gives, and published together.
 
 A job makes one shard at its prefix, or several whose prefixes begin with it, each with consecutive packs of one plan.
-None appears before all are whole. ``make_packs`` is the way from sequences to shards, for every verb that packs.
+``make_packs`` is the way from sequences to shards, for every verb that packs.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,25 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.split import output_prefix
-from megatron_sft_idx.shard import BuildOptions, ShardWriter, check_free, read_header
-from megatron_sft_idx.shard.journal import locked_outputs
-from megatron_sft_idx.shard.publication import (
-    drop_build,
-    is_set_aside,
-    places_of,
-    publish_all,
-    remove_remains,
-    wait_for_writer,
-)
+from megatron_sft_idx.shard import BuildOptions, ShardWriter, read_header
+from megatron_sft_idx.shard.journal import wait_for_writer
+from megatron_sft_idx.shard.publication import drop_build, is_set_aside, places_of, publish_outputs
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
+from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.local import Local
-from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.parts import PartsReader, PartsSoFar, PartsTable
 from megatron_sft_idx.tokenize.plan import PackOptions, PlannedRun, SequenceReader, plan_packs
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.selection import Selected
@@ -78,14 +71,15 @@ class PlannedShard(NamedTuple):
 
     @property
     def paths(self) -> ShardPaths:
-        """Its files."""
-        return ShardPaths.of(self.prefix)
+        """Its files, columns included."""
+        return ShardPaths.of(self.prefix).with_columns(self.build.columns)
 
     def existing_header(self) -> Header | None:
         """The header of this very shard, where it is set aside, or published and not to be replaced; else None."""
-        if is_set_aside(self.paths):
-            header = complete_header(self.paths)
-        elif self.overwrite or self.paths.missing():
+        paths = ShardPaths.of(self.prefix)  # its columns may be others
+        if is_set_aside(paths):
+            header = complete_header(paths)
+        elif self.overwrite or paths.missing():
             return None
         else:
             header = read_header(self.prefix)
@@ -142,43 +136,6 @@ def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
 # ---- all shards of a job ----
 
 
-def publish_shards(
-    prefix: str,
-    outputs: Sequence[PlannedShard],
-    write: Callable[[Sequence[PlannedShard]], Iterable[Header]],
-    *,
-    resume: bool,
-) -> list[Header]:
-    """Write all shards of a job and publish them together; shards that they replace stay until all are whole.
-
-    Args:
-        prefix: what the prefixes of several shards begin with.
-        outputs: all shards.
-        write: writes the shards it is given, in their order, and sets each aside (``write_shard``).
-        resume: go on with an interrupted job: shards that it finished are not written again, unfinished ones removed.
-
-    Raises:
-        FormatError: another shard is at a prefix, and may not be replaced.
-    """
-    with locked_outputs(prefix) if len(outputs) > 1 else contextlib.nullcontext():
-        headers = [output.existing_header() if resume else None for output in outputs]
-        missing = [output for output, header in zip(outputs, headers, strict=True) if header is None]
-        for output in missing:
-            check_free(output.paths.with_columns(output.build.columns), overwrite=output.overwrite)
-        for output in missing if resume else ():
-            drop_build(output.paths)
-        try:
-            written = iter([*write(missing)])
-        except Exception:  # a KeyboardInterrupt leaves what is set aside, for --resume
-            for output in missing:
-                with contextlib.suppress(FormatError):  # a task on another machine still writes it
-                    if is_set_aside(output.paths):
-                        remove_remains(output.paths)
-            raise
-        publish_all([output.paths for output in outputs if is_set_aside(output.paths)])
-    return [next(written) if header is None else header for header in headers]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ToPack:
     """Sequences that are to be packed, and what their shards have in common.
@@ -201,6 +158,42 @@ class ToPack:
     origin: Mapping[str, Any]
     groups: NDArray[np.integer[Any]] | None = None
     selected: Selected | None = None
+
+    @classmethod
+    def of_parts(
+        cls,
+        parts: PartsSoFar,
+        encoder: RowEncoder,
+        name: str,
+        sources: Mapping[str, Any],
+        *,
+        columns: Mapping[str, ColumnSpec] | None = None,
+        **metadata: Any,
+    ) -> ToPack:
+        """All sequences of parts.
+
+        Args:
+            parts: the parts, whose ``lengths`` are emptied.
+            encoder: made them.
+            name: what errors call the sequences.
+            sources: what headers say of the input: its ``fingerprint``, and more.
+            columns: the columns that shards will have, by name.
+            metadata: more that headers say.
+        """
+        columns = columns or {}
+        reader, lengths = parts.reader(columns), np.concatenate(parts.lengths).astype(np.int64)
+        parts.lengths.clear()  # gigabytes in a large job
+        build = BuildOptions(
+            encoder.token_dtype,
+            reader.mask_dtype,
+            capacity=None,
+            sequence_multiple=1,
+            pad_id=encoder.tokenizer.pad_id,
+            metadata={**encoder.describe(), "sources": dict(sources), "notes": parts.notes, **metadata},
+            columns=dict(columns),
+        )
+        groups = np.arange(len(lengths)) // 2 if "pair" in columns else None
+        return cls(reader, lengths, name, build, {"source": sources["fingerprint"]}, groups)
 
     def planned(
         self,
@@ -257,7 +250,7 @@ def make_packs(
     process, one by one. Arguments else: as of ``pack_shard``.
 
     Raises:
-        SequenceError, FormatError: as of ``plan_packs`` and ``publish_shards``.
+        SequenceError, FormatError: as of ``plan_packs`` and ``publish_outputs``.
     """
     reader, selected = sequences.reader, sequences.selected
     chosen = None if selected is None else selected.train
@@ -268,7 +261,8 @@ def make_packs(
     total = sum(len(output.run.lengths) for output in outputs)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 
-        def write(missing: Sequence[PlannedShard]) -> Iterable[Header]:
+        def write(numbers: Sequence[int]) -> Iterable[Header]:
+            missing = [outputs[number] for number in numbers]
             # A single shard is written in this process, which can show its progress; on a cluster its nodes write.
             if engine is None or (isinstance(engine, Local) and (len(missing) == 1 or not engine.workers)):
                 return (write_shard(reader, output, progress.update) for output in missing)
@@ -281,4 +275,6 @@ def make_packs(
                 on_result=lambda header: progress.update(header.num_sequences, header.num_sequences),
             )
 
-        return publish_shards(prefix, outputs, write, resume=resume)
+        existing_header = (lambda number: outputs[number].existing_header()) if resume else None
+        paths = [output.paths for output in outputs]
+        return publish_outputs(prefix, paths, write, overwrite=overwrite, existing_header=existing_header)

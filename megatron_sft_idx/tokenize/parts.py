@@ -28,7 +28,7 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.types import Piece
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
@@ -47,7 +47,7 @@ from megatron_sft_idx.storage.publish import move_into_place
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
-from megatron_sft_idx.tokenize.report import MAX_LISTED
+from megatron_sft_idx.tokenize.report import CorpusReport
 
 PART_MAGIC = b"SFTPART"
 _VERSIONED_MAGIC = PART_MAGIC + b"\x02"
@@ -55,6 +55,8 @@ _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
 _SUFFIX = ".part"
+# Bad rows whose messages are kept, and those that are logged as they come.
+_MAX_LISTED, _MAX_SHOWN = 10_000, 20
 # Parts that stay open while packs are gathered from them.
 _MAX_OPEN_PARTS = 256
 # About as many tokens are read of a part each time it is opened, so that opening it is worth it.
@@ -93,18 +95,18 @@ class PartInfo:
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     checksum: str = "0" * 32  # as long as every checksum, since the size of the JSON says where the arrays begin
 
-    def add(self, encoded: EncodedPiece, lines: int = 0) -> None:
-        """Count the rows of a piece of so many lines.
+    def add(self, piece: Piece, encoded: EncodedPiece) -> None:
+        """Count the rows of a piece, and what became of them.
 
         The column ``source`` of the piece is changed: its rows are then counted from the first of the part.
         """
         if "source" in encoded.columns:
             encoded.columns["source"][:, 1] += self.lines
         self.num_bytes += encoded.num_bytes
-        self.lines += lines
+        self.lines += len(piece.ends) if isinstance(piece, JsonPiece) else encoded.rows
         self.rows += encoded.rows
         self.skipped += len(encoded.bad_rows)
-        listed = encoded.bad_rows[: MAX_LISTED - len(self.bad_rows)]
+        listed = encoded.bad_rows[: _MAX_LISTED - len(self.bad_rows)]
         self.bad_rows += [(error.position or 0, error.reason) for error in listed]
         self.straddling = self.straddling or encoded.straddling
         if encoded.loss_mask.dtype == np.float32:
@@ -297,6 +299,119 @@ class PartsReader(SequenceReader):
         return part
 
 
+@dataclass(frozen=True, slots=True)
+class MadePart:
+    """What a task reports of a part.
+
+    Attributes:
+        path: of the part; empty where a bad row or changed input prevented it.
+        info: what the part is made from, and counts.
+        lengths: tokens of each sequence, uint32 [sequences].
+        reused: whether an earlier job made it.
+        changed: fingerprints of the input then and now, where it changed since an earlier job made the part.
+    """
+
+    path: str
+    info: PartInfo
+    lengths: NDArray[np.uint32]
+    reused: bool = False
+    changed: tuple[str, str] | None = None
+
+
+class PartsSoFar:
+    """The parts that a job has so far, in the order of the input, and what became of the rows in them.
+
+    Args:
+        report: counts the rows.
+        on_bad_row: as of ``EncodingOptions``.
+        log: takes lines for people.
+        files: how many files the input has.
+
+    Attributes:
+        report: as given.
+        paths: of the parts.
+        lengths: of each, the tokens of each sequence, uint32 [sequences].
+        places: of each, the number of its file, and how many rows of that file are in parts before it.
+        lines: rows of each file, blank lines included.
+        mask_dtype: name of the dtype of their masks: float32 where any part has float32.
+        num_reused: how many of them an earlier job made.
+        num_pieces: how many pieces of input they are made from.
+        fingerprint: hash of the input that they are made from.
+        file_fingerprints: the same of each file.
+    """
+
+    def __init__(
+        self, report: CorpusReport, on_bad_row: str, log: Callable[[str], None] = lambda line: None, *, files: int = 1
+    ) -> None:
+        self.report, self._on_bad_row, self._log = report, on_bad_row, log
+        self.paths: list[str] = []
+        self.lengths: list[NDArray[np.uint32]] = []
+        self.lines, self.mask_dtype, self._notes = [0] * files, "uint8", Counter[str]()
+        self.places: list[tuple[int, int]] = []
+        self.num_reused = self.num_pieces = 0
+        self.fingerprint, self.file_fingerprints = StreamHash(), [StreamHash() for _ in range(files)]
+
+    def add(self, part: MadePart, name: str, file: int = 0, first: int = 0) -> None:
+        """Add the next part.
+
+        Args:
+            part: the part.
+            name: the path of its file, for messages.
+            file: number of its file.
+            first: what the numbers of its bad rows are counted from in that file.
+
+        Raises:
+            SequenceError: it has a bad row, and none may be skipped.
+        """
+        info = part.info
+        self._report(info, name, first)
+        self._notes.update(info.notes)
+        if info.mask_dtype == "float32":
+            self.mask_dtype = "float32"
+        self.paths.append(part.path)
+        self.lengths.append(part.lengths)
+        self.places.append((file, self.lines[file]))
+        self.lines[file] += info.lines
+        for stream in (self.fingerprint, self.file_fingerprints[file]):
+            stream.update("".join(info.pieces).encode())
+        self.num_pieces += len(info.pieces)
+        self.num_reused += part.reused
+
+    def _report(self, info: PartInfo, name: str, first: int) -> None:
+        report = self.report
+        report.rows += info.rows
+        if info.straddling and not report.straddling:
+            report.straddling = info.straddling
+            self._log(
+                f"warning: tokens such as {info.straddling!r} begin in what the chat template writes before an answer"
+                " and are trained on, as transformers trains on them; --straddling exclude leaves them out"
+            )
+        for skipped, (position, reason) in enumerate(info.bad_rows, report.skipped + 1):
+            if self._on_bad_row == "error":
+                raise SequenceError(name, first + position, f"{reason}; --on-bad-row skip goes on without it")
+            error = SequenceError(name, first + position, reason)
+            if len(report.bad_rows) < _MAX_LISTED:
+                report.bad_rows.append(str(error))
+            if skipped <= _MAX_SHOWN:
+                self._log(f"skipped {error}")
+            elif skipped == _MAX_SHOWN + 1:
+                self._log("skipped more rows, which are not shown")
+        report.skipped += info.skipped
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """Counts by name, but for those of 0."""
+        return {name: count for name, count in sorted(self._notes.items()) if count}
+
+    def reader(self, columns: Collection[str] = ()) -> PartsReader:
+        """Reads the sequences of all parts, with the columns of these names."""
+        places = np.array(self.places, np.uint32).reshape(-1, 2)
+        bases: dict[str, NDArray[Any]] = {"source": places, "label": np.zeros(len(places), np.uint8)}
+        bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
+        chosen = {name: bases[name] for name in columns if name in bases}
+        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, chosen, "pair" in columns))
+
+
 # ---- tasks ----
 
 
@@ -317,25 +432,6 @@ class PartSettings:
     digest: str
     cutting: Cutting
     replace_changed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MadePart:
-    """What a task reports of a part.
-
-    Attributes:
-        path: of the part; empty where a bad row or changed input prevented it.
-        info: what the part is made from, and counts.
-        lengths: tokens of each sequence, uint32 [sequences].
-        reused: whether an earlier job made it.
-        changed: fingerprints of the input then and now, where it changed since an earlier job made the part.
-    """
-
-    path: str
-    info: PartInfo
-    lengths: NDArray[np.uint32]
-    reused: bool = False
-    changed: tuple[str, str] | None = None
 
 
 # The encoder of this process, and the options it was made from.
@@ -415,7 +511,7 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
     with _without_collection():
         for piece in pieces:
             encoded.append(encoder.encode(piece, key[0]))
-            info.add(encoded[-1], len(piece.ends) if isinstance(piece, JsonPiece) else encoded[-1].rows)
+            info.add(piece, encoded[-1])
             if info.bad_rows and settings.encoding.on_bad_row == "error":
                 return MadePart("", info, np.empty(0, np.uint32))
     path = os.path.join(settings.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
-# Bad rows whose messages are kept, and those that are logged as they come.
-MAX_LISTED, _MAX_SHOWN = 10_000, 20
 _SELECTED = (
     ("max_rows", "first", "taken, the rest left out by --max-rows"),
     ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
@@ -75,30 +72,6 @@ class CorpusReport:
         """The counts that the header of a corpus, or of a packed shard, holds."""
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
-
-    def add(
-        self, rows: int, bad_rows: Iterable[SequenceError], straddling: str, on_bad_row: str, log: Callable[[str], None]
-    ) -> None:
-        """Count some rows, and log those that are skipped; SequenceError for a bad row where none may be skipped."""
-        self.rows += rows
-        if straddling and not self.straddling:
-            self.straddling = straddling
-            log(
-                f"warning: tokens such as {straddling!r} begin in what the chat template writes before an answer and"
-                " are trained on, as transformers trains on them; --straddling exclude leaves them out"
-            )
-        for error in bad_rows:
-            if on_bad_row == "error":
-                raise SequenceError(
-                    error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
-                )
-            self.skipped += 1
-            if len(self.bad_rows) < MAX_LISTED:
-                self.bad_rows.append(str(error))
-            if self.skipped <= _MAX_SHOWN:
-                log(f"skipped {error}")
-            elif self.skipped == _MAX_SHOWN + 1:
-                log("skipped more rows, which are not shown")
 
 
 @dataclass(slots=True)

@@ -1,0 +1,183 @@
+"""Both indexes of a shard, derived from its data where there is no good header of ``.seq.idx``.
+
+Pack lengths come from ``.idx``, or else from masks. What no file tells is marked as unknown in the new header. If
+several shards could have given the same data, none is chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.check.lengths import idx_lengths, infer_lengths, read_starts
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, OffsetRun, Stream, walk_packs
+from megatron_sft_idx.check.restore import Repair, inferred_in_words, joined_packs
+from megatron_sft_idx.check.rules import Findings, HeaderClaims, add_breaches, check_ids
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout import (
+    MASK_DTYPES,
+    TOKEN_DTYPES,
+    FileDigest,
+    Header,
+    ShardPaths,
+    mask_dtype_of,
+    token_dtype_of,
+)
+from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.shard import BuildOptions
+from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, header_of, write_idx, write_seq_idx
+from megatron_sft_idx.storage.local import digest_file
+
+# Fields of the header that no other file tells.
+_HEADER_ONLY = ("capacity", "pad_id", "sequence_multiple")
+
+
+def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
+    """Write both indexes from the data files, and from ``.idx`` if that is good.
+
+    Returns:
+        How each file came back, by path, without an ``.idx`` that is right already; and the new header.
+
+    Raises:
+        FormatError: the files that are left do not tell all that has to be known. Says what is missing.
+    """
+    paths, facts, watch = repair.paths, repair.facts, repair.watch
+    if missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in repair.faults]:
+        raise FormatError(
+            f"{paths.prefix}: there is no good .seq.idx, and {', '.join(missing)} is missing: it cannot be derived;"
+            " restore it from a copy (rule F1)"
+        )
+    present = [path for path in paths.data if os.path.exists(path)]
+    with watch("reading", sum(os.stat(path).st_size for path in present)) as advance:
+        digests = {path: digest_file(path, advance=advance) for path in present}
+    lengths, dtypes, idx_fault = _index_and_dtypes(repair, digests)
+    starts = read_starts(paths.starts)
+    origin = ".idx"
+    if lengths is None:
+        origin = inferred_in_words(facts.eod_id)
+        try:
+            lengths = infer_lengths(paths, starts, dtypes, facts.eod_id, watch)
+        except FormatError as ambiguous:
+            raise FormatError(f"{idx_fault}{ambiguous}") from None
+    packs = joined_packs(paths, lengths, starts, origin)
+    walk = _measured(repair, dtypes, packs)
+    how_restored: dict[str, str] = {}
+    digest = write_idx(repair.create(paths.idx), [packs], dtypes[0], walk.num_packs)
+    if digest == digests.get(paths.idx):
+        repair.reject(paths.idx)
+    else:
+        how_restored[paths.idx] = f"from {origin}"
+    digests[paths.idx] = digest
+    tokens, loss, index, begins = (digests[path] for path in paths.data)
+    unknown = [name for name in _HEADER_ONLY if getattr(facts, name) is None]
+    rebuilt = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}
+    metadata = {"format_writer": FORMAT_WRITER, "rebuilt": rebuilt}
+    options = BuildOptions(*dtypes, facts.capacity, facts.sequence_multiple or 1, facts.pad_id, metadata)
+    header = header_of(walk, options, (tokens, loss, index, begins), rebuilt=True)
+    header = write_seq_idx(repair.create(paths.seq_idx), [packs], header)
+    how_restored[paths.seq_idx] = f"from {origin} and the data; {_what_is_known(header, unknown)}"
+    return how_restored, header
+
+
+def _index_and_dtypes(
+    repair: Repair, digests: Mapping[str, FileDigest]
+) -> tuple[NDArray[np.int64] | None, tuple[np.dtype[Any], np.dtype[Any]], str]:
+    """Pack lengths by ``.idx``, None if it is missing or damaged; dtypes of tokens and masks; the fault of ``.idx``."""
+    paths, facts = repair.paths, repair.facts
+    idx, token_dtype, fault = None, facts.token_dtype, ""
+    if paths.idx in digests:
+        try:
+            idx, token_dtype = idx_lengths(paths.idx, digests[paths.tokens].nbytes)
+        except CorruptShardError as corrupt:
+            fault = f"{corrupt}. Without it: "
+        if idx is not None and facts.token_dtype not in (None, token_dtype):
+            raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {facts.token_dtype}")
+    return idx, _dtypes_by_size(paths, token_dtype, facts.mask_dtype), fault
+
+
+def _dtypes_by_size(
+    paths: ShardPaths, token_dtype: np.dtype[Any] | None, mask_dtype: np.dtype[Any] | None
+) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The dtypes of ``.bin`` and ``.loss.bin`` by their sizes; FormatError where no pair fits, or more than one.
+
+    A token has 2 or 4 bytes and its mask 1 or 4, and the four ratios differ, so only empty files leave a choice.
+    """
+    tokens_nbytes, loss_nbytes = os.stat(paths.tokens).st_size, os.stat(paths.loss).st_size
+    fitting = [
+        (tokens, mask)
+        for tokens in TOKEN_DTYPES.values()
+        for mask in MASK_DTYPES.values()
+        if tokens_nbytes % tokens.itemsize == 0
+        and tokens_nbytes // tokens.itemsize * mask.itemsize == loss_nbytes
+        and token_dtype in (None, tokens)
+        and mask_dtype in (None, mask)
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    sizes = f"{paths.prefix}: .bin has {tokens_nbytes} bytes, .loss.bin {loss_nbytes}"
+    if fitting:
+        raise FormatError(f"{sizes}, which says nothing of their dtypes; pass --token-dtype and --mask-dtype")
+    given = ", ".join(str(dtype) for dtype in (token_dtype, mask_dtype) if dtype is not None)
+    expected = given or "uint16 or int32 tokens with uint8 or float32 masks"
+    raise FormatError(f"{sizes}, which do not go together as {expected} (rule F2); restore the one that was cut short")
+
+
+def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: PackChunk) -> _native.PackWalk:
+    """Walk all packs for their counts. FormatError if they break a rule."""
+    paths, facts = repair.paths, repair.facts
+    num_tokens = os.stat(paths.tokens).st_size // dtypes[0].itemsize
+    values = {
+        "num_packs": len(packs.lengths),
+        "num_sequences": int(packs.sequences.sum()),
+        "num_tokens": num_tokens,
+        "capacity": facts.capacity or MAX_CAPACITY,
+        "sequence_multiple": facts.sequence_multiple or 1,
+        "token_dtype": token_dtype_of(dtypes[0])[0],
+        "mask_dtype": mask_dtype_of(dtypes[1])[0],
+        "header_nbytes": 0,
+    }
+    claims, findings = HeaderClaims(values), Findings(paths.prefix, 1)
+    walk = claims.kernel(1)
+
+    token_offsets = _native.offsets_from_lengths(packs.lengths, 1, 0)
+    sequence_offsets = _native.offsets_from_lengths(packs.sequences, 1, 0)
+    run = OffsetRun(token_offsets, sequence_offsets, len(packs.lengths))
+
+    def pack_of(token: int) -> int | None:
+        return int(np.searchsorted(token_offsets, token, side="right")) - 1
+
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(contextlib.closing(CheckedFile(path)))
+            for path in (paths.tokens, paths.loss, paths.starts)
+        ]
+        advance = stack.enter_context(repair.watch("checking", sum(file.nbytes for file in files)))
+        meter = Meter(advance)
+        tokens, loss, starts = (Stream(file, meter) for file in files)
+        walk_packs(walk, [run], starts, loss, dtypes[1])
+        add_breaches(walk, paths, claims, findings, pack_of)
+        check_ids(tokens, dtypes[0], 1 << 32, findings, pack_of)
+    for finding in findings.kept:
+        if finding.path == paths.seq_idx:  # not written yet, so only its limits can be wrong
+            remedy = "pass the --capacity and --sequence-multiple that it was packed with, or none"
+            raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
+        where = f"{finding.path}: byte {finding.offset}"
+        raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or one is damaged: restore it")
+    return walk
+
+
+def _what_is_known(header: Header, unknown: Sequence[str]) -> str:
+    """What the header says that the files do not tell, in words; ``unknown`` are names in ``_HEADER_ONLY``."""
+    words = [
+        f"capacity {header.capacity}" + (", the longest pack" if "capacity" in unknown else ""),
+        f"sequence multiple {header.sequence_multiple}" + (", not known" if "sequence_multiple" in unknown else ""),
+        "pad id not known" if header.pad_id is None else f"pad id {header.pad_id}",
+        "metadata lost",
+    ]
+    return "; ".join(words)

@@ -1,0 +1,155 @@
+"""The prefix that a verb writes shards to, local or remote: what is checked before the work, and what follows it.
+
+Shards for a remote prefix are built in a local folder and uploaded. With the same folder, a command that was
+interrupted can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs.buckets import RemoteTarget, remote_prefix, upload
+from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
+from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.progress import show_progress
+from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
+
+# In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
+STAGING = "megatron-sft-idx-staging"
+
+
+class Destination:
+    """The prefix that a verb writes to.
+
+    Args:
+        prefix: as the user gave it.
+        suffixes: of the shards that are written, what is added to it.
+        beside: other shards that are uploaded to a remote prefix too, by what is added to it.
+        staging: the local folder in which shards for a remote prefix are built.
+        overwrite: replace shards that are there.
+        summary: path of a JSON file that is written too.
+
+    Attributes:
+        local: the local prefix to build shards at.
+
+    Raises:
+        FormatError: a remote prefix names a bucket or a folder.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        suffixes: Sequence[str] = ("",),
+        beside: Sequence[str] = (),
+        staging: str = STAGING,
+        overwrite: bool = False,
+        summary: str | None = None,
+    ) -> None:
+        self.prefix, self._suffixes, self._beside = prefix, suffixes, beside
+        self._overwrite, self._summary = overwrite, summary
+        self.local, self._staging, self._remote = prefix, Path(staging), ""
+        if is_remote(prefix):
+            self._remote = remote_prefix(prefix)
+            # With a hash of the whole prefix: two buckets may have shards of one name.
+            hashed = xxhash.xxh3_64_hexdigest(self._remote.encode())
+            self.local = str(self._staging / f"{os.path.basename(self._remote)}-{hashed}")
+
+    def prepare(
+        self,
+        reads: Iterable[Place] = (),
+        *,
+        beside: Sequence[str] = (),
+        columns: Iterable[str] = (),
+        resume: bool = False,
+        nbytes: int = 0,
+    ) -> None:
+        """Check, before hours of work, that shards can be written and published.
+
+        Args:
+            reads: the files that the verb reads.
+            beside: other shards that are written, by the suffix of their prefix.
+            columns: names of the shards' columns.
+            resume: the verb may go on with shards that an earlier command left, local or remote.
+            nbytes: how many bytes will be written at least; not checked with ``resume``.
+
+        Raises:
+            FormatError: a shard or something else is in the way, local or remote.
+            StorageError: the store cannot be written.
+            OSError: too little room on the disk.
+        """
+        if len(self._suffixes) > 1:
+            check_lock(f"{ShardPaths.of(self.local).prefix}-parts.journal", ())
+        shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in (*self._suffixes, *beside)]
+        writes = [place for each in shards for place in places_of(each, "the output", written=True)]
+        if self._summary is not None:
+            writes.append(Place(self._summary, "--summary"))
+        require_apart(writes, reads)
+        if not resume:
+            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(shards))
+        if self._remote:
+            self._prepare_remote(keep=not self._overwrite and not resume)
+            print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
+
+    def _prepare_remote(self, *, keep: bool) -> None:
+        """Check that nothing is in the way, by writing an object and removing it too; ``keep`` refuses any shard."""
+        self._require_free(self._suffixes, keep=keep)
+        target = RemoteTarget(self._remote + self._suffixes[0])
+        probe = f"{target.key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
+        target.store.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
+        target.store.delete(probe)
+        for suffix in self._suffixes:
+            local = self.local + suffix
+            if keep and os.path.exists(ShardPaths.of(local).seq_idx):
+                raise FormatError(
+                    f"{local}: built by an earlier run, and not uploaded; send it: megatron-sft-idx copy {local}"
+                    f" {self._remote + suffix}, or pass overwrite (--overwrite) to build it anew"
+                )
+        self._staging.mkdir(parents=True, exist_ok=True)
+        # A corpus that is there, where shards are built, is used again: only its remote prefix must be free.
+        self._require_free(self._beside, keep=keep)
+
+    def _require_free(self, suffixes: Sequence[str], *, keep: bool) -> None:
+        for target in [RemoteTarget(self._remote + suffix) for suffix in suffixes]:
+            if keep and target.stored(".seq.idx"):
+                raise FormatError(
+                    f"{target.prefix}: a shard is here; choose another prefix, or pass overwrite (--overwrite)"
+                )
+            target.require_ours()
+
+    def publish(self) -> None:
+        """Upload shards built for a remote prefix, and those beside it; say where they are if that fails."""
+        pending = [*self._suffixes, *self._beside] if self._remote else []
+        try:
+            while pending:
+                self._upload(pending[0])
+                del pending[0]
+        except (SFTIndexError, KeyboardInterrupt, SystemExit):
+            for suffix in pending:
+                print(
+                    f"the shard is built, and kept at {self.local + suffix}; send it when the store is up again:"
+                    f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}",
+                    file=sys.stderr,
+                )
+            raise
+
+    def _upload(self, suffix: str) -> None:
+        """Upload a shard and remove the local one, which stays if there is an error."""
+        local = self.local + suffix
+        with show_progress(1024)("uploading", shard_nbytes(local)) as advance:
+            upload(CopySource(local), self._remote + suffix, overwrite=self._overwrite, on_progress=advance)
+        remove_shard(ShardPaths.of(local))
+        with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
+            self._staging.rmdir()
