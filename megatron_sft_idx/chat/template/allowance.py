@@ -67,8 +67,9 @@ class NotText(TemplateError):  # noqa: N818 - as above
 class Allowance:
     """What the rendering that is under way may still spend; ``start`` begins the next one.
 
-    Most methods do an operation for a compiled template and pay for it. Any of them raises ``Overspent`` where too few
-    units remain, and those that make text raise ``NotText``.
+    Most methods do an operation for a compiled template and pay for it: ``add`` is what ``+`` becomes, ``contains``
+    what ``in`` becomes. Any of them raises ``Overspent`` where too few units remain, and those that make text raise
+    ``NotText``.
 
     Attributes:
         remaining: units.
@@ -94,7 +95,7 @@ class Allowance:
         self._data = None
 
     def spend(self, units: int) -> None:
-        """Take units off.
+        """Take units off. Methods that a template calls most do this in place, as a call takes longer than the rest.
 
         Raises:
             Overspent: fewer remain.
@@ -111,17 +112,17 @@ class Allowance:
         """
         if self._data is not None:
             data, self._data = self._data, None
-            unlimited = Allowance()
-            unlimited.remaining = 1 << 62
+            measuring = Allowance()  # one of its own: to measure the conversation spends nothing of this one
+            measuring.remaining = 1 << 62
             values = [value for value in data.values() if type(value) in (str, list, dict)]
-            more = PER_UNIT_OF_DATA * unlimited.weigh(values)
+            more = PER_UNIT_OF_DATA * measuring.weigh(values)
             self.remaining += max(more, min(4 * more, GENEROUS))
         if self.remaining < 0:
             raise Overspent(
                 "it takes more loop iterations, other steps or characters for one conversation than any should"
             )
 
-    # Sizes
+    # ---- sizes ----
 
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
         """Spend units for the size of a value: for each item of its containers and each byte of its texts.
@@ -139,7 +140,7 @@ class Allowance:
         Raises:
             NotText: something in a value that is to be ``written`` has no text of its own.
         """
-        waiting = [value]
+        waiting = [value]  # to be weighed: a stack instead of recursion, which Python limits
         take = waiting.pop
         units = spent = 0
         while waiting:
@@ -192,7 +193,7 @@ class Allowance:
                 self.spend(_LARGE_KEY)
         return value
 
-    # Loops
+    # ---- loops ----
 
     def paid_iterable(self, iterable: Any, weight: int) -> Any:
         """What a ``for`` loop iterates over, whose every iteration costs ``weight`` units.
@@ -226,7 +227,7 @@ class Allowance:
             return list(iterable)  # type: ignore[call-overload, no-any-return]
         return list(self.paid_items(iterable, weight))
 
-    # Text
+    # ---- text ----
 
     def text(self, value: Any) -> str:
         """The text of a value that a template writes, as a plain ``str``."""
@@ -264,7 +265,7 @@ class Allowance:
                 return self.joined([self.text(operand) for operand in operands])
         return self.joined([*operands])
 
-    # Operators
+    # ---- operators ----
 
     def add(self, *operands: Any) -> Any:
         """``a + b + c``."""
