@@ -320,8 +320,9 @@ _NOT_DERIVED = {
     ".bin": "tokens cannot be derived; restore it from a copy",
     ".loss.bin": "loss masks cannot be derived; restore it from a copy",
     ".seq.bin": "sequence starts follow only where every pack is one sequence; restore it from a copy",
-    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
-    " --eod-id, or move this file away to have it derived from the rest",
+    # Derived without its header, it would have lengths that the checksum in this header has just proven to be wrong.
+    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, or"
+    " try --eod-id, then run again",
 }
 
 
@@ -447,10 +448,11 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
     """
     head, is_complete = remains.head, remains.is_complete
     if paths.present() and (not is_complete or (remains.replaces and head.work == "build")):
+        recover_it = "the shard with its columns to recover the build, or " if remains.num_packs else ""
         raise FormatError(
             f"{paths.prefix}: a shard is here, and beside it what a killed build of {remains.num_packs} packs left that"
-            " was to replace it; run the build again, or move away what is not wanted: the five files to recover the"
-            " build, or the .journal and .tmp files to rebuild the shard"
+            f" was to replace it; run the build again, or move away what is not wanted: {recover_it}the .journal and"
+            " .tmp files to rebuild the shard"
         )
     if not is_complete and not remains.num_packs:
         raise FormatError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from megatron_sft_idx.check.rules import (
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES, listed_columns
-from megatron_sft_idx.shard.journal import is_journal
+from megatron_sft_idx.shard.journal import is_journal, read_journal
 from megatron_sft_idx.shard.opening import columns_beside, where_to_look
 from megatron_sft_idx.storage.progress import Advance
 
@@ -136,11 +136,7 @@ def verify_shard(
         if not files and not remains:
             raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
         if remains:
-            findings.notes.append(
-                f"{', '.join(remains)}: left by a build that was killed, or of one that is under way; preprocess"
-                f" --resume goes on with it, megatron-sft-idx rebuild {paths.prefix} recovers its packs, --overwrite"
-                " drops it"
-            )
+            findings.notes.append(_note_of(paths, remains))
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
         # Opened before any file is read to its end, which may take hours.
@@ -210,6 +206,24 @@ def _remains(paths: ShardPaths) -> list[str]:
     """Names of the files at the prefix that a killed build leaves: its journal, and those under temporary names."""
     journal = [paths.journal] if is_journal(paths.journal) else []
     return sorted(map(os.path.basename, [*journal, *paths.unpublished.present()]))
+
+
+def _note_of(paths: ShardPaths, remains: list[str]) -> str:
+    """What to say of files that a killed build leaves."""
+    advice = (
+        f"preprocess --resume goes on with it, megatron-sft-idx rebuild {paths.prefix} recovers its packs, --overwrite"
+        " drops it"
+    )
+    # A writer that lives has a journal before the first byte is in another file.
+    if read_journal(paths) is None and any(map(_nbytes, paths.unpublished.all)):
+        advice = "no journal tells any more what they are: move them away to build here again"
+    return f"{', '.join(remains)}: left by a build that was killed, or of one that is under way; {advice}"
+
+
+def _nbytes(path: str) -> int:
+    with suppress(FileNotFoundError):
+        return os.stat(path).st_size
+    return 0
 
 
 def _check_files(

@@ -281,7 +281,10 @@ class JournalHead(NamedTuple):
 
 def journal_error(path: str, reason: str) -> CorruptShardError:
     """The error about a journal whose content makes no sense, and the remedy."""
-    remedy = "the build left nothing to recover: remove this file and the .tmp files beside it, and build again"
+    remedy = (
+        "without it there is nothing to recover: remove this file, the .tmp files beside it and, where there is no"
+        " .seq.idx, the other files of this prefix, and build again"
+    )
     return CorruptShardError(path, 0, "J1", f"{reason}; {remedy}")
 
 

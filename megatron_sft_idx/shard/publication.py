@@ -147,10 +147,12 @@ def _check_room(paths: ShardPaths, *, overwrite: bool, only: Collection[str] | N
         )
     replaced = {path: inode for path, inode in inodes_of(paths.all).items() if only is None or path in only}
     if replaced and not overwrite:
-        present = ", ".join(with_present_columns(paths).present())
-        raise FormatError(
-            f"{paths.prefix}: {present} exist already; choose another prefix, or pass overwrite (--overwrite)"
-        )
+        present, remedy = ", ".join(with_present_columns(paths).present()), "pass overwrite (--overwrite)"
+        try:
+            _require_ours(paths, [*replaced, *paths.unpublished.all])
+        except FormatError:
+            remedy = "move away what is here"
+        raise FormatError(f"{paths.prefix}: {present} exist already; choose another prefix, or {remedy}")
     check_lock(paths.journal, MAGICS)
     require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
     return replaced

@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -41,6 +42,11 @@ from megatron_sft_idx.storage.progress import Advance
 
 # Is given where files are until they get their names, by the paths that they are for; raises to keep them unpublished.
 Check = Callable[[Mapping[str, str]], None]
+
+_CHANGED = (
+    "; the journal says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
+)
+_Decoded = TypeVar("_Decoded")
 
 
 @dataclass(frozen=True)
@@ -147,25 +153,25 @@ def complete_header(paths: ShardPaths, head: JournalHead | None = None) -> Heade
     def present_name(path: str) -> str:
         return next((name for name in (paths.temporary(path), path) if os.path.lexists(name)), path)
 
-    def header_of(path: str, form: HeaderForm) -> bytes:
+    def header_of(path: str, form: HeaderForm, decode: Callable[[bytes, str], _Decoded]) -> _Decoded:
         start = read_start(path, form)
-        return start.raw if start else b""
+        try:
+            return decode(start.raw if start else b"", path)
+        except CorruptShardError as error:  # whose remedy is that of a shard
+            raise CorruptShardError(path, error.offset, error.rule, error.detail.split(";")[0] + _CHANGED) from None
 
     head = head or JournalHead.read(paths)
     assert head is not None, paths.journal
     if not os.path.lexists(seq_idx := present_name(paths.seq_idx)):
         require_all(paths, head)
-    header = Header.decode(header_of(seq_idx, SEQ_IDX), seq_idx)
+    header = header_of(seq_idx, SEQ_IDX, Header.decode)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
     for path in map(paths.column, paths.with_columns_of(head.files).columns):
         column = present_name(path)
-        sizes[path] = ColumnHeader.decode(header_of(column, COLUMN), column).nbytes, column
+        sizes[path] = header_of(column, COLUMN, ColumnHeader.decode).nbytes, column
     for path, (nbytes, header_path) in sizes.items():
         if (actual := _nbytes(present_name(path))) != nbytes:
-            detail = (
-                f"file has {actual} bytes, expected {nbytes} by the header of {header_path}; the journal says that it"
-                " is complete, so it was changed since: build it again with overwrite (--overwrite)"
-            )
+            detail = f"file has {actual} bytes, expected {nbytes} by the header of {header_path}{_CHANGED}"
             raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
     require_all(paths, head)
     return header
