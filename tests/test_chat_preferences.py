@@ -209,6 +209,12 @@ def test_an_answer_within_the_prompt_is_that_of_both() -> None:
     for key in ("prompt", "messages", "conversations"):
         with pytest.raises(RowError, match=f"do not begin with the row's {key}"):
             read_judged({key: prompt, **row}, PAIRS)
+    with pytest.raises(RowError, match="do not begin with the row's messages"):
+        read_judged({"messages": prompt, "chosen": prompt, "rejected": row["rejected"]}, PAIRS)
+    for rejected in (BAD, said("B", "P", "C", roles="aua")):
+        tooled = [*Q, *GOOD, {"role": "tool", "content": "T"}]
+        with pytest.raises(RowError, match="one is the beginning of the other"):
+            read_judged({"messages": tooled, "chosen": tooled, "rejected": rejected}, PAIRS)
     # Without a prompt these are two answers to Q, of several turns each; as they are where the messages are the chosen.
     for beside in ({}, {"prompt": "Q"}, {"messages": row["chosen"]}):
         (chosen, rejected), _ = read_judged({**beside, **row}, PAIRS)

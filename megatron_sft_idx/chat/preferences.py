@@ -100,7 +100,8 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in, prompt)
     rejected_is_whole |= chosen_in is None and rejected_in == "rejected_messages"
     chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in, prompt) if chosen_in else (prompt, True)
-    if chosen_is_whole and chosen[0] == prompt[0]:  # the row's messages are the chosen conversation, answer included
+    if chosen_is_whole and chosen[0] == prompt[0] and chosen[0][-1]["role"] == "assistant":
+        # The row's messages are the chosen conversation.
         answering = _ANSWERING[: len(rejected[0])]  # one rejected message leaves the tool's results where they are
         asked = max((i + 1 for i, each in enumerate(chosen[0]) if each["role"] not in answering), default=0)
         prompt = ([], []) if rejected_is_whole else (chosen[0][:asked], chosen[1][:asked])
