@@ -25,6 +25,7 @@ message, or the ``completion``, is trained on.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 from megatron_sft_idx.chat.chat_rows import (
@@ -184,7 +185,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if names := preference_keys(data, options):
         raise _two_verdicts(names, given[0], data)
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
-    options = replace(options, kind="auto")
+    options = _of_any_kind(options)
     source = to_sequence_source(rest, options)
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
@@ -200,6 +201,11 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
             " label could judge"
         )
     return [source], int(data[given[0]])
+
+
+@cache
+def _of_any_kind(options: RowOptions) -> RowOptions:
+    return replace(options, kind="auto")
 
 
 def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:
