@@ -636,12 +636,7 @@ def _shortened(message: str) -> str:
 
 def _strftime_now(template_date: str | None, allowance: Allowance) -> Callable[[str], str]:
     """The function of that name for templates, whose day never changes."""
-    day: datetime | None = None
-    if template_date is not None:
-        try:
-            day = datetime.strptime(template_date, "%Y-%m-%d")
-        except ValueError:
-            raise FormatError(f"--template-date: {template_date!r} is not a date like 2025-01-31") from None
+    day = None if template_date is None else datetime.strptime(template_date, "%Y-%m-%d")
 
     def strftime_now(style: str) -> str:
         if day is None:
