@@ -221,9 +221,9 @@ def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path:
                 assert kinds[-1] == DONE
             for suffix in SUFFIXES:
                 assert (folder / f"x{suffix}").exists() or (folder / f"x{suffix}.tmp").exists()
-    # The remains of an earlier build removed, six files synced, the old .seq.idx unlinked, five renames, the folder
-    # synced three times or four, the widened loss file and the journal unlinked.
-    assert len(states) > 20
+    # Six files synced, five renames, the folder synced three times or four, the widened loss file and the journal
+    # unlinked. A shard that is replaced takes more steps, such as the old .seq.idx unlinked.
+    assert len(states) > (20 if replaces else 15)
     order = ["old", "none", "new"] if replaces else ["none", "new"]
     assert states == sorted(states, key=order.index)
     assert set(states) == set(order)

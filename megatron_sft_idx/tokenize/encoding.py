@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, TokenizedRow
-from megatron_sft_idx.errors import FormatError, SequenceError, check_options
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.selection import row_hash
 
@@ -46,9 +46,6 @@ class EncodingOptions:
         source: make the column ``source``.
         source_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
-
-    Raises:
-        FormatError: an option is none of its choices.
     """
 
     tokenizer: str
@@ -64,9 +61,6 @@ class EncodingOptions:
     source: bool = False
     source_weights: tuple[float, ...] = ()
     content: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def columns(self) -> list[str]:
