@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from template_styles import CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered
+from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 PAIR = talk(user("question"), said("words of mine"))
@@ -122,23 +120,6 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "underscores": (lambda: make("{% set n = namespace() %}{% set n._x = 1 %}").render(PAIR), "underscore names"),
     "chance": (lambda: make("{{ messages | random }}").render(PAIR), "random"),
 }  # fmt: skip
-
-
-def test_what_a_conversation_is_not_given_is_not_shared_with_others() -> None:
-    first, second = Conversation([], []), Conversation([], [])
-    for default in (
-        first.kwargs,
-        Rendered("", []).notes,
-        Encoded(np.empty(0, np.int32), np.empty(0, np.float32)).notes,
-    ):
-        assert (default, {**default}, repr(default)) == ({}, {}, "{}")
-        with pytest.raises((TypeError, AttributeError)):
-            default["enable_thinking"] = False  # type: ignore[index]
-        with pytest.raises((TypeError, AttributeError)):
-            default.update(enable_thinking=False)  # type: ignore[attr-defined]
-        with pytest.raises(KeyError):
-            default["enable_thinking"]
-    assert pickle.loads(pickle.dumps(first)) == second
 
 
 @pytest.mark.parametrize("name", UNUSABLE)

@@ -148,7 +148,6 @@ TEMPLATES = {
     "asks for the date": (
         "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}", (), "--template-date",
     ),
-    "date not a date": ("{{ strftime_now('%Y') }}", ("--template-date", "tomorrow"), "tomorrow"),
     "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: a template may not do this"),
     "loops for ever": ("{% for i in range(10 ** 12) %}x{% endfor %}", (), "Range too big"),
 }  # fmt: skip
@@ -183,6 +182,7 @@ USAGE = {
     "kwargs with NaN": (("--chat-template-kwargs", '{"a": NaN}'), "NaN"),
     "kwargs with half a character": (("--chat-template-kwargs", '{"a": "\\ud800"}'), "surrogate"),
     "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "depth"),
+    "date not a date": (("--template-date", "tomorrow"), "tomorrow"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
     "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
     "summary is a folder": (("--summary", "."), "names a folder, expected the name of a file"),

@@ -232,17 +232,27 @@ def nbytes_of(header: Header) -> int:
     return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
-def begin_copy(prefix: str, like: Header, columns: Mapping[str, ColumnSpec], **writing: Any) -> ShardWriter:
+def begin_copy(
+    prefix: str,
+    like: Header,
+    columns: Mapping[str, ColumnSpec],
+    *,
+    overwrite: bool,
+    durable: bool,
+    nbytes: int = 0,
+) -> ShardWriter:
     """A writer of a shard that is made of packs of other shards.
 
     Args:
         prefix: the path that the five files will share.
         like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
         columns: the columns of the new shard, by name.
-        writing: other arguments of ``Publication``.
+        overwrite: as of ``Publication``.
+        durable: as of ``Publication``.
+        nbytes: as of ``Publication``.
     """
     numbers = like.capacity or None, like.sequence_multiple, like.pad_id  # an empty shard may have no capacity
     options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns))
-    writer = ShardWriter.begin(prefix, options, **writing)
+    writer = ShardWriter.begin(prefix, options, overwrite=overwrite, durable=durable, nbytes=nbytes)
     writer.rebuilt = like.rebuilt
     return writer

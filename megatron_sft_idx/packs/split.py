@@ -141,14 +141,16 @@ def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
 
 
-def _copy(output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, **writing: Any) -> Header:
-    """Copy the packs of one output, and set it aside. ``writing`` as of ``begin_copy``."""
+def _copy(
+    output: _Output, shard: Shard, columns: OpenColumns, origin: Origin, *, overwrite: bool, durable: bool
+) -> Header:
+    """Copy the packs of one output, and set it aside."""
     runs = origin.of_packs(output.first, output.stop)
     common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in columns.items()}
-    with begin_copy(output.paths.prefix, like, specs, **writing) as writer:
+    with begin_copy(output.paths.prefix, like, specs, overwrite=overwrite, durable=durable) as writer:
         for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop):
             writer.add_run(window.run())
         return writer.set_aside()

@@ -108,10 +108,19 @@ class ShardWriter:
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod
-    def begin(cls, prefix: str | os.PathLike[str], options: BuildOptions, **writing: Any) -> ShardWriter:
-        """A writer of a new shard with these options; ``writing`` as of ``Publication``, errors as of the class."""
+    def begin(
+        cls,
+        prefix: str | os.PathLike[str],
+        options: BuildOptions,
+        *,
+        overwrite: bool,
+        durable: bool = True,
+        nbytes: int = 0,
+    ) -> ShardWriter:
+        """A writer of a new shard with these options; other arguments as of ``Publication``, errors as of the class."""
         paths = ShardPaths.of(prefix).with_columns(options.columns)
-        return cls.of(Publication(paths, options.encode(), **writing), options)
+        publication = Publication(paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes)
+        return cls.of(publication, options)
 
     @classmethod
     def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
