@@ -34,6 +34,7 @@ from megatron_sft_idx.chat.template.words import (
     content_of,
     end_piece,
     locate,
+    only_words,
     short,
     squeezed,
     unusable,
@@ -179,10 +180,10 @@ class SpanFinder:
         Raises:
             SequenceError: the template leaves out some of the message's words, or the markers do.
         """
-        pieces = utterances_of(self._messages[message])
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
-        if self._is_all_marked(pieces, segments[0], spans):
+        if self._is_all_marked(only_words(self._messages[message]), segments[0], spans):
             return spans, spans
+        pieces = utterances_of(self._messages[message])
         found = self._standing(message, pieces, segments)
         calls = bool(pieces) and pieces[-1].kind == "call"
         if len(found) < len(pieces) or calls:
@@ -201,14 +202,13 @@ class SpanFinder:
             self.notes["no_end_of_turn"] += 1
         return spans, self._without_cuts(message, found, spans) if spans else []
 
-    def _is_all_marked(self, pieces: list[Utterance], segment: Segment, spans: Ranges) -> bool:
-        """Whether one block holds just the message's words and an end of turn, as most do; then no search is needed."""
-        if not self._keeps_all or len(spans) != 1 or [piece.kind for piece in pieces] != ["content"]:
+    def _is_all_marked(self, words: str | None, segment: Segment, spans: Ranges) -> bool:
+        """Whether one block holds just a message's words and an end of turn, as most do; then no search is needed."""
+        if words is None or not self._keeps_all or len(spans) != 1:
             return False
-        (start, stop), words = spans[0], pieces[0].text
-        said = start + len(words)
+        said = (start := spans[0][0]) + len(words)
         stands = segment.start <= start and said <= segment.stop and self._text.startswith(words, start)
-        return stands and said < stop and not self._text[said:stop].isspace()
+        return stands and said < spans[0][1] and not self._text[said : spans[0][1]].isspace()
 
     def require_words(self, messages: Sequence[int]) -> None:
         """Refuse the row unless all that these assistant messages say stands in the text, no matter where."""

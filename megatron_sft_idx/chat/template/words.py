@@ -28,6 +28,7 @@ from megatron_sft_idx.errors import SequenceError
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages carry reasoning; the first one that is set counts."""
 
+_PLAIN_FIELDS = {"role", "content"}
 ABSENT: Final = object()
 NULL_FORMS: tuple[tuple[str, object], ...] = (
     ("content_left_out", ABSENT),
@@ -65,6 +66,14 @@ class Utterance(NamedTuple):
     text: str
     field: str
     offset: int
+
+
+def only_words(message: Mapping[str, Any]) -> str | None:
+    """The words of a message that says one thing, its content, as most do; None where that has to be looked into."""
+    content = message.get("content")
+    if type(content) is not str or not message.keys() <= _PLAIN_FIELDS or "</" in content or "[/THINK]" in content:
+        return None
+    return content.strip() or None
 
 
 def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
