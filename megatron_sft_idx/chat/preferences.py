@@ -88,7 +88,7 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, int]:
     """The chosen and the rejected conversation, and how many messages both begin with; RowError if they are no pair."""
     turns = first_filled(data, (options.messages_key or TURNS[0], *TURNS))
-    # An answer that is there and empty is not one that the messages end with.
+    # An empty "chosen" is a bad answer; only where the key is missing do the row's messages end with the chosen answer.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")

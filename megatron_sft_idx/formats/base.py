@@ -109,8 +109,8 @@ class PackedReader(ABC):
             columns that packs come with; None is all.
 
     Attributes:
-        label_only: for formats whose masks have one alignment: the error where another is asked for, which stands at
-            the braces.
+        label_only: of a format with label-aligned masks alone, what the error says if the caller asks for another
+            alignment, whose name replaces ``{}``; "" for all other formats.
         path: what was opened.
         identity: an id, or sizes and times of change. It differs where the content differs, as far as that can be told
             without reading all of it.

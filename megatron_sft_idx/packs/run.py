@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MaskAlignment = Literal["label", "token", "rolled-right"]
 MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
-# Tokens in a run, about. In larger runs, what is done once a run costs no less; smaller ones stay in the cache.
+# Tokens in a run, about: enough that what is done once a run costs next to nothing, and few enough for the cache.
 RUN_TOKENS = 1 << 20
 # So many tokens are read at a time for checksums too. Half as many take a twelfth more time; with more, memory grows.
 COPIED_TOKENS = 1 << 19

@@ -102,7 +102,10 @@ class _Worker:
     """One process, and the tasks it was given with their futures, in the order in which it does them.
 
     Pool and process share a pipe. The process writes to it before each task, and ends when the pool's end is closed,
-    which also happens when the pool's process is killed. ``idle_deaths`` workers in a row died doing nothing before it.
+    which also happens when the pool's process is killed.
+
+    Args:
+        idle_deaths: how many workers in its place died before it, one after another, without having begun a task.
     """
 
     def __init__(self, idle_deaths: int = 0) -> None:
@@ -122,8 +125,8 @@ class _Worker:
             future.set_exception(error)
         self.tasks.append((task, future))
 
-    def has_begun_task(self) -> bool:
-        """Whether the process began the first of its tasks. The pool must ask once for each task that leaves it."""
+    def take_begun(self) -> bool:
+        """Take the note that the process wrote as it began a task, once for each task; False if there is none."""
         try:
             return self._pipe.poll() and bool(self._pipe.recv_bytes())
         except (EOFError, OSError):
@@ -232,7 +235,7 @@ class Local(contextlib.AbstractContextManager["Local"]):
         for number, worker in enumerate(self._pool):
             while worker.tasks and worker.tasks[0][1].done():
                 task, future = worker.tasks[0]
-                has_begun, error = worker.has_begun_task(), future.exception()
+                has_begun, error = worker.take_begun(), future.exception()
                 if isinstance(error, BrokenProcessPool):
                     worker.end()
                     idle_deaths = 0 if has_begun else worker.idle_deaths + 1

@@ -105,12 +105,13 @@ class PlannedRun:
 
 
 class FileSequences(NamedTuple):
-    """Those of the sequences asked for that lie in one file, ascending by number.
+    """The n sequences of a request that lie in one file, ascending by number.
 
     Attributes:
         path: of the file.
-        indices: which of the sequences asked for these are, int64 [n].
-        starts, lengths: where each begins among the tokens of the file, and its tokens, [n].
+        indices: their places in the request, int64 [n]. Of a request for sequences 7, 900 and 5, where 900 lies in
+            another file, they are [2, 0].
+        starts, lengths: where each sequence begins among the tokens of the file, and its number of tokens, [n].
         ids, mask: of all tokens of the file.
         columns: values of each sequence, by name, [n] or [n, width].
     """
@@ -317,7 +318,7 @@ def _overlong(
 
 
 def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None) -> NDArray[np.bool_]:
-    """Which cuts have a token to train on, bool [cuts]; both of a pair have where one has."""
+    """Which cuts have a token to train on, bool [cuts]; if one answer of a pair has one, both count."""
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     trains = reader.are_trained(cuts.numbers, begins, cuts.lengths)
     return trains if groups is None or not len(trains) else _of_groups(np.logical_or, trains, groups)
