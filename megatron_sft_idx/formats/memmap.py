@@ -250,7 +250,8 @@ class Reader(PackedReader):
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._lengths_of(first, last)
         offsets = self._offsets[first : last + 1].astype(np.int64)
-        wrong = (np.diff(offsets) < 1) | (offsets[1:] > len(self._starts)) | (offsets[:-1] < 0)
+        sequences = np.diff(offsets)
+        wrong = (sequences < 1) | (offsets[1:] > len(self._starts)) | (offsets[:-1] < 0)
         if (pack := first_true(wrong)) is not None:
             found = f"{offsets[pack]}, {offsets[pack + 1]}"
             reason = f"seq_offsets {found}, expected ascending and at most {len(self._starts)}"
@@ -263,7 +264,7 @@ class Reader(PackedReader):
             columns[name] = Column(spec, values)
         ids, mask = (self._unpadded(values, first, lengths) for values in (self._ids, self._mask))
         starts = self._starts[offsets[0] : offsets[-1]]
-        return self._checked(first, PackRun(ids, mask, starts, lengths, np.diff(offsets), columns=columns))
+        return self._checked(first, PackRun(ids, mask, starts, lengths, sequences, columns=columns))
 
     def _unpadded(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
         """The values before the padding of rows from ``first`` on, end to end, in native byte order."""

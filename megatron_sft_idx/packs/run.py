@@ -292,7 +292,7 @@ def run_of_sequences(tokens: NDArray[Any], lengths: NDArray[np.int64]) -> PackRu
 
 def first_true(values: NDArray[np.bool_]) -> int | None:
     """The index of the first true value; None where there is none."""
-    at = int(np.argmax(values)) if len(values) else 0
+    at = int(values.argmax()) if len(values) else 0
     return at if len(values) and values[at] else None
 
 
