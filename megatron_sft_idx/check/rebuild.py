@@ -472,10 +472,9 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
             what, why = "the journal says that all files are complete", "they were changed since"
             again = "run the same copy again" if head.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
-            changed = sorted(
-                report.findings, key=lambda found: found.rule not in ("F3", "C7")
-            )  # rather than its effects
-            _require_none(report, changed, what, why, remedy)
+            # Wrong checksums first, since the other findings may be their effects.
+            findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7"))
+            _require_none(report, findings, what, why, remedy)
 
     if not dry_run:
         with watch("recovering", num_tokens) as advance:

@@ -69,7 +69,7 @@ def preview(
         job.check_free(prefix, overwrite=options.overwrite)
     job.folder.check_is_ours()
     by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
-    trained, first = [0] * len(files), list[Marked]()
+    trained, first = [0] * len(files), None
     shared = encoder.options, job.cutting
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
     if full:
@@ -87,7 +87,7 @@ def preview(
                 parts = by_file[number]
                 parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
                 trained[number] += looked.trained_tokens
-                first += [looked.first] if looked.first and not first else []
+                first = first or looked.first
     finally:
         remember_encoder(None)
     reports, lengths = [each.report for each in by_file], [_end_to_end(each.lengths) for each in by_file]
@@ -96,7 +96,7 @@ def preview(
     bad_rows = [error for report in reports for error in report.bad_rows]
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
     lines += _outlook(options, sum(report.skipped for report in reports), _end_to_end(lengths), full=full)
-    return lines, first[0] if first else None, encoder.tokenizer.decode
+    return lines, first, encoder.tokenizer.decode
 
 
 def _end_to_end(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
