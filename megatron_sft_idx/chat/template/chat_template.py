@@ -1,8 +1,7 @@
 """``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
 
-``words`` brings messages into a form that the template takes, ``trace`` renders them and tells which wrote what,
-``scaffold`` finds the edges of turns by rendering beginnings of the conversation, ``spans`` decides what the model must
-learn. Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
+``style`` brings messages into a form that the template takes, ``stand_in`` replaces their strings by placeholders,
+``spans`` judges what the model must learn of these, ``align`` carries the verdict over to the row's own text. Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -12,29 +11,29 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
+from megatron_sft_idx.chat.template.align import Alignment, by_marks, by_spelling
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
+from megatron_sft_idx.chat.template.controls import ControlTokens
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
-from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder
-from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
-from megatron_sft_idx.chat.template.words import (
-    ABSENT,
-    NULL_FORMS,
-    ControlTokens,
-    Style,
+from megatron_sft_idx.chat.template.messages import (
+    Ranges,
     in_text_parts,
-    learn_style,
-    prepared,
-    prints_parts,
     selected,
+    short,
     unusable,
+    utterances_of,
 )
+from megatron_sft_idx.chat.template.scaffold import Rules
+from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
+from megatron_sft_idx.chat.template.stand_in import StandIn, make_stand_in
+from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, Style, learn_style, prepared, prints_parts
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
+from megatron_sft_idx.chat.template.turn import Said, with_tokens
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -56,7 +55,6 @@ class _Form(NamedTuple):
         notes: counts for the summary by name; rendering adds to them.
         style: the form of contents and arguments.
         missing: what stands for the missing content of an answer.
-        traced: the result of rendering this form with marks, if that was done already, or the error it raised.
     """
 
     conversation: Conversation
@@ -65,7 +63,6 @@ class _Form(NamedTuple):
     notes: dict[str, int]
     style: Style
     missing: object
-    traced: Traced | Exception | None = None
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
@@ -118,8 +115,8 @@ class ChatTemplate:
         self.has_generation_markers = self._template.has_generation
         tree = environment.parse(source)
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
-        wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
-        self._learns_everything = self.options.train_on == "all" and wants_all
+        self._judge = Judge(self._rules, self.has_generation_markers)
+        self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
         self._style: Style | None = None
         self._lock = Lock()
 
@@ -188,40 +185,13 @@ class ChatTemplate:
         """
         split = self.options.turns == "split"
         step = self._split if split else lambda form: [self._whole(form)]
-        forms = [self._forms(conversation) for conversation in conversations]
-        begun: list[_Form | ValueError] = []
-        if not (split or self._learns_everything):
+        for conversation in conversations:
             with self._lock:
-                for one in forms:
-                    begun.append(self._begun(one))
-                    if isinstance(begun[-1], ValueError) or isinstance(begun[-1].traced, ValueError):
-                        break  # the caller may stop at the first conversation that fails
-        for one, first in zip_longest(forms, begun):
-            outcome: list[Rendered] | ValueError
-            with self._lock:
-                if isinstance(first, ValueError):
-                    outcome = first
-                else:
-                    try:
-                        outcome = self._in_some_form(one if first is None else chain([first], one), step)
-                    except ValueError as error:
-                        outcome = error
+                try:
+                    outcome: list[Rendered] | ValueError = self._in_some_form(self._forms(conversation), step)
+                except ValueError as error:
+                    outcome = error
             yield outcome
-
-    def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
-        """The first of some forms, rendered with marks; or the error of a conversation that has no form."""
-        try:
-            form = next(forms)
-        except ValueError as error:
-            return error
-        return form._replace(traced=self._traced(form))
-
-    def _traced(self, form: _Form) -> Traced | Exception:
-        """A form rendered with marks, or the ValueError or Untraceable that says why it cannot be."""
-        try:
-            return self._render_or_raise(self._template.render, form.messages, form.variables)
-        except (ValueError, Untraceable) as error:
-            return error
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
         """The forms of a conversation, to be tried in turn: first that of transformers, changed only as the style says.
@@ -297,32 +267,77 @@ class ChatTemplate:
         """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
         weights = form.conversation.weights
         speakers = selected(form.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
+        text = self._render_or_raise(self._template.plain, form.variables)
+        if chosen is None:
+            chosen = speakers or selected(form.messages, weights, self.options.train_on)
+        said = self._said(form, text, chosen) if chosen else {}
+        for one in said.values():
+            for what, count in one.notes.items():
+                form.notes[what] = form.notes.get(what, 0) + count
         if self._learns_everything and all(weights[index] == 1 for index in speakers):
-            text = self._render_or_raise(self._template.plain, form.variables)
-            finder = self._finder(form, text, None)
-            finder.require_words(speakers)
             spans = [Span(0, len(text))] if text else []
         else:
-            outcome, traced = form.traced or self._traced(form), None
-            if isinstance(outcome, Traced):
-                traced, text = outcome, outcome.text
-            elif isinstance(outcome, Untraceable):
-                if self.has_generation_markers:
-                    raise unusable(
-                        f"{self.name}: cannot tell which message wrote what between generation markers, because"
-                        f" {outcome}; train on all tokens, or mend the template"
-                    ) from None
-                text = self._render_or_raise(self._template.plain, form.variables)
-            else:
-                raise outcome
-            finder = self._finder(form, text, traced)
-            if chosen is None:
-                chosen = speakers or selected(form.messages, weights, self.options.train_on)
-            spans = self._spans(finder, form, chosen, len(text))
-        for what, count in finder.notes.items():
-            form.notes[what] = form.notes.get(what, 0) + count
+            spans = self._spans(said, weights, len(text))
         literals = [] if self.options.allow_control_tokens else self._literals(text, form)
         return Rendered(text, spans, literals, form.notes)
+
+    def _said(self, form: _Form, text: str, chosen: Sequence[int]) -> dict[int, Said]:
+        """What the model generates of the ``chosen`` messages, found in the row's stand-in and carried over to ``text``.
+
+        Two stand-ins are tried, as ``make_stand_in`` makes them, the second one faithful; and two ways to show that the
+        row agrees with one.
+
+        Raises:
+            SequenceError: the template leaves out words, nothing tells where they are, or no stand-in agrees.
+        """
+        renderer = self._renderer(form)
+        rows: list[StandIn] = []
+        failed: SequenceError | None = None
+        for by in (self._by_spelling, self._by_marks):
+            for number, tested in enumerate((None, self._rules.tested)):
+                if number == len(rows):
+                    try:
+                        rows.append(make_stand_in(form.messages, form.conversation.tools, self._rules.spelt, tested))
+                    except ValueError as error:
+                        raise unusable(str(error)) from None
+                judged = self._judge.judge(rows[number], renderer)
+                if judged is None:
+                    continue
+                found: dict[int, Said] = {}
+                for message in chosen:
+                    said = judged.said(message)
+                    if isinstance(said, SequenceError):
+                        failed = said
+                        break
+                    found[message] = said
+                else:
+                    carried = _carried(found, partial(by, judged, rows[number], form, text))
+                    if carried is not None:
+                        return carried
+        if failed is not None:
+            raise self._worded(failed, form.messages)
+        raise unusable(
+            f"the chat template {self.name} treats what this row says in a way that cannot be followed; put"
+            " {% generation %} markers around what the assistant says, or train on all tokens"
+        )
+
+    def _by_spelling(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
+        return by_spelling(judged.outline, row, text, needed)
+
+    def _by_marks(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
+        def render(messages: list[dict[str, Any]]) -> str | None:
+            return self._render_or_none({**form.variables, "messages": messages})
+
+        return by_marks(judged.outline, row, form.messages, text, needed, render)
+
+    def _worded(self, error: SequenceError, messages: Sequence[Mapping[str, Any]]) -> SequenceError:
+        """The error of a stand-in in the words of a row."""
+
+        def words(kind: str, message: int, call: int) -> str:
+            said = [one.text for one in utterances_of(messages[message]) if one.kind == kind]
+            return "a value" if call >= len(said) else said[call] if kind == "call" else short(said[call])
+
+        return unusable(with_tokens(error.reason, lambda message: str(message + 1), words))
 
     def _split(self, form: _Form) -> list[Rendered]:
         """Render one text for each turn, as ``render_turns`` says."""
@@ -359,41 +374,46 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _finder(self, form: _Form, text: str, traced: Traced | None) -> SpanFinder:
-        def render(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
+    def _renderer(self, form: _Form) -> Renderer:
+        def variables(messages: list[dict[str, Any]], altered: dict[str, Any]) -> dict[str, Any]:
             if form.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
-            return self._render_or_none({**form.variables, "messages": messages, **altered})
+            return {**form.variables, "messages": messages, **altered}
 
-        tools, kwargs = form.conversation.tools, form.conversation.kwargs
-        key = f"{bool(tools)}" + (json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "")
-        return SpanFinder(self._rules, text, form.messages, tools, traced, render, key, form.style.writes_arguments)
+        def plain(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
+            return self._render_or_none(variables(messages, altered))
 
-    def _spans(self, finder: SpanFinder, form: _Form, chosen: Sequence[int], length: int) -> list[Span]:
-        """The spans of the ``chosen`` messages with their weights, ascending.
+        def traced(*, messages: list[dict[str, Any]], **altered: Any) -> Traced | None:
+            made = variables(messages, altered)
+            try:
+                return self._render_or_raise(self._template.render, made["messages"], made)
+            except _Runaway:
+                raise
+            except (SequenceError, Untraceable):
+                return None
+
+        kwargs = form.conversation.kwargs
+        key = json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else ""
+        return Renderer(plain, traced, key)
+
+    def _spans(self, said: Mapping[int, Said], weights: Sequence[float], length: int) -> list[Span]:
+        """The spans of messages with their weights, ascending.
 
         With ``train_on="all"`` the text that no chosen message generated has spans too, of weight 1. The text has
         ``length`` characters.
         """
-        blocks = finder.blocks() if self.has_generation_markers else {}
-        trained: list[tuple[int, int, int]] = []
-        said: Ranges = []
-        for index in chosen:
-            marked = self.has_generation_markers
-            whole, kept = finder.marked(index, blocks.get(index, [])) if marked else finder.turn(index)
-            trained += [(start, stop, index) for start, stop in kept]
-            said += whole
+        trained = [(start, stop, message) for message, one in said.items() for start, stop in one.trained]
         spans: list[Span] = []
         at = 0
         for start, stop, message in sorted(trained):
             # Two spans may overlap, since the end of a turn may stand in the next message's text.
             if stop > (first := start if start > at else at):
-                spans.append(Span(first, stop, form.conversation.weights[message]))
+                spans.append(Span(first, stop, weights[message]))
                 at = stop
         if self.options.train_on != "all":
             return spans
         at = 0
-        for start, stop in sorted(said):
+        for start, stop in sorted(span for one in said.values() for span in one.generated):
             spans.append(Span(at, start))
             at = max(at, stop)
         spans.append(Span(at, length))
@@ -453,6 +473,28 @@ class ChatTemplate:
         taken = _RESERVED.intersection(kwargs)
         if taken:
             raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _carried(said: Mapping[int, Said], align: Callable[[int], Alignment | None]) -> dict[int, Said] | None:
+    """What a stand-in's messages generate, in the text of the row; None where the row does not agree."""
+    starts = [start for one in said.values() for start, _ in one.generated]
+    if not starts:
+        return dict(said)
+    alignment = align(min(starts))
+    if alignment is None:
+        return None
+    result: dict[int, Said] = {}
+    for message, one in said.items():
+        moved: list[Ranges] = []
+        for ranges in (one.generated, one.trained):
+            moved.append([])
+            for edges in ranges:
+                start, stop = map(alignment.at, edges)
+                if start is None or stop is None:
+                    return None  # a cut inside a string
+                moved[-1].append((start, stop))
+        result[message] = Said(moved[0], moved[1], one.notes)
+    return result
 
 
 def _lacking(conversation: Conversation) -> list[int]:

@@ -1,0 +1,210 @@
+"""Where the template's own text and the data of a row stand in its rendering, by comparison with its stand-in.
+
+The rendering of a stand-in conversation (``stand_in``) is the template's own text with placeholders in between. A row
+*agrees* with its stand-in if its rendering is the same own text, character for character, with the row's values in
+place of the placeholders. Then each position of the one rendering has its counterpart in the other. A value is found in
+one of two ways, neither of which searches for it:
+
+- *By spelling.* From the end of the text backwards, own text and values have to follow each other as in the stand-in,
+  each value as it is, trimmed, or as JSON. This renders nothing.
+- *By marks.* Where a template writes values otherwise (through a filter that changes them, as Python prints them), the
+  row is rendered once more with marks around its strings. Without the marks it must be the plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_sft_idx.chat.template.stand_in import Maker, Placed, StandIn, placeholders_in, spellings
+
+
+class Outline:
+    """The rendering of a stand-in.
+
+    Attributes:
+        text: the rendering.
+        placed: the placeholders in it, in order.
+        own: the template's own text before each placeholder and, last, behind all of them.
+    """
+
+    def __init__(self, text: str, num_owned: int) -> None:
+        self.text = text
+        self.placed: list[Placed] = placeholders_in(text, num_owned)
+        edges = [0, *(edge for one in self.placed for edge in one[:2]), len(text)]
+        self.own = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        self._starts = [one.start for one in self.placed]
+
+    def behind(self, position: int) -> int:
+        """The number of placeholders that start before a position."""
+        return bisect_right(self._starts, position - 1)
+
+
+class Alignment:
+    """Counterparts in a row's rendering of positions in its stand-in's.
+
+    Args:
+        outline: the stand-in's rendering.
+        stops: for each placeholder from number ``first`` on, where the row's value in its place ends.
+        first: the first placeholder whose value was found; -1 where the text before all of them agrees too.
+    """
+
+    def __init__(self, outline: Outline, stops: Sequence[int], first: int) -> None:
+        self._outline, self._stops, self._first = outline, stops, first
+
+    def at(self, position: int) -> int | None:
+        """The counterpart of a position; None for one inside a placeholder."""
+        number = self._outline.behind(position) - 1
+        if number < 0:
+            return position
+        placed = self._outline.placed[number]
+        if position < placed.stop:
+            return None
+        return self._stops[number - max(self._first, 0)] + position - placed.stop
+
+
+def by_spelling(outline: Outline, row: StandIn, text: str, needed: int) -> Alignment | None:
+    """Compare a row's rendering with its stand-in's, from the end back to what is needed.
+
+    Args:
+        outline: the stand-in's rendering.
+        row: the stand-in, with the values of the row.
+        text: the row's rendering.
+        needed: the first position of the stand-in's rendering whose counterpart is asked for.
+
+    Returns:
+        The counterparts from ``needed`` on; None where the row does not agree.
+    """
+    return _agreeing(outline, row, text, needed, None)
+
+
+def by_marks(
+    outline: Outline,
+    row: StandIn,
+    messages: Sequence[dict[str, Any]],
+    text: str,
+    needed: int,
+    render: Callable[[list[dict[str, Any]]], str | None],
+) -> Alignment | None:
+    """As ``by_spelling``, with the row's strings found by rendering them with marks around them.
+
+    Args:
+        outline, row, text, needed: see ``by_spelling``.
+        messages: the row's messages, as the template saw them.
+        render: renders other messages; returns None where the template refuses them.
+    """
+    nonce = "Zqm"
+    while nonce in text or any(nonce in str(value) for value in row.owned):
+        nonce += "Zq"
+    pattern = re.compile(f"{nonce}([0-9]+)([az])")
+    for gently in (False, True):
+        marker = _Marker(nonce, gently, row.tested)
+        altered = [marker.message(index, message) for index, message in enumerate(messages)]
+        marked = render(altered)
+        if marked is None or pattern.sub("", marked) != text:
+            continue
+        known: list[tuple[int, int, int]] = []  # number, start and stop of each string, by ascending position
+        begun: dict[int, int] = {}
+        removed = 0
+        for match in pattern.finditer(marked):
+            number, at = int(match[1]), match.start() - removed
+            removed += len(match[0])
+            before, after = marker.margins[number]
+            if match[2] == "a":
+                begun[number] = at - _length_at(before, lambda margin, at=at: text.endswith(margin, 0, at))
+            elif number in begun:
+                stop = at + _length_at(after, lambda margin, at=at: text.startswith(margin, at))
+                known.append((number, begun.pop(number), stop))
+        known.sort(key=lambda one: one[1:])
+        found = _agreeing(outline, row, text, needed, (known, marker.margins))
+        if found is not None:
+            return found
+    return None
+
+
+def _length_at(margin: str, stands: Callable[[str], bool]) -> int:
+    """The length of the end of a string that stands next to a mark, as it is or as JSON; 0 where it was trimmed."""
+    for spelt in (margin, json.dumps(margin, ensure_ascii=False)[1:-1]):
+        if stands(spelt):
+            return len(spelt)
+    return 0
+
+
+class _Marker(Maker):
+    """Puts marks around the strings of a row, numbered like the placeholders of its stand-in.
+
+    Args:
+        nonce: what marks begin with.
+        gently: put marks only next to letters and digits. Templates test whether a string begins or ends with a
+            character such as a bracket, but hardly with a letter.
+        tested: as the stand-in was made with.
+
+    Attributes:
+        margins: for each marked string what of it lies outside the marks, before and behind.
+    """
+
+    def __init__(self, nonce: str, gently: bool, tested: re.Pattern[str] | None) -> None:
+        super().__init__(frozenset(), tested)
+        self.margins: dict[int, tuple[str, str]] = {}
+        self._nonce, self._gently = nonce, gently
+
+    def placeholder(self, number: int, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        start, stop = len(value) - len(value.lstrip()), len(value.rstrip())
+        outer = (start, stop)
+        if self._gently:
+            words = [match.span() for match in re.finditer(r"\w+", value)]
+            start, stop = (words[0][0], words[-1][1]) if words else (0, 0)
+        if start >= stop:
+            return value
+        self.margins[number] = (value[outer[0] : start], value[stop : outer[1]])
+        marks = [f"{self._nonce}{number}{end}" for end in "az"]
+        return f"{value[:start]}{marks[0]}{value[start:stop]}{marks[1]}{value[stop:]}"
+
+    def share(self, value: str) -> str:
+        return value
+
+
+def _agreeing(
+    outline: Outline,
+    row: StandIn,
+    text: str,
+    needed: int,
+    marks: tuple[list[tuple[int, int, int]], Mapping[int, object]] | None,
+) -> Alignment | None:
+    """Compare a row's rendering with its stand-in's; ``marks`` are the places of strings and the numbers of marked."""
+    known, marked = marks or ([], {})
+    left = len(known)
+    stops: list[int] = []  # of values, from the last one on
+    end = len(text)
+    for index in range(len(outline.placed), -1, -1):
+        own = outline.own[index]
+        if not text.endswith(own, 0, end):
+            return None
+        end -= len(own)
+        if index == 0:
+            return Alignment(outline, stops[::-1], -1) if end == 0 else None
+        stops.append(end)
+        placed = outline.placed[index - 1]
+        if placed.stop <= needed:
+            return Alignment(outline, stops[::-1], index - 1)
+        before = outline.own[index - 1] if index > 1 or needed < placed.start else ""
+        if placed.number in marked and not placed.shared:
+            left -= 1
+            if left < 0 or known[left][0] != placed.number or known[left][2] != end:
+                return None
+            end = known[left][1]
+            continue
+        values: Sequence[Any] = row.shared if placed.shared else row.owned
+        for spelt in spellings(values[placed.number]):
+            start = end - len(spelt)
+            if start >= 0 and text.startswith(spelt, start) and text.endswith(before, 0, start):
+                end = start
+                break
+        else:
+            return None
+    raise AssertionError("the loop ends at the text before all placeholders")

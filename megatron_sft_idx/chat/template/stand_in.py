@@ -1,0 +1,343 @@
+"""Stand-in conversations: a row's messages with every string replaced by a word that nothing else spells.
+
+The data of a row may quote the template's own headers and ends of turn, repeat themselves, or spell words that the
+template writes. In the rendering of the row, text alone then does not tell what is data. A stand-in conversation has
+the same messages with the same fields, but each string is a *placeholder*. Its rendering is unambiguous: a placeholder
+stands where the template writes that string, and all else is the template's own text. So a stand-in is judged in place
+of the row, and the verdict is carried over to the row's own text where the two renderings are shown to agree
+(``align``).
+
+A placeholder is *owned* if it stands for one string of one message: a content, a reasoning, a leaf of the arguments of
+a call. Names of functions and ids are *shared*: equal strings have equal placeholders wherever they stand, as templates
+look calls up by them.
+
+A stand-in depends on the structure of a row alone: who speaks, which fields a message has, which of them are empty. All
+rows of one structure have the same stand-in, so what was found for one of them holds for all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from megatron_sft_idx.chat.template.messages import REASONING_FIELDS, Utterance, called, utterances_of
+
+Kind: TypeAlias = Literal["reasoning", "content", "call"]
+
+PLACEHOLDER = re.compile(
+    r"zqw(?P<owned>[0-9]{5})wordswqz|zqs(?P<shared>[0-9]{5})s|731(?P<number>[0-9]{5})137(?:\.5)?", re.IGNORECASE
+)
+"""Matches placeholders: owned ones in words and in numbers, and shared ones."""
+
+MAX_PLACEHOLDERS = 100_000
+"""The most strings of either sort that one row may hold: placeholders have five digits."""
+
+_PLAIN_KEY = re.compile(r"[\w.-]{1,64}")
+_PLAIN_ID = re.compile(r"[\w.:-]+")
+_KEPT_FIELDS = frozenset({"role", "type"})
+
+
+class Hole(NamedTuple):
+    """What one owned placeholder stands for.
+
+    Attributes:
+        message: position of the message.
+        kind: which of what the message says; ``"content"`` for what anyone but the assistant says.
+    """
+
+    message: int
+    kind: Kind
+
+
+class StandIn(NamedTuple):
+    """A conversation of placeholders, and what they stand for in a row.
+
+    Attributes:
+        messages: the messages.
+        tools: the tools.
+        holes: what each owned placeholder stands for, by its number.
+        owned: the row's own value for each owned placeholder: a string, or a number of the arguments of a call.
+        shared: the row's own value for each shared placeholder.
+        tested: as given to ``make_stand_in``.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    holes: list[Hole]
+    owned: list[Any]
+    shared: list[str]
+    tested: re.Pattern[str] | None
+
+
+def owned_word(number: int) -> str:
+    """The placeholder of the owned string of this number; too long to stand in a template by chance."""
+    return f"zqw{number:05d}wordswqz"
+
+
+def shared_word(number: int) -> str:
+    """The placeholder of the shared string of this number: nine letters and digits, as some templates want of ids."""
+    return f"zqs{number:05d}s"
+
+
+def make_stand_in(
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    spelt: frozenset[str],
+    tested: re.Pattern[str] | None = None,
+) -> StandIn:
+    """Make the stand-in of a conversation.
+
+    Args:
+        messages: the conversation, in the form in which the template takes it.
+        tools: schemas of the functions that can be called.
+        spelt: strings that the template itself spells. Names and ids among them stay as they are.
+        tested: matches strings that the template looks for in the data, such as ``</think>``. If given, the stand-in is
+            *faithful*: these strings stay where they are, and so do names and tools. A template then takes the branches
+            that it takes for the row, but few rows have the same structure.
+
+    Raises:
+        ValueError: the conversation holds more strings than there are placeholders.
+    """
+    maker = Maker(spelt, tested)
+    made = [maker.message(index, message) for index, message in enumerate(messages)]
+    if max(len(maker.owned), len(maker.shared)) > MAX_PLACEHOLDERS:
+        raise ValueError(f"more than {MAX_PLACEHOLDERS:,} strings")
+    if tested is None and tools:
+        tools = maker.made_up_tools(messages)
+    return StandIn(made, tools, maker.holes, maker.owned, [*maker.shared], tested)
+
+
+class Maker:
+    """Replaces the strings of one conversation; the arguments are those of ``make_stand_in``.
+
+    ``align`` puts other things in the place of strings: it overrides ``placeholder`` and ``share``.
+    """
+
+    def __init__(self, spelt: frozenset[str], tested: re.Pattern[str] | None) -> None:
+        self.holes: list[Hole] = []
+        self.owned: list[Any] = []
+        self.shared: dict[str, int] = {}
+        self._spelt, self._tested = spelt, tested
+        self._names: set[str] = set()
+
+    def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        """The stand-in of one message."""
+        made: dict[str, Any] = {}
+        reasoning: dict[str, str] = {}
+        for key, value in message.items():
+            if key in _KEPT_FIELDS or value is None:
+                made[key] = value
+            elif key == "content":
+                made[key] = self._content(index, message, value)
+            elif key in REASONING_FIELDS and isinstance(value, str):
+                # Several names may hold the same reasoning.
+                if value not in reasoning:
+                    reasoning[value] = self._text(value, index, "reasoning")
+                made[key] = reasoning[value]
+            elif key == "tool_calls" and isinstance(value, list):
+                made[key] = [self._call(index, call) for call in value]
+            else:
+                made[key] = self._other(value)
+        return made
+
+    def made_up_tools(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A tool for each function that is called, or one where none is."""
+        names = [called(call).get("name") for message in messages for call in message.get("tool_calls") or ()]
+        known = dict.fromkeys(self._other(name) for name in names if isinstance(name, str)) or {"zqtool": None}
+        parameters = {"type": "object", "properties": {"zqkey": {"type": "string", "description": "zqdescription"}}}
+        return [
+            {"type": "function", "function": {"name": name, "description": "zqdescribed", "parameters": parameters}}
+            for name in known
+        ]
+
+    def _content(self, index: int, message: dict[str, Any], content: Any) -> Any:
+        if isinstance(content, list):
+            return [
+                {**part, "text": self._said(index, message, part["text"])}
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+        return self._said(index, message, content) if isinstance(content, str) else self._other(content)
+
+    def _said(self, index: int, message: dict[str, Any], text: str) -> str:
+        """The stand-in of a content; reasoning that stands in it keeps the tags around it."""
+        inline: list[Utterance] = []
+        if message.get("role") == "assistant" and ("</" in text or "[/THINK]" in text):
+            inline = [one for one in utterances_of({"role": "assistant", "content": text}) if one.kind == "reasoning"]
+        if not inline:
+            return self._text(text, index, "content")
+        first = inline[0].offset
+        behind = first + len(inline[0].text)
+        answer = next((one for one in utterances_of({"content": text}) if one.kind == "content"), None)
+        told = self._text(inline[0].text, index, "reasoning")
+        if answer is None:
+            return text[:first] + told + text[behind:]
+        rest = self._text(text[answer.offset :], index, "content")
+        return text[:first] + told + text[behind : answer.offset] + rest
+
+    def _text(self, text: str, index: int, kind: Kind) -> str:
+        """A text as placeholders: one, or one for each stretch between strings that the template looks for."""
+        if not text or text.isspace():
+            return text
+        found = [] if self._tested is None else [match.span() for match in self._tested.finditer(text)]
+        if not found:
+            return self._own(text, index, kind)
+        edges = [0, *(edge for span in found for edge in span), len(text)]
+        made = ""
+        for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+            part = text[start:stop]
+            words = part.strip()
+            if number % 2 or not words:
+                made += part
+                continue
+            at = part.index(words)
+            made += part[:at] + self._own(words, index, kind) + part[at + len(words) :]
+        return made
+
+    def _own(self, value: Any, index: int, kind: Kind) -> Any:
+        self.holes.append(Hole(index, kind))
+        self.owned.append(value)
+        return self.placeholder(len(self.owned) - 1, value)
+
+    def placeholder(self, number: int, value: Any) -> Any:
+        """What stands in the place of an owned value: a word for a string, a number for a number."""
+        if isinstance(value, str):
+            return owned_word(number)
+        made = int(f"731{number:05d}137")
+        return made if isinstance(value, int) else made + 0.5
+
+    def share(self, value: str) -> str:
+        """What stands in the place of a string that may be looked up."""
+        if value not in self.shared:
+            self.shared[value] = len(self.shared)
+        return shared_word(self.shared[value])
+
+    def _call(self, index: int, call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        holder = called(call)
+        name = holder.get("name")
+        if isinstance(name, str):
+            self._names.add(name)
+        made = {key: value if key in _KEPT_FIELDS else self._other(value) for key, value in holder.items()}
+        if "arguments" in holder:
+            made["arguments"] = self._argument(index, holder["arguments"])
+        if holder is call:
+            return made
+        return {
+            key: made if key == "function" else value if key in _KEPT_FIELDS else self._other(value)
+            for key, value in call.items()
+        }
+
+    def _argument(self, index: int, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self._key(key): self._argument(index, item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._argument(index, item) for item in value]
+        if isinstance(value, str):
+            return self._text(value, index, "call")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self._own(value, index, "call")
+        return value
+
+    def _key(self, key: Any) -> Any:
+        return key if not isinstance(key, str) or _PLAIN_KEY.fullmatch(key) else self.share(key)
+
+    def _other(self, value: Any) -> Any:
+        """A string that may be looked up, such as a name or an id, or whatever else a message holds."""
+        if isinstance(value, dict):
+            return {key: item if key in _KEPT_FIELDS else self._other(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._other(item) for item in value]
+        if not isinstance(value, str) or not value.strip() or self._tested is not None or value in self._spelt:
+            return value
+        if _PLAIN_ID.fullmatch(value) and any(mark in value for mark in ".:"):
+            # Kimi's ids hold the name of the function: functions.look:0
+            for name in sorted(self._names, key=len, reverse=True):
+                if name in value and name not in self._spelt:
+                    return value.replace(name, self.share(name))
+            return value
+        return self.share(value)
+
+
+def reduced(message: dict[str, Any]) -> dict[str, Any]:
+    """A stand-in message with its calls cut down to what stands at their ends.
+
+    Of several calls two are left, and of the arguments of each the last leaf with what is around it.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [_reduced_call(call) for call in (calls if len(calls) < 2 else [calls[0], calls[-1]])],
+    }
+
+
+def _reduced_call(call: Any) -> Any:
+    holder = called(call)
+    if "arguments" not in holder:
+        return call
+    made = {**holder, "arguments": _last_leaf(holder["arguments"])}
+    return made if holder is call else {**call, "function": made}
+
+
+def _last_leaf(value: Any) -> Any:
+    if isinstance(value, dict) and value:
+        return {"zqkey": _last_leaf([*value.values()][-1])}
+    if isinstance(value, list) and value:
+        return [_last_leaf(value[-1])]
+    return value
+
+
+# What a rendering of a stand-in shows
+
+
+class Placed(NamedTuple):
+    """A placeholder in a rendered text.
+
+    Attributes:
+        start: its first character.
+        stop: the character behind it.
+        number: its number.
+        shared: whether it is a shared one.
+    """
+
+    start: int
+    stop: int
+    number: int
+    shared: bool
+
+
+def placeholders_in(text: str, limit: int) -> list[Placed]:
+    """All placeholders in a text, in order; ``limit`` is the number of owned ones that there are."""
+    found = []
+    for match in PLACEHOLDER.finditer(text):
+        number = match["owned"] or match["number"]
+        if number is None:
+            found.append(Placed(match.start(), match.end(), int(match["shared"]), True))
+        elif int(number) < limit:
+            found.append(Placed(match.start(), match.end(), int(number), False))
+    return found
+
+
+def spellings(value: Any) -> Iterator[str]:
+    """How a template may write a value of the row, the likeliest first: as it is, trimmed, or as JSON."""
+    if not isinstance(value, str):
+        yield json.dumps(value)
+        yield str(value)
+        return
+    yield value
+    trimmed = value.strip()
+    if trimmed != value:
+        yield trimmed
+        yield value.lstrip()
+        yield value.rstrip()
+    spelt = json.dumps(value, ensure_ascii=False)[1:-1]
+    if spelt != value:
+        yield spelt
+        if trimmed != value:
+            yield json.dumps(trimmed, ensure_ascii=False)[1:-1]
