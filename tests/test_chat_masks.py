@@ -310,7 +310,7 @@ PARTIAL = """{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% if
     [
         (PARTIAL, said("a", reasoning_content="why"), "the reasoning 'why'"),
         (PARTIAL, said("a", tool_calls=[call("look", {})]), "1 of 1 calls of look"),
-        (MARKED_VARIANTS["some answers only"], said("a"), "the content 'a'"),
+        (MARKED_VARIANTS["some answers only"], said("a"), "the words 'a'"),
     ],
 )
 def test_markers_around_a_part_are_refused(source: str, answer: dict[str, Any], what: str) -> None:

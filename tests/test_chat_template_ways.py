@@ -325,7 +325,7 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
         ),
     ):
         with pytest.raises(
-            SequenceError, match="leaves out 'key' of the arguments of the calls of assistant message 2"
+            SequenceError, match="leaves out values of the arguments of the calls of assistant message 2"
         ):
             make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
         assert len(make(one).render(read(user("u"), said("a"))).spans) == 1

@@ -114,9 +114,9 @@ def by_marks(
             removed += len(match[0])
             before, after = marker.margins[number]
             if match[2] == "a":
-                begun[number] = at - _length_at(before, lambda margin, at=at: text.endswith(margin, 0, at))
+                begun[number] = at - _margin(before, text[:at], str.endswith)
             elif number in begun:
-                stop = at + _length_at(after, lambda margin, at=at: text.startswith(margin, at))
+                stop = at + _margin(after, text[at:], str.startswith)
                 known.append((number, begun.pop(number), stop))
         known.sort(key=lambda one: one[1:])
         found = _agreeing(outline, row, text, needed, (known, marker.margins))
@@ -125,12 +125,9 @@ def by_marks(
     return None
 
 
-def _length_at(margin: str, stands: Callable[[str], bool]) -> int:
-    """The length of the end of a string that stands next to a mark, as it is or as JSON; 0 where it was trimmed."""
-    for spelt in (margin, json.dumps(margin, ensure_ascii=False)[1:-1]):
-        if stands(spelt):
-            return len(spelt)
-    return 0
+def _margin(margin: str, text: str, stands: Callable[[str, str], bool]) -> int:
+    """The length of a margin at a mark, as it is or as JSON; 0 where it was trimmed."""
+    return next((len(one) for one in (margin, json.dumps(margin, ensure_ascii=False)[1:-1]) if stands(text, one)), 0)
 
 
 class _Marker(Maker):

@@ -21,6 +21,7 @@ from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.controls import ControlTokens
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.messages import (
+    THINKING_TAG,
     Ranges,
     in_text_parts,
     selected,
@@ -274,6 +275,10 @@ class ChatTemplate:
         for one in said.values():
             for what, count in one.notes.items():
                 form.notes[what] = form.notes.get(what, 0) + count
+        if not self.options.train_on_thinking:
+            contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
+            if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):
+                form.notes["thinking_tags_kept"] = kept
         if self._learns_everything and all(weights[index] == 1 for index in speakers):
             spans = [Span(0, len(text))] if text else []
         else:

@@ -219,9 +219,13 @@ class Judge:
         for number in lost:
             kind = holes[number].kind
             if kind != "reasoning" and number not in outside:
-                words = said_token(message, "argument" if kind == "call" else kind)
+                words = (
+                    "values of the arguments of the calls"
+                    if kind == "call"
+                    else f"the words {said_token(message, kind)}"
+                )
                 raise unusable(
-                    f"the chat template {name} leaves out the words {words} of assistant message {numbered(message)};"
+                    f"the chat template {name} leaves out {words} of assistant message {numbered(message)};"
                     " use a template that keeps them, or give the message weight 0"
                 )
 
@@ -301,7 +305,11 @@ def _between(outline: Outline, holes: Sequence[Hole]) -> list[tuple[int, int, An
     """
     owned = [one for one in outline.placed if not one.shared]
     edges = [0, *(edge for one in owned for edge in one[:2]), len(outline.text)]
-    sides: list[tuple[int, str]] = [(-1, ""), *(tuple(holes[one.number]) for one in owned), (-1, "")]
+    sides: list[tuple[int, str]] = [
+        (-1, ""),
+        *((holes[one.number].message, holes[one.number].kind) for one in owned),
+        (-1, ""),
+    ]
     return [
         (start, stop, left, right, _SHARED.sub("zqs-----s", outline.text[start:stop]))
         for start, stop, left, right in zip(edges[::2], edges[1::2], sides, sides[1:], strict=False)

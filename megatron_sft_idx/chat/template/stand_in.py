@@ -20,9 +20,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_sft_idx.chat.template.messages import REASONING_FIELDS, Utterance, called, utterances_of
+from megatron_sft_idx.chat.template.messages import REASONING_FIELDS, called, utterances_of
 
 Kind: TypeAlias = Literal["reasoning", "content", "call"]
 
@@ -164,30 +165,27 @@ class Maker:
 
     def _said(self, index: int, message: dict[str, Any], text: str) -> str:
         """The stand-in of a content; reasoning that stands in it keeps the tags around it."""
-        inline: list[Utterance] = []
-        if message.get("role") == "assistant" and ("</" in text or "[/THINK]" in text):
-            inline = [one for one in utterances_of({"role": "assistant", "content": text}) if one.kind == "reasoning"]
-        if not inline:
+        if message.get("role") != "assistant" or not ("</" in text or "[/THINK]" in text):
             return self._text(text, index, "content")
-        first = inline[0].offset
-        behind = first + len(inline[0].text)
-        answer = next((one for one in utterances_of({"content": text}) if one.kind == "content"), None)
-        told = self._text(inline[0].text, index, "reasoning")
-        if answer is None:
-            return text[:first] + told + text[behind:]
-        rest = self._text(text[answer.offset :], index, "content")
-        return text[:first] + told + text[behind : answer.offset] + rest
+        made, at = "", 0
+        for kind, words, _, offset in utterances_of({"content": text}):
+            stop = offset + len(words) if kind == "reasoning" else len(text)
+            made += text[at:offset] + self._text(
+                text[offset:stop], index, "reasoning" if kind == "reasoning" else "content"
+            )
+            at = stop
+        return made + text[at:]
 
     def _text(self, text: str, index: int, kind: Kind) -> str:
         """A text as placeholders: one, or one for each stretch between strings that the template looks for."""
-        if not text or text.isspace():
+        if not text or text.isspace() or (self._tested is not None and text.strip() in self._spelt):
             return text
         found = [] if self._tested is None else [match.span() for match in self._tested.finditer(text)]
         if not found:
-            return self._own(text, index, kind)
+            return str(self._own(text, index, kind))
         edges = [0, *(edge for span in found for edge in span), len(text)]
         made = ""
-        for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        for number, (start, stop) in enumerate(pairwise(edges)):
             part = text[start:stop]
             words = part.strip()
             if number % 2 or not words:
@@ -197,7 +195,7 @@ class Maker:
             made += part[:at] + self._own(words, index, kind) + part[at + len(words) :]
         return made
 
-    def _own(self, value: Any, index: int, kind: Kind) -> Any:
+    def _own(self, value: str | int | float, index: int, kind: Kind) -> Any:
         self.holes.append(Hole(index, kind))
         self.owned.append(value)
         return self.placeholder(len(self.owned) - 1, value)

@@ -234,7 +234,7 @@ class TurnFinder:
             one.number for one in mine if any(own.start <= one.start and one.stop <= own.stop for own in segments)
         }
         if wanted:
-            raise self._refused(message, f"{said_token(message, 'argument')} of the arguments of the calls", how)
+            raise self._refused(message, "values of the arguments of the calls", how)
 
     def _count_or_refuse_dropped(self, message: int, notes: dict[str, int]) -> None:
         """The template leaves out the message's reasoning: count that, if the options say to, or refuse the row."""
