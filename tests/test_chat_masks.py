@@ -462,6 +462,7 @@ def test_words_that_look_like_the_next_text_s_beginning_stay_words() -> None:
 def test_a_break_behind_the_else_of_a_loop_ends_the_loop_around_it() -> None:
     source = (
         "{% for m in messages %}{% for x in [] %}{% set y = x %}{% else %}{% if m.content == 'stop' %}{% break %}"
-        "{% endif %}{% endfor %}<{{ m.role }}>{% generation %}{{ m.content }}.{% endgeneration %}\n{% endfor %}"
+        "{% endif %}{% endfor %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}."
+        "{% endgeneration %}{% endif %}\n{% endfor %}"
     )
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"), user("stop"))) == ["a.", "b."]

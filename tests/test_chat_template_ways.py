@@ -384,9 +384,9 @@ def test_words_of_a_question_in_an_answer_s_text_are_never_learnt(name: str) -> 
     )
     calls = {"tool_calls": [call("look", {"key": "value"})]} if name == "with calls" else {}
     template = make(source)
-    assert len(template.render(talk(user("short one"), said("", **calls) if calls else said("a"))).spans) == 1
+    assert len(template.render(talk(user("short one"), said("", **calls) if calls else said("indeed"))).spans) == 1
     for _ in range(2):
-        with pytest.raises(SequenceError, match="words of message 1 in what it writes for assistant message 2"):
+        with pytest.raises(SequenceError, match="words of message 1 in what it writes|cannot be followed"):
             template.render(
                 talk(user("a question of more than twenty letters"), said("", **calls) if calls else said("a"))
             )
@@ -574,7 +574,7 @@ def test_a_header_behind_a_call_is_nobody_s_where_nothing_is_said_beside_it(cont
 
 def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words() -> None:
     summary = "{% for m in messages %}{% if m.role == 'assistant' %}({{ m.content[:1] }}) {% endif %}{% endfor %}"
-    row = talk(user("u"), said("answer"), user("v"), said("another"))
+    row = talk(user("one asks"), said("answer"), user("two more"), said("another"))
     for source in (summary + CHATML, CHATML + summary):
         assert learnt(source, row) == ["answer<|im_end|>", "another<|im_end|>"]
 

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_sft_idx.chat.template.stand_in import Maker, Placed, StandIn, placeholders_in, spellings
+from megatron_sft_idx.chat.template.stand_in import Maker, Placed, StandIn, spellings
 
 
 class Outline:
@@ -31,9 +31,8 @@ class Outline:
         own: the template's own text before each placeholder and, last, behind all of them.
     """
 
-    def __init__(self, text: str, num_owned: int) -> None:
-        self.text = text
-        self.placed: list[Placed] = placeholders_in(text, num_owned)
+    def __init__(self, text: str, placed: list[Placed]) -> None:
+        self.text, self.placed = text, placed
         edges = [0, *(edge for one in self.placed for edge in one[:2]), len(text)]
         self.own = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
         self._starts = [one.start for one in self.placed]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from megatron_sft_idx.chat.template.cuts import Cuts
 from megatron_sft_idx.chat.template.messages import Ranges, unusable, utterances_of
 from megatron_sft_idx.chat.template.scaffold import TAG, Rules
-from megatron_sft_idx.chat.template.stand_in import Hole
+from megatron_sft_idx.chat.template.stand_in import StandIn
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.chat.template.turn import Said, TurnFinder, numbered
 
@@ -24,8 +23,7 @@ class BlockFinder:
     Args:
         rules: what holds for every conversation.
         traced: the rendering, and which message wrote what.
-        messages: the messages as the template saw them.
-        holes: what each owned placeholder stands for.
+        row: the stand-in.
         render: renders other ``messages`` and variables; returns None where the template refuses them.
     """
 
@@ -33,15 +31,15 @@ class BlockFinder:
         self,
         rules: Rules,
         traced: Traced,
-        messages: Sequence[dict[str, Any]],
-        holes: Sequence[Hole],
+        row: StandIn,
         render: Callable[..., str | None],
     ) -> None:
-        self._rules, self._traced, self._messages, self._holes, self._render = rules, traced, messages, holes, render
+        self._rules, self._traced, self._messages, self._render = rules, traced, row.messages, render
+        self._holes = row.holes
         self._text = traced.text
-        self._finder = TurnFinder(rules, traced.text, messages, holes, traced, render)
+        self._finder = TurnFinder(rules, traced.text, row.messages, row, traced, render)
         self._written: dict[int, list[Segment]] = {}
-        for segment in own_segments(traced, messages):
+        for segment in own_segments(traced, row.messages):
             self._written.setdefault(segment.message, []).append(segment)
         self._blocks: dict[int, Ranges] | None = None
 

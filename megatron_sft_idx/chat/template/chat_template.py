@@ -31,7 +31,7 @@ from megatron_sft_idx.chat.template.messages import (
 )
 from megatron_sft_idx.chat.template.scaffold import Rules
 from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
-from megatron_sft_idx.chat.template.stand_in import StandIn, make_stand_in
+from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
 from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, Style, learn_style, prepared, prints_parts
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
 from megatron_sft_idx.chat.template.turn import Said, with_tokens
@@ -42,6 +42,7 @@ REVISION = 8
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_FEW = 8  # messages that cost little to render once more for each answer among them
 _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
@@ -72,6 +73,10 @@ class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reas
 
 class _UnrenderedError(SequenceError):
     """The template refused a conversation in this form. An error that another form gave says more to the user."""
+
+
+class _UnfollowedError(SequenceError):
+    """The template's text cannot be told from the row's."""
 
 
 class ChatTemplate:
@@ -116,6 +121,8 @@ class ChatTemplate:
         self.has_generation_markers = self._template.has_generation
         tree = environment.parse(source)
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
+        # What a generation prompt looks for in the messages must stay in them.
+        self._stand_ins = (self._rules.tested,) if self._rules.prompt_varies else (None, self._rules.tested)
         self._judge = Judge(self._rules, self.has_generation_markers)
         self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
         self._style: Style | None = None
@@ -271,7 +278,14 @@ class ChatTemplate:
         text = self._render_or_raise(self._template.plain, form.variables)
         if chosen is None:
             chosen = speakers or selected(form.messages, weights, self.options.train_on)
-        said = self._said(form, text, chosen) if chosen else {}
+        everything = self._learns_everything and all(weights[index] == 1 for index in speakers)
+        try:
+            said = self._said(form, text, chosen) if chosen else {}
+        except _UnfollowedError:
+            if not everything:
+                raise
+            said = {}
+            self._require_words(form.messages, speakers, text)
         for one in said.values():
             for what, count in one.notes.items():
                 form.notes[what] = form.notes.get(what, 0) + count
@@ -279,7 +293,7 @@ class ChatTemplate:
             contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
             if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):
                 form.notes["thinking_tags_kept"] = kept
-        if self._learns_everything and all(weights[index] == 1 for index in speakers):
+        if everything:
             spans = [Span(0, len(text))] if text else []
         else:
             spans = self._spans(said, weights, len(text))
@@ -298,33 +312,74 @@ class ChatTemplate:
         renderer = self._renderer(form)
         rows: list[StandIn] = []
         failed: SequenceError | None = None
+        judged: Judged | None = None
         for by in (self._by_spelling, self._by_marks):
-            for number, tested in enumerate((None, self._rules.tested)):
+            for number, tested in enumerate(self._stand_ins):
                 if number == len(rows):
                     try:
                         rows.append(make_stand_in(form.messages, form.conversation.tools, self._rules.spelt, tested))
                     except ValueError as error:
                         raise unusable(str(error)) from None
                 judged = self._judge.judge(rows[number], renderer)
-                if judged is None:
-                    continue
-                found: dict[int, Said] = {}
-                for message in chosen:
-                    said = judged.said(message)
-                    if isinstance(said, SequenceError):
-                        failed = said
-                        break
-                    found[message] = said
-                else:
-                    carried = _carried(found, partial(by, judged, rows[number], form, text))
-                    if carried is not None:
-                        return carried
+                for whole in (False, True) if self._rules.prompt_varies else (False,):
+                    found = None if judged is None else _all_said(judged, chosen, whole)
+                    if isinstance(found, SequenceError):
+                        failed = found
+                    elif found is not None and judged is not None:
+                        carried = _carried(found, partial(by, judged, rows[number], form, text))
+                        if carried is None:
+                            break
+                        if self._is_prompted(found, form, renderer):
+                            return carried
         if failed is not None:
             raise self._worded(failed, form.messages)
-        raise unusable(
+        own_text = self._source if judged is None else "\n".join(judged.outline.own)
+        own = as_it_is(form.messages, form.conversation.tools, own_text, self._rules.loud)
+        judged = None if own is None else self._judge.judge(own, renderer)
+        if judged is not None and judged.outline.text == text:
+            found = _all_said(judged, chosen, whole=True)
+            if isinstance(found, SequenceError):
+                raise self._worded(found, form.messages)
+            return found
+        raise _UnfollowedError(
+            "conversation",
+            None,
             f"the chat template {self.name} treats what this row says in a way that cannot be followed; put"
-            " {% generation %} markers around what the assistant says, or train on all tokens"
+            " {% generation %} markers around what the assistant says, or train on all tokens",
         )
+
+    def _require_words(self, messages: Sequence[Mapping[str, Any]], speakers: Sequence[int], text: str) -> None:
+        """Refuse the row unless all that these messages say stands in the text, no matter where."""
+        whole = "".join(text.split())
+        for index in speakers:
+            for piece in utterances_of(messages[index]):
+                if "".join(piece.text.split()) not in whole:
+                    raise unusable(
+                        f"the chat template {self.name} leaves out {short(piece.text)} of assistant message {index + 1};"
+                        " use a template that keeps it, or give the message weight 0"
+                    )
+
+    def _is_prompted(self, said: Mapping[int, Said], form: _Form, renderer: Renderer) -> bool:
+        """Whether the row itself is fed the prompts that its stand-in is fed, where they may differ from row to row.
+
+        Most are compared in the answer's context. The last one, and further ones at half the distance each, are
+        compared with all messages before the answer, so that a prompt that depends on messages far away is noticed.
+        """
+        far = 2 * len(form.messages)
+        for message in sorted(said, reverse=True):
+            prompt = said[message].prompt
+            if prompt is None:
+                continue
+            if 2 * message <= far or message < _FEW:
+                far = message
+                messages = form.messages[:message]
+            else:
+                messages = [form.messages[index] for index in prompt.before]
+                messages = [reduced(one) for one in messages] if prompt.cut_down else messages
+            fed = renderer.plain(messages=messages, add_generation_prompt=True)
+            if (fed is None) != (prompt.text is None) or not (fed or "").endswith(prompt.text or ""):
+                return False
+        return True
 
     def _by_spelling(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
         return by_spelling(judged.outline, row, text, needed)
@@ -478,6 +533,17 @@ class ChatTemplate:
         taken = _RESERVED.intersection(kwargs)
         if taken:
             raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, Said] | SequenceError:
+    """What the model generates of the chosen messages, or the first error among them."""
+    found: dict[int, Said] = {}
+    for message in chosen:
+        said = judged.said(message, whole)
+        if isinstance(said, SequenceError):
+            return said
+        found[message] = said
+    return found
 
 
 def _carried(said: Mapping[int, Said], align: Callable[[int], Alignment | None]) -> dict[int, Said] | None:

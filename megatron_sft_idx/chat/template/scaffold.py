@@ -56,8 +56,10 @@ class Rules:
         piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
             character.
         prompted: whether the template can write a generation prompt when asked.
+        prompt_varies: whether the generation prompt may differ from row to row, as ``prompt_varies`` tells.
         keeps_all: whether all that the model generates is trained on.
         tested: matches the strings that the template looks for in what it is given, such as </think> and /no_think.
+        loud: matches what may end a turn, and tags.
         spelt: all strings that the template spells.
     """
 
@@ -78,17 +80,18 @@ class Rules:
         tokens = "".join(f"{re.escape(text)}|" for text in self.ends)
         self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
         self.prompted = "add_generation_prompt" in source
+        self.prompt_varies = prompt_varies(tree)
         self.keeps_all = options.train_on_thinking and options.train_on_tool_calls
+        looking = [one for one in tree.find_all(nodes.Call) if getattr(one.node, "attr", "") in _LOOKING]
+        tests = [one for one in tree.find_all(nodes.Test) if one.name in ("eq", "equalto", "==", "in")]
         looked_for = {
-            compare.expr.value
-            for compare in tree.find_all(nodes.Compare)
-            if isinstance(compare.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in compare.ops)
+            constant.value
+            for node in [*tree.find_all(nodes.Compare), *looking, *tests]
+            for constant in node.find_all(nodes.Const)
+            if isinstance(constant.value, str) and constant.value.strip() and not constant.value.isidentifier()
         }
-        for call in tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
-                looked_for |= {argument.value for argument in call.args if isinstance(argument, nodes.Const)}
-        looked_for = {text for text in looked_for if isinstance(text, str) and text.strip()}
         self.tested = re.compile("|".join(map(re.escape, sorted(looked_for, key=len, reverse=True))) or "(?!)")
+        self.loud = re.compile("|".join([*map(re.escape, self.ends), TAG.pattern]))
         self.spelt = frozenset(one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str))
 
 
@@ -172,6 +175,10 @@ class EdgeFinder:
         asked = self._view(0, ASKED)
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
+
+    def fed(self, message: int) -> str | None:
+        """What a server feeds before the turn at this position; None where the template refuses it."""
+        return self._view(message, prompt=True)
 
     def start(self, turn: Turn, own: int | None, reasons: bool, traced: bool) -> int:
         """Where the model starts to write a turn.
@@ -450,3 +457,32 @@ def _parting(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def prompt_varies(tree: nodes.Template) -> bool:
+    """Whether the generation prompt may differ between two rows with the same variables.
+
+    It cannot where the statements that ask for it read nothing but variables that are given to the template and never
+    set in it. What reads the messages, or whatever was made of them, may differ.
+    """
+    made = {"messages", "tools", "loop", "self", "caller", "varargs", "kwargs"}
+    made |= {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    made |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    made -= {"add_generation_prompt"}  # many templates give it a default
+    asking = [
+        node
+        for node in tree.find_all((nodes.If, nodes.Output, nodes.Assign, nodes.CondExpr))
+        if any(name.name == "add_generation_prompt" for name in node.find_all(nodes.Name))
+    ]
+    # Of an outer statement, which also holds what is not asked for, only the tests count.
+    read: list[nodes.Node] = []
+    for node in asking:
+        if not any(other is not node and _holds(node, other) for other in asking):
+            read.append(node)
+        elif isinstance(node, nodes.If):
+            read += [node.test, *(one.test for one in node.elif_)]
+    return any(name.name in made for node in read for name in node.find_all(nodes.Name))
+
+
+def _holds(outer: nodes.Node, inner: nodes.Node) -> bool:
+    return any(node is inner for node in outer.find_all(type(inner)))

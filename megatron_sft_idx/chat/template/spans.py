@@ -22,14 +22,15 @@ from megatron_sft_idx.chat.template.align import Outline
 from megatron_sft_idx.chat.template.blocks import BlockFinder
 from megatron_sft_idx.chat.template.messages import Ranges, unusable
 from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.stand_in import Hole, StandIn, make_stand_in, reduced
+from megatron_sft_idx.chat.template.stand_in import Hole, StandIn, as_it_is, make_stand_in, reduced
 from megatron_sft_idx.chat.template.trace import Traced
-from megatron_sft_idx.chat.template.turn import Said, TurnFinder, numbered, said_token, with_tokens
+from megatron_sft_idx.chat.template.turn import Prompt, Said, TurnFinder, numbered, said_token, with_tokens
 from megatron_sft_idx.errors import SequenceError
 
 MAX_REMEMBERED = 1 << 14
 """Stand-ins, and answers in their contexts, that are remembered at most. Forgetting costs time and changes nothing."""
 
+_NOTHING = re.compile("(?!)")
 _SHARED = re.compile("zqs[0-9]{5}s", re.IGNORECASE)
 
 
@@ -77,19 +78,21 @@ class Judged:
 
     Attributes:
         outline: its rendering.
-        said: gives what the model generates of the message at a position, or the error that refuses it.
     """
 
-    def __init__(self, outline: Outline, said: Callable[[int], Said | SequenceError]) -> None:
+    def __init__(self, outline: Outline, find: Callable[[int, bool], Said | SequenceError]) -> None:
         self.outline = outline
-        self._find = said
-        self._said: dict[int, Said | SequenceError] = {}
+        self._find = find
+        self._said: dict[tuple[int, bool], Said | SequenceError] = {}
 
-    def said(self, message: int) -> Said | SequenceError:
-        """What the model generates of one assistant message, or why it cannot be told."""
-        found = self._said.get(message)
+    def said(self, message: int, whole: bool = False) -> Said | SequenceError:
+        """What the model generates of one assistant message, or why it cannot be told.
+
+        ``whole`` asks for it in the whole conversation instead of a short context.
+        """
+        found = self._said.get((message, whole))
         if found is None:
-            found = self._said[message] = self._find(message)
+            found = self._said[message, whole] = self._find(message, whole)
         return found
 
 
@@ -108,6 +111,8 @@ class Judge:
 
     def judge(self, row: StandIn, renderer: Renderer) -> Judged | None:
         """The verdict on a stand-in; None where the template refuses it."""
+        if row.words is not None:
+            return self._render(row, renderer)
         key = (renderer.key, orjson.dumps((row.messages, row.tools)))
         if key not in self._judged:
             if len(self._judged) >= MAX_REMEMBERED:
@@ -120,39 +125,49 @@ class Judge:
             traced = renderer.traced(messages=row.messages, tools=row.tools)
             if traced is None:
                 return None
-            blocks = BlockFinder(self._rules, traced, row.messages, row.holes, renderer.plain)
-            outline = Outline(traced.text, len(row.holes))
-            return Judged(outline, lambda message: self._checked(blocks.said, outline, row, message))
+            blocks = BlockFinder(self._rules, traced, row, renderer.plain)
+            outline = Outline(traced.text, row.placed_in(traced.text))
+            return Judged(outline, lambda message, _: self._checked(blocks.said, outline, row, message))
         text = renderer.plain(messages=row.messages, tools=row.tools)
         if text is None:
             return None
-        outline = Outline(text, len(row.holes))
+        outline = Outline(text, row.placed_in(text))
         return Judged(
             outline,
-            lambda message: self._checked(lambda at: self._said(outline, row, at, renderer), outline, row, message),
+            lambda message, whole: self._checked(
+                lambda at: self._said(outline, row, at, renderer, whole), outline, row, message
+            ),
         )
 
-    def _said(self, outline: Outline, row: StandIn, message: int, renderer: Renderer) -> Said:
-        """What the model generates of a message, from the first context that is equal to the whole.
+    def _said(self, outline: Outline, row: StandIn, message: int, renderer: Renderer, whole: bool) -> Said:
+        """What the model generates of a message, from the first context that is equal to the whole, or from the whole.
 
         Raises:
             SequenceError: the message is refused in such a context, or there is none.
         """
         spots = _spots(outline, row.holes)
         refused: SequenceError | None = None
-        for indices, cut_down in contexts_of([one.get("role") for one in row.messages], message):
+        every = [*range(len(row.messages))]
+        roles = [one.get("role") for one in row.messages]
+        for indices, cut_down in [(every, False)] if whole else contexts_of(roles, message):
             messages = [row.messages[index] for index in indices]
             if cut_down:
                 messages = [reduced(one) for one in messages]
             found = self._in_context(row, messages, indices.index(message), renderer)
             if isinstance(found, SequenceError):
                 refused = with_indices(found, indices)
-            elif found is not None and len(messages) == len(row.messages) and not cut_down:
-                return found.said
-            elif found is not None:
-                ranges = [_placed(some, indices, spots) for some in (found.generated, found.trained)]
-                if ranges[0] is not None and ranges[1] is not None:
-                    return Said(ranges[0], ranges[1], found.said.notes)
+                continue
+            if found is None:
+                continue
+            said = found.said
+            if said.prompt is not None:
+                before = indices[: indices.index(message)]
+                said = said._replace(prompt=said.prompt._replace(before=before, cut_down=cut_down))
+            if len(messages) == len(row.messages) and not cut_down:
+                return said
+            generated, trained = (_placed(some, indices, spots) for some in (found.generated, found.trained))
+            if generated is not None and trained is not None:
+                return said._replace(generated=generated, trained=trained)
         raise refused or unusable(
             f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
             f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on all"
@@ -163,6 +178,9 @@ class Judge:
         self, row: StandIn, messages: list[dict[str, Any]], message: int, renderer: Renderer
     ) -> _Found | SequenceError | None:
         """What the model generates of a message among others; None where the template refuses these messages."""
+        if row.words is not None:
+            own = as_it_is(messages, row.tools, "", _NOTHING)
+            return None if own is None else self._find(own, message, renderer)
         context = make_stand_in(messages, row.tools, self._rules.spelt, row.tested)
         key = (renderer.key, orjson.dumps((context.messages, context.tools)), message)
         if key not in self._contexts:
@@ -180,13 +198,15 @@ class Judge:
         def render(**altered: Any) -> str | None:
             return renderer.plain(**{"tools": context.tools, **altered})
 
-        finder = TurnFinder(self._rules, text, context.messages, context.holes, traced, render)
+        finder = TurnFinder(self._rules, text, context.messages, context, traced, render)
         try:
             said = finder.said(message)
         except SequenceError as error:
             return error
-        outline = Outline(text, len(context.holes))
-        generated, trained = (_in_spots(some, outline, context.holes) for some in said[:2])
+        outline = Outline(text, context.placed_in(text))
+        generated, trained = (_in_spots(some, outline, context.holes) for some in (said.generated, said.trained))
+        if self._rules.prompt_varies:
+            said = said._replace(prompt=Prompt([*range(message)], False, finder.fed(message)))
         return _Found(generated, trained, said)
 
     def _checked(

@@ -52,6 +52,22 @@ class Hole(NamedTuple):
     kind: Kind
 
 
+class Placed(NamedTuple):
+    """A placeholder in a rendered text.
+
+    Attributes:
+        start: its first character.
+        stop: the character behind it.
+        number: its number.
+        shared: whether it is a shared one.
+    """
+
+    start: int
+    stop: int
+    number: int
+    shared: bool
+
+
 class StandIn(NamedTuple):
     """A conversation of placeholders, and what they stand for in a row.
 
@@ -62,6 +78,7 @@ class StandIn(NamedTuple):
         owned: the row's own value for each owned placeholder: a string, or a number of the arguments of a call.
         shared: the row's own value for each shared placeholder.
         tested: as given to ``make_stand_in``.
+        words: matches the row's own strings, in a row that stands in for itself; else None.
     """
 
     messages: list[dict[str, Any]]
@@ -70,6 +87,21 @@ class StandIn(NamedTuple):
     owned: list[Any]
     shared: list[str]
     tested: re.Pattern[str] | None
+    words: re.Pattern[str] | None = None
+
+    def placed_in(self, text: str) -> list[Placed]:
+        """All placeholders in a text, in order."""
+        if self.words is not None:
+            numbers = {value.strip(): number for number, value in enumerate(self.owned) if isinstance(value, str)}
+            return [Placed(*match.span(), numbers[match[0]], False) for match in self.words.finditer(text)]
+        found = []
+        for match in PLACEHOLDER.finditer(text):
+            number = match["owned"] or match["number"]
+            if number is None:
+                found.append(Placed(match.start(), match.end(), int(match["shared"]), True))
+            elif int(number) < len(self.owned):
+                found.append(Placed(match.start(), match.end(), int(number), False))
+        return found
 
 
 def owned_word(number: int) -> str:
@@ -108,6 +140,35 @@ def make_stand_in(
     if tested is None and tools:
         tools = maker.made_up_tools(messages)
     return StandIn(made, tools, maker.holes, maker.owned, [*maker.shared], tested)
+
+
+def as_it_is(
+    messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, own_text: str, loud: re.Pattern[str]
+) -> StandIn | None:
+    """A conversation that stands in for itself, where its strings can be told from all else.
+
+    Some templates look at the letters of a string, or count them, so that no placeholder can take its place.
+
+    Args:
+        messages: the conversation.
+        tools: schemas of the functions that can be called.
+        own_text: what the template writes by itself.
+        loud: matches tags and control tokens, which no string may hold.
+
+    Returns:
+        The stand-in; None where a string holds another one, something loud, or what the template writes by itself.
+    """
+    maker = _Keeper(frozenset(), None)
+    made = [maker.message(index, message) for index, message in enumerate(messages)]
+    words = sorted({value.strip() for value in maker.owned if isinstance(value, str)}, key=len, reverse=True)
+    told = all(
+        not loud.search(word) and word not in own_text and not any(word in longer for longer in words[:at])
+        for at, word in enumerate(words)
+    )
+    if not told or len(words) < len(maker.owned):
+        return None
+    pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
+    return StandIn(made, tools, maker.holes, maker.owned, [], None, pattern)
 
 
 class Maker:
@@ -168,8 +229,9 @@ class Maker:
         if message.get("role") != "assistant" or not ("</" in text or "[/THINK]" in text):
             return self._text(text, index, "content")
         made, at = "", 0
-        for kind, words, _, offset in utterances_of({"content": text}):
-            stop = offset + len(words) if kind == "reasoning" else len(text)
+        for kind, words, _, first in utterances_of({"content": text}):
+            offset = 0 if text[:first].isspace() else first
+            stop = text.index(words, offset) + len(words) if kind == "reasoning" else len(text)
             made += text[at:offset] + self._text(
                 text[offset:stop], index, "reasoning" if kind == "reasoning" else "content"
             )
@@ -261,6 +323,16 @@ class Maker:
         return self.share(value)
 
 
+class _Keeper(Maker):
+    """Keeps all strings, and lists the owned ones."""
+
+    def placeholder(self, number: int, value: Any) -> Any:
+        return value
+
+    def share(self, value: str) -> str:
+        return value
+
+
 def reduced(message: dict[str, Any]) -> dict[str, Any]:
     """A stand-in message with its calls cut down to what stands at their ends.
 
@@ -289,37 +361,6 @@ def _last_leaf(value: Any) -> Any:
     if isinstance(value, list) and value:
         return [_last_leaf(value[-1])]
     return value
-
-
-# What a rendering of a stand-in shows
-
-
-class Placed(NamedTuple):
-    """A placeholder in a rendered text.
-
-    Attributes:
-        start: its first character.
-        stop: the character behind it.
-        number: its number.
-        shared: whether it is a shared one.
-    """
-
-    start: int
-    stop: int
-    number: int
-    shared: bool
-
-
-def placeholders_in(text: str, limit: int) -> list[Placed]:
-    """All placeholders in a text, in order; ``limit`` is the number of owned ones that there are."""
-    found = []
-    for match in PLACEHOLDER.finditer(text):
-        number = match["owned"] or match["number"]
-        if number is None:
-            found.append(Placed(match.start(), match.end(), int(match["shared"]), True))
-        elif int(number) < limit:
-            found.append(Placed(match.start(), match.end(), int(number), False))
-    return found
 
 
 def spellings(value: Any) -> Iterator[str]:

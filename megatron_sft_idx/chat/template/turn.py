@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megatron_sft_idx.chat.template.cuts import Cuts, cut
 from megatron_sft_idx.chat.template.messages import Ranges, Utterance, unusable, utterances_of
 from megatron_sft_idx.chat.template.scaffold import EdgeFinder, Rules, Turn, Written
-from megatron_sft_idx.chat.template.stand_in import Hole, Placed, placeholders_in
+from megatron_sft_idx.chat.template.stand_in import Placed, StandIn
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.errors import SequenceError
 
@@ -35,6 +35,20 @@ class Stood(NamedTuple):
     piece: Utterance
 
 
+class Prompt(NamedTuple):
+    """The end of what a server feeds before a message, where that may differ from row to row.
+
+    Attributes:
+        before: positions of the messages that are fed.
+        cut_down: whether their calls are cut down (``reduced``).
+        text: the template's own text behind the last string of these messages; None where the template refuses them.
+    """
+
+    before: list[int]
+    cut_down: bool
+    text: str | None
+
+
 class Said(NamedTuple):
     """What the model generates of one message.
 
@@ -42,11 +56,13 @@ class Said(NamedTuple):
         generated: the characters that the model generates.
         trained: those of them that the options train on.
         notes: counts for the summary by name.
+        prompt: what it is fed before that, where this has to be looked up for each row.
     """
 
     generated: Ranges
     trained: Ranges
     notes: dict[str, int]
+    prompt: Prompt | None = None
 
 
 def numbered(message: int) -> str:
@@ -61,7 +77,7 @@ class TurnFinder:
         rules: what holds for every conversation.
         text: the rendering.
         messages: the messages as the template saw them.
-        holes: what each owned placeholder stands for.
+        row: the stand-in that these messages are of, or a part of it.
         traced: which message wrote what; None where the template cannot be traced.
         render: renders other ``messages`` and variables; returns None where the template refuses them.
     """
@@ -71,18 +87,24 @@ class TurnFinder:
         rules: Rules,
         text: str,
         messages: Sequence[dict[str, Any]],
-        holes: Sequence[Hole],
+        row: StandIn,
         traced: Traced | None,
         render: Callable[..., str | None],
     ) -> None:
-        self._rules, self._text, self._messages, self._traced, self._holes = rules, text, messages, traced, holes
+        self._rules, self._text, self._messages, self._traced, self._row = rules, text, messages, traced, row
         self._render = render
         self._notes: defaultdict[str, int] = defaultdict(int)
-        self.placed = [one for one in placeholders_in(text, len(holes)) if not one.shared]
+        self._holes = row.holes
+        self.placed = [one for one in row.placed_in(text) if not one.shared]
         self._edges = EdgeFinder(rules, text, messages, render)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else own_segments(traced, messages):
             self._written.setdefault(segment.message, []).append(segment)
+
+    def fed(self, message: int) -> str | None:
+        """The template's own text behind the last string of what a server feeds before a message."""
+        fed = self._edges.fed(message)
+        return None if fed is None else fed[max((one.stop for one in self._row.placed_in(fed)), default=0) :]
 
     def _mine(self, message: int, kind: str = "") -> list[Placed]:
         """Where the strings of a message stand, or those of one kind."""
@@ -188,7 +210,7 @@ class TurnFinder:
                 found.append(Stood(at, at + len(piece.text), piece))
                 continue
             # A text that holds strings for which the template looks may be written in parts.
-            words = [self._text_of(one, piece.text) for one in placeholders_in(piece.text, len(self._holes))]
+            words = [self._text_of(one, piece.text) for one in self._row.placed_in(piece.text)]
             places = [(at, at + len(word)) for word in words if (at := self._find(word, segments)) >= 0]
             if places and len(places) == len(words):
                 found.append(Stood(min(places)[0], max(places)[1], piece))
