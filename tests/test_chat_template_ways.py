@@ -320,8 +320,8 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
     source = WRITES_IT.replace(" {{ c.function.arguments | tojson }}", "")
     for one in (
         source,
-        source.replace("{{ m.content }}", "{% generation %}{{ m.content }}").replace(
-            "<|im_end|>", "<|im_end|>{% endgeneration %}"
+        source.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}").replace(
+            "<|im_end|>", "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         ),
     ):
         with pytest.raises(

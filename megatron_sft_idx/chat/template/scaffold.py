@@ -481,7 +481,8 @@ def prompt_varies(tree: nodes.Template) -> bool:
             read.append(node)
         elif isinstance(node, nodes.If):
             read += [node.test, *(one.test for one in node.elif_)]
-    return any(name.name in made for node in read for name in node.find_all(nodes.Name))
+    in_loop = any(_holds(loop, node) for loop in tree.find_all(nodes.For) for node in asking)
+    return in_loop or any(name.name in made for node in read for name in node.find_all(nodes.Name))
 
 
 def _holds(outer: nodes.Node, inner: nodes.Node) -> bool:
