@@ -6,19 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_sft_idx.chat.template.messages import REASONING_FIELDS, Ranges
+from megatron_sft_idx.chat.template.messages import EMPTY_THINKING, REASONING_FIELDS, Ranges
 from megatron_sft_idx.chat.template.scaffold import Rules
 
 _CLOSING = re.compile(r"\s*(<[^<>\s]*>|\[/?[A-Z_]+(?: [A-Z_]+)*\])\s*")
-_THOUGHT = r"(?:think|thinking|thought|reasoning)"
-# In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
-_EMPTY_THINKING = re.compile(
-    rf"\s*(?:<(?:\w+:)?{_THOUGHT}>\s*)?</(?:\w+:)?{_THOUGHT}>\s*"
-    rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{_THOUGHT}\|>\s*)?<\|end_(?:of_)?{_THOUGHT}\|>\s*"
-    r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
-    re.IGNORECASE,
-)
-
 Found = Sequence[tuple[int, int, str]]
 """Where the utterances of a message stand: start, stop and kind."""
 
@@ -61,7 +52,7 @@ class Cuts:
         thought = _stretches(found, "reasoning")
         if not thought:
             limit = min((low for low, _ in said), default=stop)
-            empty = _EMPTY_THINKING.match(self._text, start, limit)
+            empty = EMPTY_THINKING.match(self._text, start, limit)
             return [(start, empty.end())] if empty else []
         low, high = thought[0]
         low = max((end for _, end in said if end <= low), default=start)
@@ -95,7 +86,7 @@ class Cuts:
 
     def _past_thinking(self, start: int, stop: int) -> int:
         """The end of an empty block of reasoning, or of its closing tag, at ``start``; else ``start``."""
-        closing = _EMPTY_THINKING.match(self._text, start, stop)
+        closing = EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
 
 

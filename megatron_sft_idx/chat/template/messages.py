@@ -19,6 +19,16 @@ _CLOSED = re.compile(
     re.DOTALL,
 )
 THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
+_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+# In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
+EMPTY_THINKING = re.compile(
+    rf"\s*(?:<(?:\w+:)?{_THOUGHT}>\s*)?</(?:\w+:)?{_THOUGHT}>\s*"
+    rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{_THOUGHT}\|>\s*)?<\|end_(?:of_)?{_THOUGHT}\|>\s*"
+    r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
+    re.IGNORECASE,
+)
+"""Matches a block of reasoning without words, or its closing tag alone."""
+
 Ranges: TypeAlias = list[tuple[int, int]]
 """Characters from a start up to a stop, ascending."""
 

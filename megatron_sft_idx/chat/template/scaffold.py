@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
+from megatron_sft_idx.chat.template.messages import EMPTY_THINKING
 from megatron_sft_idx.chat.template.style import ASKED, SAID
 from megatron_sft_idx.chat.types import MaskOptions
 
@@ -180,7 +181,7 @@ class EdgeFinder:
         """What a server feeds before the turn at this position; None where the template refuses it."""
         return self._view(message, prompt=True)
 
-    def start(self, turn: Turn, own: int | None, reasons: bool, traced: bool) -> int:
+    def start(self, turn: Turn, own: int | None, reasons: bool, thinks: bool, traced: bool) -> int:
         """Where the model starts to write a turn.
 
         Args:
@@ -188,12 +189,16 @@ class EdgeFinder:
             own: where the words at its ``first`` begin, with a tag that the message itself has before them; None if a
                 call is first, before which templates write tags.
             reasons: whether these words may be reasoning, before which the template may write a tag.
+            thinks: whether these words are reasoning. A prompt that holds an empty block of reasoning was not what the
+                model is fed then: it writes the block itself, with the tag that opens it.
             traced: whether all text from its ``low`` on is known to be written for the turn.
         """
         message, low, first, _, _ = turn
         head = self._text[low:first]
         fed = self._end_of_fed(turn)
         prompts = self._prompts(message)
+        if thinks:
+            prompts = [_without_block(prompt) for prompt in prompts]
         if any(prompts):
             if fed is not None and prompts[0]:
                 return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows
@@ -441,6 +446,14 @@ class EdgeFinder:
                 break
             length = a.end()
         return length
+
+
+def _without_block(prompt: str) -> str:
+    """A prompt without the empty block of reasoning at its end."""
+    for at in range(len(prompt)):
+        if (block := EMPTY_THINKING.match(prompt, at)) and block.end() == len(prompt):
+            return prompt[: at + len(block[0]) - len(block[0].lstrip())]
+    return prompt
 
 
 def _is_tag(piece: str) -> bool:

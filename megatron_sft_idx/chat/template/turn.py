@@ -297,8 +297,9 @@ class TurnFinder:
             said = max(said, end)
         own = first - (self._said_before(message, first) if first in words else 0)
         reasons = any(one.piece.kind == "reasoning" and one.piece.field != "content" for one in found)
+        thinks = any(one.start == first and self._holes[one.number].kind == "reasoning" for one in mine)
         turn = Turn(message, low, first, said, high)
-        start = min(first, self._edges.start(turn, own if first in words else None, reasons, traced))
+        start = min(first, self._edges.start(turn, own if first in words else None, reasons, thinks, traced))
         turn = turn._replace(said=(said := max(said, start)))
         if traced:
             written = Written(last.stop, *self._neighbours(message, low, start, last.stop))
