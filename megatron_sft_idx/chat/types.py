@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
 
-TrainOn: TypeAlias = Literal["assistant", "last-turn", "all"]
+TrainOn: TypeAlias = Literal["assistant", "last-turn", "markers", "all"]
 ReasoningTurns: TypeAlias = Literal["error", "whole", "split"]
 PartialMarkers: TypeAlias = Literal["error", "keep"]
 
@@ -120,7 +120,8 @@ class MaskOptions:
 
     Attributes:
         train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
-            last user message (tool results between them do not end a turn); ``"all"``, every character.
+            last user message (tool results between them do not end a turn); ``"markers"``, exactly what the template's
+            ``{% generation %}`` markers enclose, whoever says it; ``"all"``, every character.
         train_on_thinking: whether reasoning, with the tags around it, is trained on.
         train_on_tool_calls: whether tool calls are trained on. Those that are not are left out from the end of the
             words before them to the start of the words after them, or to the end of the turn where none follow.
@@ -133,7 +134,8 @@ class MaskOptions:
         template_date: the day, ``YYYY-MM-DD``, that a template is given when it asks for the date.
 
     Raises:
-        FormatError: an option is none of its choices, or ``template_date`` is no date.
+        FormatError: an option is none of its choices, ``template_date`` is no date, or ``train_on="markers"`` goes with
+            an option that trains on something else than the markers enclose.
     """
 
     train_on: TrainOn = "assistant"
@@ -146,6 +148,13 @@ class MaskOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.train_on == "markers" and not (
+            self.train_on_thinking and self.train_on_tool_calls and self.turns != "split"
+        ):
+            raise FormatError(
+                "--train-on markers trains exactly what the markers enclose: leave out --no-train-on-thinking,"
+                " --no-train-on-tool-calls and --turns split"
+            )
         if self.template_date is not None:
             try:
                 datetime.strptime(self.template_date, "%Y-%m-%d")

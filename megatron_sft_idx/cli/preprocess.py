@@ -152,8 +152,8 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
         --chat-template-kwargs JSON  variables for the template, as a JSON object
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
-        --train-on  what the assistant says, only its answer to the last user message, or everything
-            (default: %(default)s)
+        --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
+            generation markers enclose, or everything (default: %(default)s)
         --turns  if the template drops the reasoning of earlier turns: stop, make one sequence without it, or make a
             sequence for each turn, as the model would see it (default: %(default)s)
         --no-train-on-thinking  leave reasoning out of the loss

@@ -19,6 +19,7 @@ from jinja2.exceptions import SecurityError
 from megatron_sft_idx.chat.template.align import Alignment, by_marks, by_spelling
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.controls import ControlTokens
+from megatron_sft_idx.chat.template.cuts import cut
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.messages import (
     THINKING_TAG,
@@ -33,7 +34,7 @@ from megatron_sft_idx.chat.template.scaffold import Rules
 from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
 from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
 from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, Style, learn_style, prepared, prints_parts
-from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
 from megatron_sft_idx.chat.template.turn import Said, with_tokens
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -96,7 +97,8 @@ class ChatTemplate:
         has_generation_markers: whether the template itself marks what is trained on, with ``{% generation %}``.
 
     Raises:
-        FormatError: the template does not compile, or an option has an impossible value.
+        FormatError: the template does not compile, an option has an impossible value, or ``train_on="markers"`` is
+            asked of a template without generation markers.
     """
 
     def __init__(
@@ -123,6 +125,10 @@ class ChatTemplate:
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
         # What a generation prompt looks for in the messages must stay in them.
         self._stand_ins = (self._rules.tested,) if self._rules.prompt_varies else (None, self._rules.tested)
+        if self.options.train_on == "markers" and not self.has_generation_markers:
+            raise FormatError(
+                f"{name}: --train-on markers needs a template with {{% generation %}} markers, and this one has none"
+            )
         self._judge = Judge(self._rules, self.has_generation_markers)
         self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
         self._style: Style | None = None
@@ -273,6 +279,8 @@ class ChatTemplate:
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
         """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
+        if self.options.train_on == "markers":
+            return self._enclosed(form)
         weights = form.conversation.weights
         speakers = selected(form.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
         text = self._render_or_raise(self._template.plain, form.variables)
@@ -299,6 +307,28 @@ class ChatTemplate:
             spans = self._spans(said, weights, len(text))
         literals = [] if self.options.allow_control_tokens else self._literals(text, form)
         return Rendered(text, spans, literals, form.notes)
+
+    def _enclosed(self, form: _Form) -> Rendered:
+        """Render one text whose spans are what the generation markers enclose, with the weight of who says it."""
+        try:
+            traced = self._render_or_raise(self._template.render, form.messages, form.variables)
+        except Untraceable as error:
+            raise unusable(
+                f"{self.name}: cannot tell where the generation markers are in the text, because {error}; mend the"
+                " template"
+            ) from None
+        weighed = [
+            (one.start, one.stop, form.conversation.weights[one.message])
+            for one in own_segments(traced, form.messages)
+            if form.messages[one.message].get("role") == "assistant"
+        ]
+        spans: list[Span] = []
+        for start, stop in traced.generated:
+            own = [one for one in weighed if one[0] < stop and one[1] > start]
+            spans += [Span(low, high) for low, high in cut([(start, stop)], [one[:2] for one in own])]
+            spans += [Span(max(low, start), min(high, stop), weight) for low, high, weight in own if weight != 0]
+        literals = [] if self.options.allow_control_tokens else self._literals(traced.text, form)
+        return Rendered(traced.text, sorted(spans), literals, form.notes)
 
     def _said(self, form: _Form, text: str, chosen: Sequence[int]) -> dict[int, Said]:
         """What the model generates of the ``chosen`` messages, found in the row's stand-in and carried over to ``text``.

@@ -18,6 +18,8 @@ _CLOSED = re.compile(
     r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
     re.DOTALL,
 )
+# What reasoning without an opening tag does not hold: an opening tag, or a control token of a quoted conversation.
+_NO_REASONING = re.compile(r"<[|\uff5c]|\[/?INST\]|<(?:think|thinking|thought|reasoning)>|\[THINK\]")
 THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 # In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
@@ -66,7 +68,7 @@ def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
         content = content[0].get("text")
     if type(content) is str:
         inline = _CLOSED.match(content) if "</" in content or "[/THINK]" in content else None
-        if inline is not None and (inline[3] is None or inline[1] in (None, inline[3])):
+        if inline is not None and _is_reasoning(content, inline):
             _add(utterances, "reasoning", inline[2], "content", inline.start(2))
             _add(utterances, "content", content[inline.end() :], "content", inline.end())
         else:
@@ -77,6 +79,14 @@ def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
         if isinstance(name, str) and name:
             utterances.append(Utterance("call", name, "tool_calls", number))
     return utterances
+
+
+def _is_reasoning(content: str, inline: re.Match[str]) -> bool:
+    """Whether the beginning of a content, up to a closing tag, is reasoning; the opening tag may stand in the prompt."""
+    opened = inline.start(2) > 0 and content[: inline.start(2)].strip() != ""
+    if not opened:
+        return _NO_REASONING.search(inline[2]) is None
+    return inline[3] is None or inline[1] == inline[3]
 
 
 def called(call: Any) -> Mapping[str, Any]:
