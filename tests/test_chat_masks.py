@@ -31,7 +31,7 @@ from template_styles import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.template import ChatTemplate
-from megatron_sft_idx.chat.types import Rendered, Span
+from megatron_sft_idx.chat.types import MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 # Options and weights
