@@ -229,7 +229,7 @@ def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
     one, two = make(STYLES["thinking"].source, turns="split").render_turns(conversation)
     assert trained(one) == ["<think>\nfirst thought\n</think>\n\na<|im_end|>"]
     assert trained(two) == [
-        f"{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
+        f"<think>\n{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
     ]
     stock = [dict(message, thinking=message.get("reasoning_content")) for message in conversation.messages]
     assert [one.text, two.text] == [stock_text(STYLES["thinking"], stock[:count], None) for count in (2, 5)]

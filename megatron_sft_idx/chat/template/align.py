@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_sft_idx.chat.template.messages import Ranges
 from megatron_sft_idx.chat.template.stand_in import Maker, Placed, StandIn, spellings
 
 
@@ -54,15 +55,23 @@ class Alignment:
     def __init__(self, outline: Outline, stops: Sequence[int], first: int) -> None:
         self._outline, self._stops, self._first = outline, stops, first
 
-    def at(self, position: int) -> int | None:
-        """The counterpart of a position; None for one inside a placeholder."""
-        number = self._outline.behind(position) - 1
-        if number < 0:
-            return position
-        placed = self._outline.placed[number]
-        if position < placed.stop:
-            return None
-        return self._stops[number - max(self._first, 0)] + position - placed.stop
+    def ranges(self, ranges: Ranges) -> Ranges | None:
+        """The counterparts of ranges; None where one begins or ends inside a placeholder."""
+        placed, stops, first = self._outline.placed, self._stops, max(self._first, 0)
+        found: Ranges = []
+        for edges in ranges:
+            moved = []
+            for position in edges:
+                number = self._outline.behind(position) - 1
+                if number < 0:
+                    moved.append(position)
+                    continue
+                stop = placed[number][1]
+                if position < stop:
+                    return None
+                moved.append(stops[number - first] + position - stop)
+            found.append((moved[0], moved[1]))
+        return found
 
 
 def by_spelling(outline: Outline, row: StandIn, text: str, needed: int) -> Alignment | None:

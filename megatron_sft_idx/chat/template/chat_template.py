@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,6 +59,7 @@ class _Form(NamedTuple):
         notes: counts for the summary by name; rendering adds to them.
         style: the form of contents and arguments.
         missing: what stands for the missing content of an answer.
+        text: the rendering, if it was made already, or the error that it raised.
     """
 
     conversation: Conversation
@@ -66,6 +68,7 @@ class _Form(NamedTuple):
     notes: dict[str, int]
     style: Style
     missing: object
+    text: str | ValueError | None = None
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
@@ -199,13 +202,33 @@ class ChatTemplate:
         """
         split = self.options.turns == "split"
         step = self._split if split else lambda form: [self._whole(form)]
-        for conversation in conversations:
+        forms = [self._forms(conversation) for conversation in conversations]
+        begun: list[_Form | ValueError] = []
+        if not split:
             with self._lock:
-                try:
-                    outcome: list[Rendered] | ValueError = self._in_some_form(self._forms(conversation), step)
-                except ValueError as error:
-                    outcome = error
+                begun = [self._begun(one) for one in forms]
+        for one, first in zip_longest(forms, begun):
+            outcome: list[Rendered] | ValueError
+            with self._lock:
+                if isinstance(first, ValueError):
+                    outcome = first
+                else:
+                    try:
+                        outcome = self._in_some_form(one if first is None else chain([first], one), step)
+                    except ValueError as error:
+                        outcome = error
             yield outcome
+
+    def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
+        """The first of some forms with its text; or the error of a conversation that has no form."""
+        try:
+            form = next(forms)
+        except ValueError as error:
+            return error
+        try:
+            return form._replace(text=self._render_or_raise(self._template.plain, form.variables))
+        except ValueError as error:
+            return form._replace(text=error)
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
         """The forms of a conversation, to be tried in turn: first that of transformers, changed only as the style says.
@@ -283,7 +306,11 @@ class ChatTemplate:
             return self._enclosed(form)
         weights = form.conversation.weights
         speakers = selected(form.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
-        text = self._render_or_raise(self._template.plain, form.variables)
+        text = form.text
+        if text is None:
+            text = self._render_or_raise(self._template.plain, form.variables)
+        elif isinstance(text, ValueError):
+            raise text
         if chosen is None:
             chosen = speakers or selected(form.messages, weights, self.options.train_on)
         everything = self._learns_everything and all(weights[index] == 1 for index in speakers)
@@ -586,15 +613,11 @@ def _carried(said: Mapping[int, Said], align: Callable[[int], Alignment | None])
         return None
     result: dict[int, Said] = {}
     for message, one in said.items():
-        moved: list[Ranges] = []
-        for ranges in (one.generated, one.trained):
-            moved.append([])
-            for edges in ranges:
-                start, stop = map(alignment.at, edges)
-                if start is None or stop is None:
-                    return None  # a cut inside a string
-                moved[-1].append((start, stop))
-        result[message] = Said(moved[0], moved[1], one.notes)
+        generated = alignment.ranges(one.generated)
+        trained = generated if one.trained is one.generated else alignment.ranges(one.trained)
+        if generated is None or trained is None:
+            return None  # a cut inside a string
+        result[message] = Said(generated, trained, one.notes)
     return result
 
 

@@ -167,7 +167,7 @@ class Judge:
                 return said
             generated, trained = (_placed(some, indices, spots) for some in (found.generated, found.trained))
             if generated is not None and trained is not None:
-                return said._replace(generated=generated, trained=trained)
+                return said._replace(generated=generated, trained=generated if trained == generated else trained)
         raise refused or unusable(
             f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
             f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on all"
