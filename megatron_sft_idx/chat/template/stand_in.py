@@ -114,6 +114,9 @@ def shared_word(number: int) -> str:
     return f"zqs{number:05d}s"
 
 
+_FIRST_WORDS = [owned_word(number) for number in range(1024)]
+
+
 def make_stand_in(
     messages: Sequence[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -139,7 +142,7 @@ def make_stand_in(
         raise ValueError(f"more than {MAX_PLACEHOLDERS:,} strings")
     if tested is None and tools:
         tools = maker.made_up_tools(messages)
-    return StandIn(made, tools, maker.holes, maker.owned, [*maker.shared], tested)
+    return StandIn(made, tools, maker.holes, maker.owned, maker.shared, tested)
 
 
 def as_it_is(
@@ -180,7 +183,8 @@ class Maker:
     def __init__(self, spelt: frozenset[str], tested: re.Pattern[str] | None) -> None:
         self.holes: list[Hole] = []
         self.owned: list[Any] = []
-        self.shared: dict[str, int] = {}
+        self.shared: list[str] = []
+        self._shared_words: dict[str, str] = {}
         self._spelt, self._tested = spelt, tested
         self._names: set[str] = set()
 
@@ -269,15 +273,17 @@ class Maker:
     def placeholder(self, number: int, value: Any) -> Any:
         """What stands in the place of an owned value: a word for a string, a number for a number."""
         if isinstance(value, str):
-            return owned_word(number)
+            return _FIRST_WORDS[number] if number < len(_FIRST_WORDS) else owned_word(number)
         made = int(f"731{number:05d}137")
         return made if isinstance(value, int) else made + 0.5
 
     def share(self, value: str) -> str:
         """What stands in the place of a string that may be looked up."""
-        if value not in self.shared:
-            self.shared[value] = len(self.shared)
-        return shared_word(self.shared[value])
+        word = self._shared_words.get(value)
+        if word is None:
+            word = self._shared_words[value] = shared_word(len(self.shared))
+            self.shared.append(value)
+        return word
 
     def _call(self, index: int, call: Any) -> Any:
         if not isinstance(call, dict):
@@ -297,28 +303,31 @@ class Maker:
         }
 
     def _argument(self, index: int, value: Any) -> Any:
+        if type(value) is str:
+            return self._text(value, index, "call")
         if isinstance(value, dict):
             return {self._key(key): self._argument(index, item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._argument(index, item) for item in value]
-        if isinstance(value, str):
-            return self._text(value, index, "call")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self._own(value, index, "call")
         return value
 
     def _key(self, key: Any) -> Any:
-        return key if not isinstance(key, str) or _PLAIN_KEY.fullmatch(key) else self.share(key)
+        plain = not isinstance(key, str) or key.isidentifier() or _PLAIN_KEY.fullmatch(key)
+        return key if plain else self.share(key)
 
     def _other(self, value: Any) -> Any:
         """A string that may be looked up, such as a name or an id, or whatever else a message holds."""
+        if type(value) is str and value in self._shared_words:
+            return self._shared_words[value]
         if isinstance(value, dict):
             return {key: item if key in _KEPT_FIELDS else self._other(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._other(item) for item in value]
         if not isinstance(value, str) or not value.strip() or self._tested is not None or value in self._spelt:
             return value
-        if _PLAIN_ID.fullmatch(value) and any(mark in value for mark in ".:"):
+        if ("." in value or ":" in value) and _PLAIN_ID.fullmatch(value):
             # Kimi's ids hold the name of the function: functions.look:0
             for name in sorted(self._names, key=len, reverse=True):
                 if name in value and name not in self._spelt:
