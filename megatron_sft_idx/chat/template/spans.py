@@ -1,7 +1,7 @@
 """Which characters of a rendered conversation the model must learn, judged on its stand-in.
 
 ``Judge`` renders the stand-in of a row (``stand_in``) once for all rows of the same structure. Where an answer's edges
-lie is found in a *context*: the same answer among the few messages around it (``contexts_of``), so that the work grows
+lie is found in a *context*: the same answer among the few messages around it (``Contexts``), so that the work grows
 with the number of answers and not with its square. A context is shown to be equal to the whole: each edge must lie in
 the same text between the same neighbours, once in each of the two. What is found in a context depends on that context
 alone, so that no row changes what another one gets.
@@ -13,7 +13,9 @@ for it, and no words of another message do.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import orjson
@@ -96,6 +98,21 @@ class Judged:
         return found
 
 
+class _View:
+    """A stand-in with its rendering, and what has to be known of it for every answer."""
+
+    def __init__(self, outline: Outline, row: StandIn) -> None:
+        self.outline, self.row = outline, row
+        self.contexts = Contexts([one.get("role") for one in row.messages])
+        self.spots = _spots(outline, row.holes)
+        self.owned = [one for one in outline.placed if not one.shared]
+        self.starts = [one.start for one in self.owned]
+        self.written = {one.number for one in self.owned}
+        self.numbers: dict[int, list[int]] = {}  # of the placeholders of each message
+        for number, hole in enumerate(row.holes):
+            self.numbers.setdefault(hole.message, []).append(number)
+
+
 class Judge:
     """Judges stand-ins of one template, and remembers them.
 
@@ -125,31 +142,28 @@ class Judge:
             traced = renderer.traced(messages=row.messages, tools=row.tools)
             if traced is None:
                 return None
+            view = _View(Outline(traced.text, row.placed_in(traced.text)), row)
             blocks = BlockFinder(self._rules, traced, row, renderer.plain)
-            outline = Outline(traced.text, row.placed_in(traced.text))
-            return Judged(outline, lambda message, _: self._checked(blocks.said, outline, row, message))
+            return Judged(view.outline, lambda message, _: self._checked(blocks.said, view, message))
         text = renderer.plain(messages=row.messages, tools=row.tools)
         if text is None:
             return None
-        outline = Outline(text, row.placed_in(text))
-        return Judged(
-            outline,
-            lambda message, whole: self._checked(
-                lambda at: self._said(outline, row, at, renderer, whole), outline, row, message
-            ),
-        )
+        view = _View(Outline(text, row.placed_in(text)), row)
 
-    def _said(self, outline: Outline, row: StandIn, message: int, renderer: Renderer, whole: bool) -> Said:
+        def find(message: int, whole: bool) -> Said | SequenceError:
+            return self._checked(lambda at: self._said(view, at, renderer, whole), view, message)
+
+        return Judged(view.outline, find)
+
+    def _said(self, view: _View, message: int, renderer: Renderer, whole: bool) -> Said:
         """What the model generates of a message, from the first context that is equal to the whole, or from the whole.
 
         Raises:
             SequenceError: the message is refused in such a context, or there is none.
         """
-        spots = _spots(outline, row.holes)
+        row = view.row
         refused: SequenceError | None = None
-        every = [*range(len(row.messages))]
-        roles = [one.get("role") for one in row.messages]
-        for indices, cut_down in [(every, False)] if whole else contexts_of(roles, message):
+        for indices, cut_down in [([*range(len(row.messages))], False)] if whole else view.contexts.of(message):
             messages = [row.messages[index] for index in indices]
             if cut_down:
                 messages = [reduced(one) for one in messages]
@@ -165,7 +179,7 @@ class Judge:
                 said = said._replace(prompt=said.prompt._replace(before=before, cut_down=cut_down))
             if len(messages) == len(row.messages) and not cut_down:
                 return said
-            generated, trained = (_placed(some, indices, spots) for some in (found.generated, found.trained))
+            generated, trained = (_placed(some, indices, view.spots) for some in (found.generated, found.trained))
             if generated is not None and trained is not None:
                 return said._replace(generated=generated, trained=generated if trained == generated else trained)
         raise refused or unusable(
@@ -209,45 +223,43 @@ class Judge:
             said = said._replace(prompt=Prompt([*range(message)], False, finder.fed(message)))
         return _Found(generated, trained, said)
 
-    def _checked(
-        self, find: Callable[[int], Said], outline: Outline, row: StandIn, message: int
-    ) -> Said | SequenceError:
+    def _checked(self, find: Callable[[int], Said], view: _View, message: int) -> Said | SequenceError:
         """What ``find`` finds, held to the words of the whole: those of the message are in it, no others are."""
         try:
             said = find(message)
-            self._require_own_words(said.generated, outline, row.holes, message)
+            self._require_own_words(said.generated, view, message)
         except SequenceError as error:
             return error
         return said
 
-    def _require_own_words(self, spans: Ranges, outline: Outline, holes: Sequence[Hole], message: int) -> None:
-        name = self._rules.name
+    def _require_own_words(self, spans: Ranges, view: _View, message: int) -> None:
+        holes = view.row.holes
         inside: set[int] = set()
-        outside: set[int] = set()
-        for one in outline.placed:
-            if one.shared:
-                continue
-            hole = holes[one.number]
-            held = any(start <= one.start and one.stop <= stop for start, stop in spans)
-            if hole.message == message:
-                (inside if held else outside).add(one.number)
-            elif any(start < one.stop and one.start < stop for start, stop in spans):
-                raise self._mixed(f"words of message {numbered(hole.message)} in", message)
-        if outside - inside and not self._has_markers:
-            raise self._mixed("words outside", message)
-        lost = [number for number, hole in enumerate(holes) if hole.message == message and number not in inside]
-        for number in lost:
+        for start, stop in spans:
+            first = bisect_left(view.starts, start)
+            if first and view.owned[first - 1].stop > start:
+                first -= 1
+            for one in view.owned[first : bisect_left(view.starts, stop)]:
+                speaker = holes[one.number].message
+                if speaker != message:
+                    raise self._mixed(f"words of message {numbered(speaker)} in", message)
+                if start <= one.start and one.stop <= stop:
+                    inside.add(one.number)
+        for number in view.numbers.get(message, ()):
             kind = holes[number].kind
-            if kind != "reasoning" and number not in outside:
-                words = (
-                    "values of the arguments of the calls"
-                    if kind == "call"
-                    else f"the words {said_token(message, kind)}"
-                )
-                raise unusable(
-                    f"the chat template {name} leaves out {words} of assistant message {numbered(message)};"
-                    " use a template that keeps them, or give the message weight 0"
-                )
+            if number in inside or (kind == "reasoning" and number not in view.written):
+                continue
+            if number in view.written:
+                if self._has_markers:
+                    continue  # what the markers leave out was decided by the options
+                raise self._mixed("words outside", message)
+            what = (
+                "values of the arguments of the calls" if kind == "call" else f"the words {said_token(message, kind)}"
+            )
+            raise unusable(
+                f"the chat template {self._rules.name} leaves out {what} of assistant message {numbered(message)};"
+                " use a template that keeps them, or give the message weight 0"
+            )
 
     def _mixed(self, what: str, message: int) -> SequenceError:
         return unusable(
@@ -270,44 +282,56 @@ def with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
 # ---- contexts ----
 
 
-def contexts_of(roles: Sequence[Any], message: int) -> Iterator[tuple[list[int], bool]]:
-    """The contexts in which an answer is judged, the smallest first and the whole conversation last.
+class Contexts:
+    """The contexts in which the answers of a conversation are judged.
 
     A *block* is a question with all that answers it. The smallest context has the system messages at the beginning;
     of the answer's block its question, the answer, the answers before and behind it, the last one, and the results of
     calls among these; and the next question.
 
-    Yields:
-        Positions of messages, and whether their calls are to be cut down (``reduced``).
+    Args:
+        roles: who speaks in each message.
     """
-    count = len(roles)
-    system = 0
-    while system < count and roles[system] not in ("user", "assistant", "tool"):
-        system += 1
-    starts = [at for at in range(system, count) if roles[at] == "user" and (at == system or roles[at - 1] != "user")]
-    begin = max([at for at in starts if at <= message], default=system)
-    end = min([at for at in starts if at > message], default=count)
-    behind = end  # the next questions
-    while behind < count and roles[behind] == "user":
-        behind += 1
-    answers = [at for at in range(begin, end) if roles[at] == "assistant"]
-    number = answers.index(message)
-    kept = {message, *answers[max(0, number - 1) : number + 2], answers[-1]}
-    near = [*range(begin, answers[0])]
-    for number, at in enumerate(answers):
-        stop = answers[number + 1] if number + 1 < len(answers) else end
-        near += range(at, stop) if at in kept else ()
-    small = [*range(system), *near, *range(end, behind)]
-    before = max([at for at in starts if at < begin], default=system)
-    further = min([at for at in starts if at > end], default=count)
-    large = [*range(system), *range(before, further)]
-    whole = [*range(count)]
-    yielded: list[list[int]] = []
-    yield small, True
-    for indices in (small, large, whole):
-        if indices not in yielded:
-            yielded.append(indices)
-            yield indices, False
+
+    def __init__(self, roles: Sequence[Any]) -> None:
+        self._count = len(roles)
+        self._system = next((at for at, role in enumerate(roles) if role in ("user", "assistant", "tool")), len(roles))
+        self._starts = [  # of blocks
+            at
+            for at in range(self._system, len(roles))
+            if at == self._system or (roles[at] == "user" and roles[at - 1] != "user")
+        ]
+        self._answers: list[list[int]] = []  # by block
+        self._questions: list[range] = []
+        for start, stop in pairwise([*self._starts, len(roles)]):
+            self._answers.append([at for at in range(start, stop) if roles[at] == "assistant"])
+            behind = next((at for at in range(start, stop) if roles[at] != "user"), stop)
+            self._questions.append(range(start, behind))
+
+    def of(self, message: int) -> Iterator[tuple[list[int], bool]]:
+        """The contexts of an answer, the smallest first and the whole conversation last.
+
+        Yields:
+            Positions of messages, and whether their calls are to be cut down (``reduced``).
+        """
+        block = bisect_right(self._starts, message) - 1
+        answers, begin = self._answers[block], self._starts[block]
+        end = self._starts[block + 1] if block + 1 < len(self._starts) else self._count
+        number = bisect_left(answers, message)
+        kept = sorted({*range(max(0, number - 1), min(number + 2, len(answers))), len(answers) - 1})
+        small = [*range(self._system), *range(begin, answers[0])]
+        for one in kept:
+            small += range(answers[one], answers[one + 1] if one + 1 < len(answers) else end)
+        small += self._questions[block + 1] if block + 1 < len(self._starts) else ()
+        yield small, True
+        yield small, False
+        before = self._starts[max(0, block - 1)]
+        further = self._starts[block + 2] if block + 2 < len(self._starts) else self._count
+        large = [*range(self._system), *range(before, further)]
+        if large != small:
+            yield large, False
+        if len(large) < self._count:
+            yield [*range(self._count)], False
 
 
 def _spots(outline: Outline, holes: Sequence[Hole]) -> dict[tuple[Any, Any, str], list[int]]:

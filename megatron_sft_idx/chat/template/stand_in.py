@@ -38,6 +38,7 @@ MAX_PLACEHOLDERS = 100_000
 _PLAIN_KEY = re.compile(r"[\w.-]{1,64}")
 _PLAIN_ID = re.compile(r"[\w.:-]+")
 _KEPT_FIELDS = frozenset({"role", "type"})
+_ID_FIELDS = frozenset({"id", "tool_call_id"})
 
 
 class Hole(NamedTuple):
@@ -209,7 +210,7 @@ class Maker:
             elif key == "tool_calls" and isinstance(value, list):
                 made[key] = [self._call(index, call) for call in value]
             else:
-                made[key] = self._other(value)
+                made[key] = self._other(value, key)
         return made
 
     def made_up_tools(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -292,13 +293,13 @@ class Maker:
         name = holder.get("name")
         if isinstance(name, str):
             self._names.add(name)
-        made = {key: value if key in _KEPT_FIELDS else self._other(value) for key, value in holder.items()}
+        made = {key: value if key in _KEPT_FIELDS else self._other(value, key) for key, value in holder.items()}
         if "arguments" in holder:
             made["arguments"] = self._argument(index, holder["arguments"])
         if holder is call:
             return made
         return {
-            key: made if key == "function" else value if key in _KEPT_FIELDS else self._other(value)
+            key: made if key == "function" else value if key in _KEPT_FIELDS else self._other(value, key)
             for key, value in call.items()
         }
 
@@ -317,15 +318,20 @@ class Maker:
         plain = not isinstance(key, str) or key.isidentifier() or _PLAIN_KEY.fullmatch(key)
         return key if plain else self.share(key)
 
-    def _other(self, value: Any) -> Any:
-        """A string that may be looked up, such as a name or an id, or whatever else a message holds."""
+    def _other(self, value: Any, key: str = "") -> Any:
+        """A string that may be looked up, such as a name or an id, or whatever else a message holds.
+
+        A faithful stand-in keeps all of these but ids, by which nothing is looked up in the tools.
+        """
         if type(value) is str and value in self._shared_words:
             return self._shared_words[value]
         if isinstance(value, dict):
             return {key: item if key in _KEPT_FIELDS else self._other(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._other(item) for item in value]
-        if not isinstance(value, str) or not value.strip() or self._tested is not None or value in self._spelt:
+        if not isinstance(value, str) or not value.strip() or value in self._spelt:
+            return value
+        if self._tested is not None and (key not in _ID_FIELDS or any(name in value for name in self._names)):
             return value
         if ("." in value or ":" in value) and _PLAIN_ID.fullmatch(value):
             # Kimi's ids hold the name of the function: functions.look:0
@@ -349,7 +355,7 @@ class _Keeper(Maker):
 def reduced(message: dict[str, Any]) -> dict[str, Any]:
     """A stand-in message with its calls cut down to what stands at their ends.
 
-    Of several calls two are left, and of the arguments of each the last leaf with what is around it.
+    Of several calls two are left, and of the arguments of each the first and the last leaf with what is around them.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
@@ -364,15 +370,16 @@ def _reduced_call(call: Any) -> Any:
     holder = called(call)
     if "arguments" not in holder:
         return call
-    made = {**holder, "arguments": _last_leaf(holder["arguments"])}
+    made = {**holder, "arguments": _ends(holder["arguments"])}
     return made if holder is call else {**call, "function": made}
 
 
-def _last_leaf(value: Any) -> Any:
-    if isinstance(value, dict) and value:
-        return {"zqkey": _last_leaf([*value.values()][-1])}
-    if isinstance(value, list) and value:
-        return [_last_leaf(value[-1])]
+def _ends(value: Any) -> Any:
+    if isinstance(value, dict):
+        keys = [*value]
+        return {key: _ends(value[key]) for key in (keys if len(keys) < 2 else [keys[0], keys[-1]])}
+    if isinstance(value, list):
+        return [_ends(item) for item in (value if len(value) < 2 else [value[0], value[-1]])]
     return value
 
 
