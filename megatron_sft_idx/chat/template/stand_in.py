@@ -38,7 +38,6 @@ MAX_PLACEHOLDERS = 100_000
 _PLAIN_KEY = re.compile(r"[\w.-]{1,64}")
 _PLAIN_ID = re.compile(r"[\w.:-]+")
 _KEPT_FIELDS = frozenset({"role", "type"})
-_ID_FIELDS = frozenset({"id", "tool_call_id"})
 
 
 class Hole(NamedTuple):
@@ -137,7 +136,8 @@ def make_stand_in(
     Raises:
         ValueError: the conversation holds more strings than there are placeholders.
     """
-    maker = Maker(spelt, tested)
+    known = {called(tool).get("name") for tool in tools or ()} if tested is not None else set()
+    maker = Maker(spelt | {name for name in known if isinstance(name, str)}, tested)
     made = [maker.message(index, message) for index, message in enumerate(messages)]
     if max(len(maker.owned), len(maker.shared)) > MAX_PLACEHOLDERS:
         raise ValueError(f"more than {MAX_PLACEHOLDERS:,} strings")
@@ -210,7 +210,7 @@ class Maker:
             elif key == "tool_calls" and isinstance(value, list):
                 made[key] = [self._call(index, call) for call in value]
             else:
-                made[key] = self._other(value, key)
+                made[key] = self._other(value)
         return made
 
     def made_up_tools(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -293,13 +293,13 @@ class Maker:
         name = holder.get("name")
         if isinstance(name, str):
             self._names.add(name)
-        made = {key: value if key in _KEPT_FIELDS else self._other(value, key) for key, value in holder.items()}
+        made = {key: value if key in _KEPT_FIELDS else self._other(value) for key, value in holder.items()}
         if "arguments" in holder:
             made["arguments"] = self._argument(index, holder["arguments"])
         if holder is call:
             return made
         return {
-            key: made if key == "function" else value if key in _KEPT_FIELDS else self._other(value, key)
+            key: made if key == "function" else value if key in _KEPT_FIELDS else self._other(value)
             for key, value in call.items()
         }
 
@@ -318,10 +318,10 @@ class Maker:
         plain = not isinstance(key, str) or key.isidentifier() or _PLAIN_KEY.fullmatch(key)
         return key if plain else self.share(key)
 
-    def _other(self, value: Any, key: str = "") -> Any:
+    def _other(self, value: Any) -> Any:
         """A string that may be looked up, such as a name or an id, or whatever else a message holds.
 
-        A faithful stand-in keeps all of these but ids, by which nothing is looked up in the tools.
+        A faithful stand-in keeps those that the tools hold, by which templates look tools up.
         """
         if type(value) is str and value in self._shared_words:
             return self._shared_words[value]
@@ -330,8 +330,6 @@ class Maker:
         if isinstance(value, (list, tuple)):
             return [self._other(item) for item in value]
         if not isinstance(value, str) or not value.strip() or value in self._spelt:
-            return value
-        if self._tested is not None and (key not in _ID_FIELDS or any(name in value for name in self._names)):
             return value
         if ("." in value or ":" in value) and _PLAIN_ID.fullmatch(value):
             # Kimi's ids hold the name of the function: functions.look:0

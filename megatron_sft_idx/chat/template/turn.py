@@ -96,6 +96,13 @@ class TurnFinder:
         self._notes: defaultdict[str, int] = defaultdict(int)
         self._holes = row.holes
         self.placed = [one for one in row.placed_in(text) if not one.shared]
+        self._of_message: dict[int, list[Placed]] = {}
+        for one in self.placed:
+            self._of_message.setdefault(self._holes[one.number].message, []).append(one)
+        self._called_with: dict[int, set[int]] = {}  # numbers of the values with which a message calls functions
+        for number, hole in enumerate(self._holes):
+            if hole.kind == "call":
+                self._called_with.setdefault(hole.message, set()).add(number)
         self._edges = EdgeFinder(rules, text, messages, render)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else own_segments(traced, messages):
@@ -108,10 +115,8 @@ class TurnFinder:
 
     def _mine(self, message: int, kind: str = "") -> list[Placed]:
         """Where the strings of a message stand, or those of one kind."""
-        holes = self._holes
-        return [
-            one for one in self.placed if holes[one.number].message == message and kind in ("", holes[one.number].kind)
-        ]
+        placed = self._of_message.get(message, [])
+        return [one for one in placed if kind in ("", self._holes[one.number].kind)]
 
     def said(self, message: int) -> Said:
         """What the model generates of one assistant message.
@@ -250,7 +255,7 @@ class TurnFinder:
                     f"{lacking} of {names.count(name)} calls of {said_token(message, 'call', names.index(name))}",
                     how,
                 )
-        wanted = {number for number, hole in enumerate(self._holes) if hole == (message, "call")}
+        wanted = set(self._called_with.get(message, ()))
         mine = self._mine(message, "call")
         wanted -= {
             one.number for one in mine if any(own.start <= one.start and one.stop <= own.stop for own in segments)
