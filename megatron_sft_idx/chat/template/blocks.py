@@ -55,7 +55,7 @@ class BlockFinder:
             self._blocks = self._by_message()
         spans = self._blocks.get(message, [])
         notes: dict[str, int] = {}
-        pieces = utterances_of(self._messages[message])
+        pieces = self._finder.pieces(message)
         segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._finder.standing(pieces, segments)
         self._finder.require_words(message, pieces, segments, found, notes)
@@ -72,7 +72,7 @@ class BlockFinder:
         trained = spans
         if spans and not self._rules.keeps_all:
             cuts = Cuts(self._rules, self._text, self._messages, message, self._render)
-            trained = cuts.without(spans, [(one.start, one.stop, one.piece.kind) for one in found], notes)
+            trained = cuts.without(spans, self._finder.found_for_cuts(message, found))
         return Said(spans, trained, notes)
 
     def _require_answers_only(self) -> None:

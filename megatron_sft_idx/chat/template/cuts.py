@@ -6,10 +6,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_sft_idx.chat.template.messages import EMPTY_THINKING, REASONING_FIELDS, Ranges
+from megatron_sft_idx.chat.template.messages import EMPTY_THINKING, REASONING_FIELDS, THOUGHT, Ranges
 from megatron_sft_idx.chat.template.scaffold import Rules
 
 _CLOSING = re.compile(r"\s*(<[^<>\s]*>|\[/?[A-Z_]+(?: [A-Z_]+)*\])\s*")
+_OPENING = re.compile(
+    rf"(?:<(?:\w+:)?{THOUGHT}>|<\|(?:start|begin)_(?:of_)?{THOUGHT}\|>|\[THINK\]|<\|channel>thought)\s*\Z",
+    re.IGNORECASE,
+)
+
 Found = Sequence[tuple[int, int, str]]
 """Where the utterances of a message stand: start, stop and kind."""
 
@@ -36,7 +41,7 @@ class Cuts:
         self._options, self._text, self._messages, self._message = rules.options, text, messages, message
         self._render = render
 
-    def without(self, spans: Ranges, found: Found, notes: dict[str, int]) -> Ranges:
+    def without(self, spans: Ranges, found: Found) -> Ranges:
         """The spans without reasoning and calls, where the options do not train on these."""
         cuts: Ranges = []
         if not self._options.train_on_thinking:
@@ -55,7 +60,13 @@ class Cuts:
             empty = EMPTY_THINKING.match(self._text, start, limit)
             return [(start, empty.end())] if empty else []
         low, high = thought[0]
-        low = max((end for _, end in said if end <= low), default=start)
+        called = [span for span in _stretches(found, "call") if span[1] <= low]
+        if called:
+            # Calls before the reasoning end with text of their own, behind which only a tag opens the reasoning.
+            opening = _OPENING.search(self._text[called[-1][1] : low])
+            low = called[-1][1] + opening.start() if opening else low
+        else:
+            low = max((end for _, end in said if end <= low), default=start)
         limit = min((begin for begin, _ in said if begin >= high), default=stop)
         closing = _CLOSING.match(self._text, high, limit)
         if closing is None or self._opens_without_reasoning(start, closing[1]):

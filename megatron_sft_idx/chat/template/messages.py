@@ -21,11 +21,11 @@ _CLOSED = re.compile(
 # What reasoning without an opening tag does not hold: an opening tag, or a control token of a quoted conversation.
 _NO_REASONING = re.compile(r"<[|\uff5c]|\[/?INST\]|<(?:think|thinking|thought|reasoning)>|\[THINK\]")
 THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
-_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+THOUGHT = r"(?:think|thinking|thought|reasoning)"
 # In the spellings of <think>, <seed:think>, [THINK], <|START_THINKING|>, <|begin_of_thought|> and <|channel>thought.
 EMPTY_THINKING = re.compile(
-    rf"\s*(?:<(?:\w+:)?{_THOUGHT}>\s*)?</(?:\w+:)?{_THOUGHT}>\s*"
-    rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{_THOUGHT}\|>\s*)?<\|end_(?:of_)?{_THOUGHT}\|>\s*"
+    rf"\s*(?:<(?:\w+:)?{THOUGHT}>\s*)?</(?:\w+:)?{THOUGHT}>\s*"
+    rf"|\s*(?:<\|(?:start|begin)_(?:of_)?{THOUGHT}\|>\s*)?<\|end_(?:of_)?{THOUGHT}\|>\s*"
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*|\s*(?:<\|channel>thought\s*)?<channel\|>\s*",
     re.IGNORECASE,
 )

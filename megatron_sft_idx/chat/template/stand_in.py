@@ -382,7 +382,7 @@ def _ends(value: Any) -> Any:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """How a template may write a value of the row, the likeliest first: as it is, trimmed, or as JSON."""
+    """How a template may write a value of the row, the likeliest first: as it is, trimmed, as JSON, or as Python does."""
     if not isinstance(value, str):
         yield json.dumps(value)
         yield str(value)
@@ -398,3 +398,4 @@ def spellings(value: Any) -> Iterator[str]:
         yield spelt
         if trimmed != value:
             yield json.dumps(trimmed, ensure_ascii=False)[1:-1]
+        yield repr(value)[1:-1]

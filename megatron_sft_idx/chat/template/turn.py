@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megatron_sft_idx.chat.template.cuts import Cuts, cut
 from megatron_sft_idx.chat.template.messages import Ranges, Utterance, unusable, utterances_of
 from megatron_sft_idx.chat.template.scaffold import EdgeFinder, Rules, Turn, Written
-from megatron_sft_idx.chat.template.stand_in import Placed, StandIn
+from megatron_sft_idx.chat.template.stand_in import PLACEHOLDER, Placed, StandIn
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.errors import SequenceError
 
@@ -118,6 +118,30 @@ class TurnFinder:
         placed = self._of_message.get(message, [])
         return [one for one in placed if kind in ("", self._holes[one.number].kind)]
 
+    def pieces(self, message: int) -> list[Utterance]:
+        """What a message says, as ``utterances_of`` its row."""
+        found = utterances_of(self._messages[message])
+        quoted = [
+            piece
+            for piece in found
+            if piece.kind == "reasoning"
+            and piece.field == "content"
+            and any(
+                self._holes[one.number].kind == "content" for one in self._row.placed_in(piece.text) if not one.shared
+            )
+        ]
+        if not quoted:
+            return found
+        # A content that quotes a closing tag, whose strings look like reasoning only where placeholders stand for them.
+        content = self._messages[message]["content"]
+        text = content if isinstance(content, str) else content[0]["text"]
+        whole = Utterance("content", text.strip(), "content", len(text) - len(text.lstrip()))
+        return [
+            *(piece for piece in found if piece.kind == "reasoning" and piece not in quoted),
+            whole,
+            *(piece for piece in found if piece.kind == "call"),
+        ]
+
     def said(self, message: int) -> Said:
         """What the model generates of one assistant message.
 
@@ -125,7 +149,7 @@ class TurnFinder:
             SequenceError: the template leaves out some of the message's words, or nothing tells where they are.
         """
         self._notes.clear()
-        pieces = utterances_of(self._messages[message])
+        pieces = self.pieces(message)
         segments = self._own(message, pieces)
         traced = bool(segments)
         if pieces and not traced:
@@ -150,8 +174,13 @@ class TurnFinder:
         trained = spans
         if spans and not self._rules.keeps_all:
             cuts = Cuts(self._rules, self._text, self._messages, message, self._render)
-            trained = cuts.without(spans, [(one.start, one.stop, one.piece.kind) for one in found], self._notes)
+            trained = cuts.without(spans, self.found_for_cuts(message, found))
         return Said(spans, trained, dict(self._notes))
+
+    def found_for_cuts(self, message: int, found: list[Stood]) -> list[tuple[int, int, str]]:
+        """Where the utterances of a message and the values in its calls stand, with their kinds."""
+        values = [(one.start, one.stop, "call") for one in self._mine(message, "call")]
+        return [*((one.start, one.stop, one.piece.kind) for one in found), *values]
 
     def _headers_inside(self, low: int, start: int, stop: int) -> Ranges:
         """The headers inside a message that the template wrote as two turns; the model is fed these headers too.
@@ -193,7 +222,7 @@ class TurnFinder:
                     low = max(low, one.stop)
                 elif one.start >= mine[-1].stop if mine else other > message:
                     high = min(high, one.start)
-        pieces = utterances_of(self._messages[message])
+        pieces = self.pieces(message)
         inside = mine or any(self._text.find(piece.text, low, high) >= 0 for piece in pieces)
         return [Segment(low, high, 0, message)] if inside else []
 
@@ -248,7 +277,7 @@ class TurnFinder:
             if any(name in ends for name in names):
                 text = text.replace(ends, "\n")
         for name in dict.fromkeys(names):
-            lacking = names.count(name) - len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", text))
+            lacking = names.count(name) - len(re.findall(_name_pattern(name), text))
             if lacking > 0:
                 raise self._refused(
                     message,
@@ -335,7 +364,7 @@ class TurnFinder:
         words = [(one.start, one.stop) for one in found if one.piece.kind != "call"]
         result: Ranges = []
         for name in dict.fromkeys(names):
-            pattern = re.compile("|".join([*map(re.escape, self._rules.ends), rf"(?<!\w)({re.escape(name)})(?!\w)"]))
+            pattern = re.compile("|".join([*map(re.escape, self._rules.ends), f"({_name_pattern(name)})"]))
             matches = (match for one in segments for match in pattern.finditer(self._text, one.start, one.stop))
             spans = [match.span() for match in matches if match[1]]
             spans = [(at, end) for at, end in spans if not any(low <= at < high for low, high in words)]
@@ -344,7 +373,7 @@ class TurnFinder:
 
     def _said_before(self, message: int, first: int) -> int:
         """The length of a tag before ``first`` that opens reasoning in the content, such as ``<think>``; 0 if none."""
-        for piece in utterances_of(self._messages[message]):
+        for piece in self.pieces(message):
             if piece.field == "content" and piece.offset:
                 content = self._messages[message]["content"]
                 content = content if isinstance(content, str) else content[0]["text"]
@@ -367,6 +396,11 @@ class TurnFinder:
             head = self._text[written[0].start : min(words, default=written[0].stop)]
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
         return head, roles[min(behind)[1]] == "assistant" if behind else None
+
+
+def _name_pattern(name: str) -> str:
+    """A pattern of the name of a function; one that is no placeholder may be part of another word."""
+    return re.escape(name) if PLACEHOLDER.fullmatch(name) else rf"(?<!\w){re.escape(name)}(?!\w)"
 
 
 # ---- the reasons of errors ----
