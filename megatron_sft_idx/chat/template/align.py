@@ -48,29 +48,36 @@ class Alignment:
 
     Args:
         outline: the stand-in's rendering.
+        text: the row's rendering.
         stops: for each placeholder from number ``first`` on, where the row's value in its place ends.
         first: the first placeholder whose value was found; -1 where the text before all of them agrees too.
     """
 
-    def __init__(self, outline: Outline, stops: Sequence[int], first: int) -> None:
-        self._outline, self._stops, self._first = outline, stops, first
+    def __init__(self, outline: Outline, text: str, stops: Sequence[int], first: int) -> None:
+        self._outline, self._text, self._stops, self._first = outline, text, stops, first
 
     def ranges(self, ranges: Ranges) -> Ranges | None:
-        """The counterparts of ranges; None where one begins or ends inside a placeholder."""
+        """The counterparts of ranges; None where one begins or ends inside a placeholder.
+
+        A range that ends with a value ends before the white space at its end, which no end of turn follows.
+        """
         placed, stops, first = self._outline.placed, self._stops, max(self._first, 0)
         found: Ranges = []
         for edges in ranges:
-            moved = []
+            moved, last = [], -1
             for position in edges:
                 number = self._outline.behind(position) - 1
                 if number < 0:
                     moved.append(position)
                     continue
-                stop = placed[number][1]
-                if position < stop:
+                last = placed[number][1]
+                if position < last:
                     return None
-                moved.append(stops[number - first] + position - stop)
-            found.append((moved[0], moved[1]))
+                moved.append(stops[number - first] + position - last)
+            start, stop = moved
+            if edges[1] == last:
+                stop = start + len(self._text[start:stop].rstrip())
+            found.append((start, stop))
         return found
 
 
@@ -192,11 +199,11 @@ def _agreeing(
             return None
         end -= len(own)
         if index == 0:
-            return Alignment(outline, stops[::-1], -1) if end == 0 else None
+            return Alignment(outline, text, stops[::-1], -1) if end == 0 else None
         stops.append(end)
         placed = outline.placed[index - 1]
         if placed.stop <= needed:
-            return Alignment(outline, stops[::-1], index - 1)
+            return Alignment(outline, text, stops[::-1], index - 1)
         before = outline.own[index - 1] if index > 1 or needed < placed.start else ""
         if placed.number in marked and not placed.shared:
             left -= 1

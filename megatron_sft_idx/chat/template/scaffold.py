@@ -177,6 +177,13 @@ class EdgeFinder:
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
+    def ends_alike(self, turn: Turn, stop: int) -> bool:
+        """Whether a turn ends with the same text where it ends the conversation; True where that is not rendered."""
+        closed = self._view(turn.message + 1)
+        if closed is None or not closed.startswith(self._text[: turn.said]):
+            return True
+        return closed[turn.said :].strip() == self._text[turn.said : stop].strip()
+
     def fed(self, message: int) -> str | None:
         """What a server feeds before the turn at this position; None where the template refuses it."""
         return self._view(message, prompt=True)

@@ -346,6 +346,12 @@ class TurnFinder:
             )
         else:
             stop = self._edges.stop_of_untraced(turn)
+            if not self._edges.ends_alike(turn, max(said, stop)):
+                raise unusable(
+                    f"the chat template {rules.name} cannot be traced, and ends assistant message {numbered(message)} in"
+                    " one way before another message and in another way at the end of the conversation, so nothing tells"
+                    " where it ends; put {% generation %} markers around what it says"
+                )
         stop = max(said, stop)
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
