@@ -293,9 +293,12 @@ def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> N
     ends = "{% if not loop.last %}{% set ns.out = ns.out + '<|im_end|>\n' %}{% endif %}{% endfor %}"
     source = COLLECTS.replace(" + '<|im_end|>\n' %}{% endfor %}", " %}" + ends)
     source = source.replace("{%- if add", "{% set ns.out = ns.out + '\nWas it good?\n' %}{% if add")
-    rendered = make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
-    assert rendered.text.endswith("assistant\nanswer two\nWas it good?\n")
-    assert trained(rendered) == ["answer one<|im_end|>", "answer two"]
+    with pytest.raises(SequenceError, match="in another way at the end of the conversation"):
+        make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
+    alike = source.replace("not loop.last", "true")
+    rendered = make(alike).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
+    assert rendered.text.endswith("answer two<|im_end|>\n\nWas it good?\n")
+    assert trained(rendered) == ["answer one<|im_end|>", "answer two<|im_end|>"]
 
 
 # What a function is called with

@@ -56,10 +56,10 @@ class Alignment:
     def __init__(self, outline: Outline, text: str, stops: Sequence[int], first: int) -> None:
         self._outline, self._text, self._stops, self._first = outline, text, stops, first
 
-    def ranges(self, ranges: Ranges) -> Ranges | None:
+    def ranges(self, ranges: Ranges, *, trimmed: bool) -> Ranges | None:
         """The counterparts of ranges; None where one begins or ends inside a placeholder.
 
-        A range that ends with a value ends before the white space at its end, which no end of turn follows.
+        With ``trimmed``, a range that ends with a value ends before the white space at its end: no end of turn follows.
         """
         placed, stops, first = self._outline.placed, self._stops, max(self._first, 0)
         found: Ranges = []
@@ -75,7 +75,7 @@ class Alignment:
                     return None
                 moved.append(stops[number - first] + position - last)
             start, stop = moved
-            if edges[1] == last:
+            if trimmed and edges[1] == last:
                 stop = start + len(self._text[start:stop].rstrip())
             found.append((start, stop))
         return found

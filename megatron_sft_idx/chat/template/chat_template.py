@@ -25,9 +25,11 @@ from megatron_sft_idx.chat.template.environment import RaisedByTemplate, Templat
 from megatron_sft_idx.chat.template.messages import (
     THINKING_TAG,
     Ranges,
+    UnplacedError,
     in_text_parts,
     selected,
     short,
+    unplaced,
     unusable,
     utterances_of,
 )
@@ -36,7 +38,7 @@ from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
 from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
 from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, Style, learn_style, prepared, prints_parts
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
-from megatron_sft_idx.chat.template.turn import Said, with_tokens
+from megatron_sft_idx.chat.template.turn import Said, reworded
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -77,10 +79,6 @@ class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reas
 
 class _UnrenderedError(SequenceError):
     """The template refused a conversation in this form. An error that another form gave says more to the user."""
-
-
-class _UnfollowedError(SequenceError):
-    """The template's text cannot be told from the row's."""
 
 
 class ChatTemplate:
@@ -316,7 +314,7 @@ class ChatTemplate:
         everything = self._learns_everything and all(weights[index] == 1 for index in speakers)
         try:
             said = self._said(form, text, chosen) if chosen else {}
-        except _UnfollowedError:
+        except UnplacedError:
             if not everything:
                 raise
             said = {}
@@ -383,7 +381,9 @@ class ChatTemplate:
                     if isinstance(found, SequenceError):
                         failed = found
                     elif found is not None and judged is not None:
-                        carried = _carried(found, partial(by, judged, rows[number], form, text))
+                        carried = _carried(
+                            found, not self.has_generation_markers, partial(by, judged, rows[number], form, text)
+                        )
                         if carried is None:
                             break
                         if self._is_prompted(found, form, renderer):
@@ -398,9 +398,7 @@ class ChatTemplate:
             if isinstance(found, SequenceError):
                 raise self._worded(found, form.messages)
             return found
-        raise _UnfollowedError(
-            "conversation",
-            None,
+        raise unplaced(
             f"the chat template {self.name} treats what this row says in a way that cannot be followed; put"
             " {% generation %} markers around what the assistant says, or train on all tokens",
         )
@@ -454,7 +452,7 @@ class ChatTemplate:
             said = [one.text for one in utterances_of(messages[message]) if one.kind == kind]
             return "a value" if call >= len(said) else said[call] if kind == "call" else short(said[call])
 
-        return unusable(with_tokens(error.reason, lambda message: str(message + 1), words))
+        return reworded(error, lambda message: str(message + 1), words)
 
     def _split(self, form: _Form) -> list[Rendered]:
         """Render one text for each turn, as ``render_turns`` says."""
@@ -603,7 +601,9 @@ def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, S
     return found
 
 
-def _carried(said: Mapping[int, Said], align: Callable[[int], Alignment | None]) -> dict[int, Said] | None:
+def _carried(
+    said: Mapping[int, Said], trimmed: bool, align: Callable[[int], Alignment | None]
+) -> dict[int, Said] | None:
     """What a stand-in's messages generate, in the text of the row; None where the row does not agree."""
     starts = [start for one in said.values() for start, _ in one.generated]
     if not starts:
@@ -613,8 +613,8 @@ def _carried(said: Mapping[int, Said], align: Callable[[int], Alignment | None])
         return None
     result: dict[int, Said] = {}
     for message, one in said.items():
-        generated = alignment.ranges(one.generated)
-        trained = generated if one.trained is one.generated else alignment.ranges(one.trained)
+        generated = alignment.ranges(one.generated, trimmed=trimmed)
+        trained = generated if one.trained is one.generated else alignment.ranges(one.trained, trimmed=trimmed)
         if generated is None or trained is None:
             return None  # a cut inside a string
         result[message] = Said(generated, trained, one.notes)

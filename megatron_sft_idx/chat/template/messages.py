@@ -101,6 +101,15 @@ def short(words: str) -> str:
     return repr(words if len(words) <= 60 else words[:57] + "...")
 
 
+class UnplacedError(SequenceError):
+    """All that the assistant says may be in the text, but nothing tells what of the text is its own."""
+
+
+def unplaced(reason: str) -> UnplacedError:
+    """As ``unusable``, for ``UnplacedError``."""
+    return UnplacedError("conversation", None, reason)
+
+
 def unusable(reason: str) -> SequenceError:
     """The error of a row that cannot be used. The caller must put in the row's file and line."""
     return SequenceError("conversation", None, reason)

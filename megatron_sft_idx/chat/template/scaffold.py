@@ -182,7 +182,9 @@ class EdgeFinder:
         closed = self._view(turn.message + 1)
         if closed is None or not closed.startswith(self._text[: turn.said]):
             return True
-        return closed[turn.said :].strip() == self._text[turn.said : stop].strip()
+        tail, end = closed[turn.said :].strip(), self._text[turn.said : stop].strip()
+        behind = tail[len(end) :].strip()  # what the template writes behind all messages, whoever speaks last
+        return tail.startswith(end) and (not behind or self._made_up[0].rstrip().endswith(behind))
 
     def fed(self, message: int) -> str | None:
         """What a server feeds before the turn at this position; None where the template refuses it."""

@@ -22,11 +22,11 @@ import orjson
 
 from megatron_sft_idx.chat.template.align import Outline
 from megatron_sft_idx.chat.template.blocks import BlockFinder
-from megatron_sft_idx.chat.template.messages import Ranges, unusable
+from megatron_sft_idx.chat.template.messages import Ranges, unplaced, unusable
 from megatron_sft_idx.chat.template.scaffold import Rules
 from megatron_sft_idx.chat.template.stand_in import Hole, StandIn, as_it_is, make_stand_in, reduced
 from megatron_sft_idx.chat.template.trace import Traced
-from megatron_sft_idx.chat.template.turn import Prompt, Said, TurnFinder, numbered, said_token, with_tokens
+from megatron_sft_idx.chat.template.turn import Prompt, Said, TurnFinder, numbered, reworded, said_token
 from megatron_sft_idx.errors import SequenceError
 
 MAX_REMEMBERED = 1 << 14
@@ -182,7 +182,7 @@ class Judge:
             generated, trained = (_placed(some, indices, view.spots) for some in (found.generated, found.trained))
             if generated is not None and trained is not None:
                 return said._replace(generated=generated, trained=generated if trained == generated else trained)
-        raise refused or unusable(
+        raise refused or unplaced(
             f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
             f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on all"
             " tokens"
@@ -262,7 +262,7 @@ class Judge:
             )
 
     def _mixed(self, what: str, message: int) -> SequenceError:
-        return unusable(
+        return unplaced(
             f"the chat template {self._rules.name} writes {what} what it writes for assistant message"
             f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all tokens"
         )
@@ -270,12 +270,10 @@ class Judge:
 
 def with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
     """The error of a context, with its messages numbered as in the whole conversation."""
-    return unusable(
-        with_tokens(
-            error.reason,
-            lambda message: numbered(indices[message]),
-            lambda kind, message, call: said_token(indices[message], kind, call),
-        )
+    return reworded(
+        error,
+        lambda message: numbered(indices[message]),
+        lambda kind, message, call: said_token(indices[message], kind, call),
     )
 
 

@@ -7,7 +7,7 @@ They are found in two ways, which must agree. Tracing shows which message wrote 
 the conversation show where a turn starts and stops (``scaffold``). Where tracing cannot follow a template, the
 placeholders show whose words stand where, and renderings alone decide about the template's text between them.
 
-Errors name messages and words by tokens (``errors_for``), since a stand-in is judged once for many rows.
+Errors name messages and words by tokens (``reworded``), since a stand-in is judged once for many rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.chat.template.cuts import Cuts, cut
-from megatron_sft_idx.chat.template.messages import Ranges, Utterance, unusable, utterances_of
+from megatron_sft_idx.chat.template.messages import Ranges, Utterance, unplaced, unusable, utterances_of
 from megatron_sft_idx.chat.template.scaffold import EdgeFinder, Rules, Turn, Written
 from megatron_sft_idx.chat.template.stand_in import PLACEHOLDER, Placed, StandIn
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
@@ -160,7 +160,7 @@ class TurnFinder:
             if pieces:
                 self._count_or_refuse_dropped(message, self._notes)
             elif not self._written:
-                raise unusable(
+                raise unplaced(
                     f"assistant message {numbered(message)} is empty, and nothing tells what the chat template"
                     f" {self._rules.name} wrote for it; leave it out, or give it weight 0"
                 )
@@ -339,7 +339,7 @@ class TurnFinder:
             written = Written(last.stop, *self._neighbours(message, low, start, last.stop))
             stop = self._edges.stop_of_traced(turn, written)
         elif self._edges.always_prompts(turn._replace(low=start)):
-            raise unusable(
+            raise unplaced(
                 f"the chat template {rules.name} writes a header behind all messages and cannot be traced, so nothing"
                 f" tells where assistant message {numbered(message)} ends; put {{% generation %}} markers around what"
                 " it says"
@@ -347,7 +347,7 @@ class TurnFinder:
         else:
             stop = self._edges.stop_of_untraced(turn)
             if not self._edges.ends_alike(turn, max(said, stop)):
-                raise unusable(
+                raise unplaced(
                     f"the chat template {rules.name} cannot be traced, and ends assistant message {numbered(message)} in"
                     " one way before another message and in another way at the end of the conversation, so nothing tells"
                     " where it ends; put {% generation %} markers around what it says"
@@ -419,8 +419,11 @@ def said_token(message: int, kind: str, call: int = 0) -> str:
     return f"zqsaid-{kind}-{message}-{call}zq"
 
 
-def with_tokens(reason: str, number: Callable[[int], str], words: Callable[[str, int, int], str]) -> str:
-    """A reason with its tokens replaced, those of messages by ``number`` and those of words by ``words``."""
-    return _TOKEN.sub(
-        lambda match: number(int(match[1])) if match[1] else words(match[2], int(match[3]), int(match[4])), reason
+def reworded(
+    error: SequenceError, number: Callable[[int], str], words: Callable[[str, int, int], str]
+) -> SequenceError:
+    """The error with the tokens in its reason replaced, those of messages by ``number`` and those of words by ``words``."""
+    reason = _TOKEN.sub(
+        lambda match: number(int(match[1])) if match[1] else words(match[2], int(match[3]), int(match[4])), error.reason
     )
+    return type(error)("conversation", None, reason)
