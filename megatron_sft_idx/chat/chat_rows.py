@@ -35,6 +35,7 @@ from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.training_fields import (
     FLAGS,
     INVERTED,
+    MESSAGE_VERDICTS,
     WEIGHTS,
     messages_of_json,
     read_speaker_mask,
@@ -410,6 +411,7 @@ _PARTS_BEFORE_TEXT = ("reasoning", "thinking", "think")
 _PARTS_BEHIND_TEXT = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Keys of a message that the template does not see as they are; it sees all others.
+_RARE = frozenset({*_MEDIA, *MESSAGE_VERDICTS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", "name", "tool_call_id", *_REASONING_KEYS})
 _CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *WEIGHTS, *FLAGS, *INVERTED})
 
@@ -457,12 +459,13 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     role = _role_of(given, _ROLES)
     if role is None:
         raise RowError(f"{what} has the role {given!r:.40}; known are {', '.join(_ROLES)}")
-    if (key := first_filled(message, _MEDIA)) is not None:
-        raise RowError(f"{what} has {key}; only text can be trained on here")
+    if not _RARE.isdisjoint(message):
+        if (key := first_filled(message, _MEDIA)) is not None:
+            raise RowError(f"{what} has {key}; only text can be trained on here")
+        refuse_verdict(message, what)
     weight = 1.0
     if names := training_names(message):
         weight = weight_of(message, names, role, what)
-    refuse_verdict(message, what)
     refuse_flagged_parts(message.get("content"), role, f"{what}.content")
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_fields(message, what)

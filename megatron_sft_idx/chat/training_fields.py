@@ -36,7 +36,7 @@ _OF_PARTS: Final = frozenset({"train_detail", "training_detail", "reasoning_trai
 _READ: Final = frozenset({*WEIGHTS, *FLAGS, *INVERTED})
 _ORDER: Final = {name: place for place, name in enumerate((*WEIGHTS, *FLAGS, *INVERTED))}
 # Verdicts on an answer, in a message.
-_VERDICTS: Final = ("label", "labels", "kto_tag")
+MESSAGE_VERDICTS: Final = ("label", "labels", "kto_tag")
 # Not of training, whatever they sound like.
 _NOT_TRAINING: Final = frozenset({"attention_mask", "padding_mask", "special_tokens_mask", "cross_attention_mask"})
 
@@ -62,7 +62,6 @@ def words_of(name: str) -> list[str]:
     return [word.lower() for word in _WORD.findall(name)]
 
 
-@lru_cache(maxsize=4096)
 def is_training_name(name: object) -> bool:
     """Whether a field of this name may say what is trained on."""
     if not isinstance(name, str) or name in _NOT_TRAINING:
@@ -72,9 +71,14 @@ def is_training_name(name: object) -> bool:
     return any(map(_SPEAKS_OF_TRAINING.fullmatch, words_of(name)))
 
 
-def training_names(fields: Iterable[str]) -> list[str]:
-    """Those of these names that may say what is trained on, in order."""
-    return [name for name in fields if is_training_name(name)]
+def training_names(fields: Iterable[str]) -> Sequence[str]:
+    """Those of these names that may say what is trained on, the known ones first and in the order of their table."""
+    return _training_names(tuple(fields))
+
+
+@lru_cache(maxsize=4096)  # rows of a file have few sets of fields
+def _training_names(fields: tuple[str, ...]) -> Sequence[str]:
+    return tuple(sorted(filter(is_training_name, fields), key=lambda name: _ORDER.get(name, len(_ORDER))))
 
 
 def _ignoring(name: str) -> str:
@@ -99,7 +103,7 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
     """
     weights: dict[str, float] = {}
     flags: dict[str, bool] = {}
-    for name in sorted(names, key=_place_of) if len(names) > 1 else names:
+    for name in names:
         value = message[name]
         if value is None:
             continue
@@ -127,11 +131,6 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
     return weight if all(flags.values()) else 0.0
 
 
-def _place_of(name: str) -> int:
-    """Where a field stands in errors that name several."""
-    return _ORDER.get(name, len(_ORDER))
-
-
 def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], what: str) -> None:
     """RowError where two fields of a message contradict each other. ms-swift multiplies ``loss`` and ``loss_scale``."""
     says = {**weights, **{name: float(flag) for name, flag in flags.items()}}
@@ -151,7 +150,7 @@ def _require_agreement(weights: Mapping[str, float], flags: Mapping[str, bool], 
 
 def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
     """RowError where a message is judged, true or false: it may be a bad answer."""
-    for name in _VERDICTS:
+    for name in MESSAGE_VERDICTS:
         if isinstance(message.get(name), (bool, np.bool_)):
             raise RowError(
                 f"{what}.{name} is {str(message[name]).lower()}, a verdict on this message that is not read here; say"
@@ -358,25 +357,29 @@ def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counte
     ignored = frozenset(names)
     row = _without(data, ignored, counts)
     for name, value in row.items():
-        if isinstance(value, str) and isinstance(messages := messages_of_json(value), list):
-            left = _messages_without(messages, ignored, counts)
-            row[name] = value if left == messages else json.dumps(left)
-        elif name not in _NO_MESSAGES:
-            row[name] = _messages_without(value, ignored, counts)
+        if name in _NO_MESSAGES:
+            continue
+        messages = messages_of_json(value)
+        if isinstance(messages, list):
+            left = [_message_without(each, ignored, counts) for each in messages]
+            if isinstance(value, list):
+                row[name] = left
+            elif left != messages:
+                row[name] = json.dumps(left)
+        else:
+            row[name] = _message_without(messages, ignored, counts)
     return row
 
 
-def _messages_without(value: Any, names: frozenset[str], counts: Counter[str]) -> Any:
-    """A message, or a list of messages or parts, without these fields; any other value as it is."""
-    if isinstance(value, list):
-        return [_messages_without(each, names, counts) for each in value]
-    if not isinstance(value, dict):
-        return value
-    message = _without(value, names, counts)
-    for name, inner in message.items():
+def _message_without(message: Any, names: frozenset[str], counts: Counter[str]) -> Any:
+    """A message without these fields, its parts too; any value that is no message as it is."""
+    if not isinstance(message, dict) or ("role" not in message and "from" not in message):
+        return message
+    left = _without(message, names, counts)
+    for name, inner in left.items():
         if isinstance(inner, list) and name not in _NO_MESSAGES:
-            message[name] = _messages_without(inner, names, counts)
-    return message
+            left[name] = [_without(part, names, counts) if isinstance(part, dict) else part for part in inner]
+    return left
 
 
 def messages_of_json(value: Any) -> Any:

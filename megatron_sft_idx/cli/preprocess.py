@@ -76,8 +76,9 @@ examples:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dry-run
 
-rows: OpenAI messages, ShareGPT conversations, instruction/input/output fields, prompt/completion, or already tokenised
-input_ids with loss_mask or labels.
+rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
+tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
+weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
 
 files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
 globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
