@@ -167,7 +167,8 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     for key in VERDICTS:
         verdict, judges = data.get(key), data.get("completion") is not None
         # A number may be the class of a row; beside a completion it is a verdict on that.
-        if isinstance(verdict, bool) or (verdict in (0, 1) and judges and isinstance(verdict, int)):
+        is_number = isinstance(verdict, (int, np.integer))
+        if isinstance(verdict, (bool, np.bool_)) or (is_number and judges and verdict in (0, 1)):
             raise RowError(
                 f"{key} is {str(verdict).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
                 " trains on every one: keep the column with --row-kind kto, or the good rows without it"
@@ -293,6 +294,8 @@ def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
     given = [key for key in (*PROMPTS, *INPUTS) if _is_filled(data.get(key))]
     if len(given) == 1 and not _is_filled(data.get("history")):
         prompt = messages_of_json(data[given[0]]) if given[0] in INPUTS else data[given[0]]
+        if isinstance(prompt, dict) and first_given(prompt, ("role", "from")):
+            prompt = [prompt]
         if isinstance(prompt, list):
             return _read_answered(prompt, given[0], data, options)
     history, asked = read_prompt(data)

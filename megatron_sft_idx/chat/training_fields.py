@@ -170,7 +170,7 @@ def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
             continue
         for name in training_names(part):
             value = part[name]
-            says_yes = value in (0, 1) and isinstance(value, (int, float)) and bool(value) != (name in INVERTED)
+            says_yes = isinstance(value, (int, float)) and value in (0, 1) and bool(value) != (name in INVERTED)
             if value is None or (name in _READ and says_yes and role == "assistant"):
                 continue
             if name in _READ or name in _OF_PARTS or _may_be_flag(name, value):
@@ -246,9 +246,12 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
     """RowError where a row has a field that may say what is trained on, and that is not in ``read``."""
     for name in training_names(data):
         if name not in read and _may_be_row_flag(name, data[name]):
+            remedy = "say weight or train in the messages"
+            if data.get("input_ids") is not None:
+                remedy = "call it loss_mask if it is a mask of the tokens"
             raise RowError(
-                f"the row has {name} ({data[name]!r:.40}), which may say what is trained on and is not read here; say"
-                f" weight or train in the messages, or {_ignoring(name)}"
+                f"the row has {name} ({data[name]!r:.40}), which may say what is trained on and is not read here;"
+                f" {remedy}, or {_ignoring(name)}"
             )
 
 
@@ -306,12 +309,12 @@ def read_speaker_mask(
     Raises:
         RowError: the mask is not what can be trained on here.
     """
-    if data.get("type") == "TEXT_TO_VALUE":
+    kind, mask = data.get("type"), data.get("mask")
+    if isinstance(kind, str) and kind == "TEXT_TO_VALUE":
         raise RowError(
             "type is TEXT_TO_VALUE: such rows train the labels of turns, not what the assistant says, which is not read"
             f" here; {_ignoring('type')} and trains on what the assistant says"
         )
-    mask = data.get("mask")
     if not isinstance(mask, str):
         return
     names = mask.split(",")
