@@ -262,6 +262,7 @@ def test_parts_with_flags() -> None:
             to_sequence_source({"conversations": turns})
     with pytest.raises(RowError, match=r"messages\[1\].content\[0\] has train"):
         to_sequence_source(row("user", {"train": True}))
+    assert to_sequence_source(row("user", {"train": False}, {"weight": 0})).weights == [1, 1]
 
 
 # ---- words in fields that are not read ----
@@ -295,6 +296,10 @@ def test_an_answer_whose_words_stand_elsewhere_is_refused(content: Any) -> None:
 
 
 def test_words_beside_calls_and_reasoning() -> None:
+    result = {"role": "tool", "content": "", "command": "ls of the folder"}
+    assert len(to_sequence_source({"messages": [*CHAT, result, BOT]}).messages) == 4
+    with pytest.raises(RowError, match=r"messages\[0\] has no words in content, but some in text"):
+        to_sequence_source({"messages": [{"role": "user", "content": "", "text": "Q"}, BOT]})
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
     assert len(to_sequence_source({"messages": [USER, call | {"note": "a long note"}]}).messages) == 2
     with pytest.raises(RowError, match=r"messages\[1\] has no words in content, but some in text"):

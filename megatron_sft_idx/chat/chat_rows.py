@@ -482,7 +482,7 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     if message.get("content") is not None:
         out["content"] = _text_of(message["content"], f"{what}.content")
     if weight and not (out.get("content") and not out["content"].isspace()):
-        says_more = bool(calls or reasoning.get("reasoning_content"))
+        says_more = bool(role != "assistant" or calls or reasoning.get("reasoning_content"))
         refuse_unread_words(message, what, _READ, says_more=says_more)
     if "content" not in out and not calls and not reasoning.get("reasoning_content"):
         lacks = "neither content nor reasoning nor tool calls" if given == "assistant" else "no content"

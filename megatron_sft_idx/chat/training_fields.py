@@ -161,7 +161,7 @@ def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
 def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
     """RowError where a content part says that it is not trained on, as axolotl reads ``train`` and ``weight`` of parts.
 
-    A mask has no place for a part of a message. Parts of the assistant's that all say yes change nothing.
+    A message has one weight. Parts of the assistant's that say yes, and parts of others that say no, change nothing.
     """
     if not isinstance(content, list):
         return
@@ -170,9 +170,12 @@ def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
             continue
         for name in training_names(part):
             value = part[name]
-            says_yes = isinstance(value, (int, float)) and value in (0, 1) and bool(value) != (name in INVERTED)
-            if value is None or (name in _READ and says_yes and role == "assistant"):
+            if value is None:
                 continue
+            if name in _READ and isinstance(value, (int, float)) and value in (0, 1):
+                is_trained = bool(value) != (name in INVERTED)
+                if is_trained == (role == "assistant"):
+                    continue
             if name in _READ or name in _OF_PARTS or _may_be_flag(name, value):
                 raise RowError(
                     f"{what}[{i}] has {name}, and a part of a message cannot be trained by itself; say {name} for the"
@@ -215,8 +218,8 @@ def refuse_unread_words(message: Mapping[str, Any], what: str, read: Iterable[st
         message: as the row has it, without words in ``content``.
         what: what errors call it.
         read: names of fields that are read.
-        says_more: whether it has reasoning or tool calls. It then needs no other words, so that only fields that are
-            known to hold content count.
+        says_more: whether it may well have no other words: it has reasoning or tool calls, or is not the assistant's.
+            Then only fields that are known to hold content count.
     """
     read = frozenset(read)
     for name in message:
