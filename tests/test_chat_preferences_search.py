@@ -36,7 +36,7 @@ def message(draw: Random, turn: Turn) -> dict[str, Any]:
     content: Any = draw.choice(
         [text] * 3 + [[{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]]
     )
-    extra = draw.choice([{}] * 4 + [{"tool_calls": None}, {"name": None, "weight": None}, {"train": True}])
+    extra = draw.choice([{}] * 4 + [{"tool_calls": None}, {"name": None, "weight": None}, {"loss": True}])
     return {"role": role, "content": content, **extra}
 
 

@@ -228,7 +228,7 @@ def test_a_null_is_as_a_key_that_is_absent(keys):
         (bot(content="A", loss_weight=0.5, weight=0.5, trainable=True), [1, 0.5]),
         (shared(turn("gpt", "A", loss_weight=0.5)), [1, 0.5]),
         (bot(content="A", train=False), [1, 0]),
-        (bot(content="A", loss=0, weight=2), [1, 0]),
+        (bot(content="A", loss=0, loss_scale=2), [1, 0]),
         (bot(content="A", loss=True, weight=2), [1, 2]),
         (bot(content="A", weight=None, train=None), [1, 1]),
         (bot(content="A", weight=0) | {"system": "S"}, [1, 1, 0]),

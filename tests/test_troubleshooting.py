@@ -100,6 +100,10 @@ PREPARING: Scenes = {
     "nothing tells what of the text": lambda: prepare(template=MEASURES),
     "writes outside its generation markers": lambda: prepare(template=PART),
     "leaves out the reasoning of": lambda: prepare("--turns", "error", rows=[thoughtful()]),
+    "which may say what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
+    "has no words in content": lambda: prepare(
+        rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]
+    ),
     "a preference row": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
     "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),

@@ -3,23 +3,27 @@
 The keys of a row (a table's columns) tell its kind. A key whose value is null counts as absent, and unknown keys are
 ignored. Where a row has the keys of several kinds, it is of the first of these:
 
-1. ``tokenized``: ``input_ids`` beside ``loss_mask``, ``labels``, ``assistant_masks`` or ``completion_mask``.
+1. ``tokenized``: ``input_ids`` next to ``loss_mask``, ``labels``, ``assistant_masks``, ``completion_mask``,
+   ``loss_scale`` or ``loss_weights``. Where a row has several of these, a token is trained if each of them says so, and
+   weights are multiplied.
 2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns, each with ``role`` and
-   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whichever of the keys it stands under.
+   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT, NeMo), whichever of the keys it stands under.
 3. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
    messages, of which only the completion's are trained on.
 4. ``alpaca``: the prompt is the first of ``instruction``, ``prompt``, ``query``, ``question``, joined by a newline (as
    LLaMA-Factory does) to the first of ``input``, ``context`` that is not empty; the answer is the first of
-   ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
+   ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs. The prompt may
+   also be one list of messages; then only the answer is trained on.
 
 Rows of all kinds but the first may also have ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
 ``chat_template_kwargs``. Rows that say which of two answers is better, or whether one is good (a boolean ``label``),
-are refused whatever else they hold, unless the options ask for them: ``preferences`` reads those.
+are refused whatever else they hold, unless the options ask for them: ``preferences`` reads those. Fields that say what
+is trained on are read in ``training_fields``.
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -28,7 +32,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import parse_json
-from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.training_fields import (
+    FLAGS,
+    INVERTED,
+    MESSAGE_VERDICTS,
+    WEIGHTS,
+    messages_of_json,
+    read_speaker_mask,
+    refuse_flagged_parts,
+    refuse_row_fields,
+    refuse_unread_words,
+    refuse_verdict,
+    training_names,
+    weight_of,
+    without_fields,
+)
+from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
 from megatron_sft_idx.errors import check_options
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
@@ -41,11 +60,12 @@ Turns = tuple[list[_Message], list[float]]
 TURNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "prompt", "query", "question")
 INPUTS = ("input", "context")
+_ASKING = (*PROMPTS, *INPUTS)
 _ANSWERS = ("output", "response", "completion", "answer")
 _SYSTEMS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
-# What says which tokens are trained on; the first of these that is there counts.
-_MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
+# What says which tokens are trained on.
+_MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask", "loss_scale", "loss_weights")
 _MEDIA = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
 CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response", "rejected_messages")
 VERDICTS = ("label", "kto_tag")
@@ -54,10 +74,6 @@ _REFUSED = frozenset({*_MEDIA, *CHOSEN, *REJECTED, *VERDICTS})
 _MORE = frozenset({*_SYSTEMS, *_TOOLS, "chat_template_kwargs"})
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
-
-
-class RowError(ValueError):
-    """Why a row cannot be used; a caller that knows file and line makes a ``SequenceError`` of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +86,9 @@ class RowOptions:
         messages_key: the key under which every row has its turns; None tells it from the keys of each row.
         mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
             (label) at the position that predicts it.
-        require_assistant: whether a conversation in which the assistant says nothing is refused.
+        require_assistant: whether a conversation in which the assistant says nothing is refused. False where every
+            token is trained on; then a message of another role that says "do not train" is refused instead.
+        ignore_fields: names of fields without which rows, messages and parts are read; sorted.
 
     Raises:
         FormatError: an option is none of its choices.
@@ -80,9 +98,11 @@ class RowOptions:
     messages_key: str | None = None
     mask_alignment: MaskAlignment = "token"
     require_assistant: bool = True
+    ignore_fields: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_options(self)
+        object.__setattr__(self, "ignore_fields", tuple(sorted({*self.ignore_fields})))
 
 
 _DEFAULT = RowOptions()
@@ -94,22 +114,35 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     Raises:
         RowError: with the reason alone, for every row that cannot be used.
     """
+    if options.ignore_fields:
+        row, notes = without_ignored(data, options)
+        return _read_row(row, options)._replace(notes=notes)
+    return _read_row(data, options)
+
+
+def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
     keys = require_object(data).keys()
     if not keys.isdisjoint(_REFUSED):
         _refuse_keys(data, options)
+    refuse_row_fields(data, read=() if data.get("input_ids") is None else _MASKS)
     kind = kind_by_keys(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return _read_tokenized(data, options.mask_alignment)
     if kind == "messages":
-        names = [options.messages_key] if options.messages_key else TURNS
-        if (key := first_given(data, names)) is None:
-            raise RowError(f"the row has no {' or '.join(names)}")
-        messages, weights = read_list(data[key], key)
+        messages, weights = _read_messages(data, options)
+    elif kind == "prompt-completion":
+        messages, weights = _read_prompt_completion(data, options)
     else:
-        messages, weights = _read_prompt_completion(data) if kind == "prompt-completion" else _read_alpaca(data)
+        messages, weights = _read_alpaca(data, options)
     if options.require_assistant and not any(map(_says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
     return to_conversation(data, messages, weights)
+
+
+def without_ignored(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counter[str]]:
+    """The row without the fields that ``options`` ignores, and how many these were, as notes for the summary."""
+    counts: Counter[str] = Counter()
+    return without_fields(require_object(data), options.ignore_fields, counts), counts
 
 
 def to_conversation(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> Conversation:
@@ -135,7 +168,8 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     for key in VERDICTS:
         verdict, judges = data.get(key), data.get("completion") is not None
         # A number may be the class of a row; beside a completion it is a verdict on that.
-        if isinstance(verdict, bool) or (verdict in (0, 1) and judges and isinstance(verdict, int)):
+        is_number = isinstance(verdict, (int, np.integer))
+        if isinstance(verdict, (bool, np.bool_)) or (is_number and judges and verdict in (0, 1)):
             raise RowError(
                 f"{key} is {str(verdict).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
                 " trains on every one: keep the column with --row-kind kto, or the good rows without it"
@@ -167,7 +201,7 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
         return "messages"
     if "prompt" in has and "completion" in has:
         return "prompt-completion"
-    if not (has.isdisjoint(PROMPTS) or has.isdisjoint(_ANSWERS)):
+    if not (has.isdisjoint(_ASKING) or has.isdisjoint(_ANSWERS)):
         return "alpaca"
     listed = ", ".join(sorted(map(str, has))[:12]) or "none"
     raise RowError(
@@ -176,7 +210,19 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     )
 
 
-def read_list(turns: Any, key: str) -> Turns:
+def _read_messages(data: dict[str, Any], options: RowOptions) -> Turns:
+    names = [options.messages_key] if options.messages_key else TURNS
+    if (key := first_given(data, names)) is None:
+        raise RowError(f"the row has no {' or '.join(names)}")
+    messages, weights = read_list(data[key], key, options)
+    if data.get("mask") is not None or data.get("type") is not None:
+        turns = _parsed(data[key], key)
+        speakers = [str(turn.get("role" if turn.get("from") is None else "from")) for turn in turns]
+        read_speaker_mask(data, speakers, [message["role"] for message in messages], weights)
+    return messages, weights
+
+
+def read_list(turns: Any, key: str, options: RowOptions = _DEFAULT) -> Turns:
     """Messages as chat templates expect them, of a list of OpenAI's messages or ShareGPT's turns, or of its JSON.
 
     Raises:
@@ -193,6 +239,11 @@ def read_list(turns: Any, key: str) -> Turns:
         if message is None:
             what = f"{key}[{i}]"
             message, weight = _read_message(_message_of_turn(turn, what) if is_sharegpt else turn, what)
+            if weight != 1 and message["role"] != "assistant" and not options.require_assistant:
+                raise RowError(
+                    f"{what} has the weight {weight:g}, but --train-on all trains every word but the assistant's with"
+                    " weight 1: leave the weight out, or take another --train-on"
+                )
         messages.append(message)
         weights.append(weight)
     return messages, weights
@@ -208,11 +259,18 @@ def _read_plain(turn: Any, is_sharegpt: bool) -> _Message | None:
         or type(turn.get(speaker)) is not str
     ):
         return None
-    role = roles.get(turn[speaker])
+    role = roles.get(turn[speaker]) or roles.get(turn[speaker].lower())
     return None if role is None or role == "function_call" else {"role": role, "content": turn[text]}
 
 
-def _read_prompt_completion(data: dict[str, Any]) -> Turns:
+def _role_of(name: Any, roles: Mapping[str, str]) -> str | None:
+    """The role that a row calls by this name, in whatever case: NeMo says ``User``."""
+    if not isinstance(name, str):
+        return None
+    return roles.get(name) or roles.get(name.lower())
+
+
+def _read_prompt_completion(data: dict[str, Any], options: RowOptions) -> Turns:
     prompt, completion = data.get("prompt"), data.get("completion")
     turns = messages_of_json(prompt), messages_of_json(completion)
     if all(isinstance(some, list) for some in turns):
@@ -226,18 +284,39 @@ def _read_prompt_completion(data: dict[str, Any]) -> Turns:
             f"prompt is {_kind_of(prompt)} and completion is {_kind_of(completion)}, "
             "expected two strings or two lists of messages"
         )
-    before, _ = read_list(prompt, "prompt")
-    after, weights = read_list(completion, "completion")
+    before, _ = read_list(prompt, "prompt", options)
+    after, weights = read_list(completion, "completion", options)
     if not any(map(_says_something, after)):
         raise RowError("the assistant says nothing in the completion, so there is nothing to learn")
     return before + after, [0.0] * len(before) + weights
 
 
-def _read_alpaca(data: dict[str, Any]) -> Turns:
+def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
+    given = [key for key in _ASKING if key in data and _is_filled(data[key])]
+    if len(given) == 1 and not _is_filled(data.get("history")):
+        prompt = messages_of_json(data[given[0]]) if given[0] in INPUTS else data[given[0]]
+        if isinstance(prompt, dict) and first_given(prompt, ("role", "from")):
+            prompt = [prompt]
+        if isinstance(prompt, list):
+            return _read_answered(prompt, given[0], data, options)
     history, asked = read_prompt(data)
     if not asked:
         raise RowError("the prompt is empty")
     return _exchange([*history, (asked, _text_under(data, _ANSWERS))])
+
+
+def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: RowOptions) -> Turns:
+    """A prompt of messages, with an answer that is a string, a message or a list of messages and alone is trained."""
+    before, _ = read_list(prompt, key, options)
+    answer_in = first_given(data, _ANSWERS) or _ANSWERS[0]
+    answer = messages_of_json(data.get(answer_in))
+    if isinstance(answer, (dict, list)):
+        after, weights = read_list([answer] if isinstance(answer, dict) else answer, answer_in, options)
+    else:
+        after, weights = [{"role": "assistant", "content": _text_under(data, _ANSWERS)}], [1.0]
+    if not any(map(_says_something, after)):
+        raise RowError("the answer is empty, so there is nothing to learn")
+    return before + after, [0.0] * len(before) + weights
 
 
 def read_prompt(data: dict[str, Any]) -> tuple[list[Sequence[str]], str]:
@@ -335,14 +414,10 @@ _TEXT_KEYS = ("text", "value", "content")
 _PARTS_BEFORE_TEXT = ("reasoning", "thinking", "think")
 _PARTS_BEHIND_TEXT = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_WEIGHTS = ("weight", "loss_weight", "loss_scale")
-_FLAGS = ("train", "loss", "trainable")
-_MAX_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
-# These say which part of a message is trained on, which is not read here: a row that has one is refused.
-_UNREAD = ("train_detail", "loss_mask", "masked")
 # Keys of a message that the template does not see as they are; it sees all others.
-_CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
-_WEIGHING, _NOT_TAKEN = frozenset({*_WEIGHTS, *_FLAGS}), frozenset({*_MEDIA, *_UNREAD})
+_RARE = frozenset({*_MEDIA, *MESSAGE_VERDICTS})
+_READ = frozenset({"role", "content", "tool_calls", "function_call", "name", "tool_call_id", *_REASONING_KEYS})
+_CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *WEIGHTS, *FLAGS, *INVERTED})
 
 
 def _message_of_turn(turn: Any, what: str) -> _Message:
@@ -353,12 +428,15 @@ def _message_of_turn(turn: Any, what: str) -> _Message:
     """
     turn = _typed(turn, dict, what, "an object with from and value")
     speaker, value = turn.get("from"), turn.get("value")
-    role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    role = _role_of(speaker, _SPEAKERS)
     if role is None:
         raise RowError(f"{what} is from {speaker!r:.40}; known are {', '.join(_SPEAKERS)}")
     if value is None:
         raise RowError(f"{what} ({speaker}) has no value")
     rest = {key: other for key, other in turn.items() if key not in ("from", "value")}
+    if _is_filled(rest.get("content")) and rest["content"] != value:
+        raise RowError(f"{what} has value and content that differ; keep one")
+    refuse_flagged_parts(value, role, f"{what}.value")
     if role != "function_call":
         return {**rest, "role": role, "content": _text_of(value, f"{what}.value")}
     what = f"{what} ({speaker})"
@@ -382,16 +460,20 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     """
     message = _typed(message, dict, what, "an object with role and content")
     given = message.get("role")
-    role = _ROLES.get(given) if isinstance(given, str) else None
+    role = _role_of(given, _ROLES)
     if role is None:
         raise RowError(f"{what} has the role {given!r:.40}; known are {', '.join(_ROLES)}")
-    if not _NOT_TAKEN.isdisjoint(message):
+    if not _RARE.isdisjoint(message):
         if (key := first_filled(message, _MEDIA)) is not None:
             raise RowError(f"{what} has {key}; only text can be trained on here")
-        if (key := first_given(message, _UNREAD)) is not None:
-            raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")
-    if role == "assistant" and isinstance(message.get("content"), list):
-        message = _with_fields(message, what)
+        refuse_verdict(message, what)
+    weight = 1.0
+    if names := training_names(message):
+        weight = weight_of(message, names, role, what)
+    if isinstance(message.get("content"), list):
+        refuse_flagged_parts(message["content"], role, f"{what}.content")
+        if role == "assistant":
+            message = _with_fields(message, what)
     calls = _tool_calls_of(message, what)
     if calls and role != "assistant":
         raise RowError(f"{what} has tool calls and the role {given!r}; only the assistant makes them")
@@ -399,7 +481,10 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     out: dict[str, Any] = {"role": role}
     if message.get("content") is not None:
         out["content"] = _text_of(message["content"], f"{what}.content")
-    elif not calls and not reasoning.get("reasoning_content"):
+    if weight and not (out.get("content") and not out["content"].isspace()):
+        says_more = bool(role != "assistant" or calls or reasoning.get("reasoning_content"))
+        refuse_unread_words(message, what, _READ, says_more=says_more)
+    if "content" not in out and not calls and not reasoning.get("reasoning_content"):
         lacks = "neither content nor reasoning nor tool calls" if given == "assistant" else "no content"
         raise RowError(f"{what} ({given}) has {lacks}")
     out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None} | reasoning
@@ -407,7 +492,7 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
         out["tool_calls"] = calls
     if "name" in out:
         _typed(out["name"], str, f"{what}.name")
-    return out, 1.0 if _WEIGHING.isdisjoint(message) else _weight_of(message, what)
+    return out, weight
 
 
 def _text_of(content: Any, what: str) -> str:
@@ -505,31 +590,14 @@ def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
     """The reasoning of an assistant message, under each key that the message has it under."""
-    texts = {key: _text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
+    texts = {}
+    for key in _REASONING_KEYS:
+        if (given := message.get(key)) is not None:
+            refuse_flagged_parts(given, "assistant", f"{what}.{key}")
+            texts[key] = _text_of(given, f"{what}.{key}")
     if len(set(filter(None, texts.values()))) > 1:
         raise RowError(f"{what} has {' and '.join(texts)} that differ; keep one")
     return texts | {"reasoning_content": max(texts.values(), key=len)} if texts else {}
-
-
-def _weight_of(message: dict[str, Any], what: str) -> float:
-    """The loss weight of a message: a finite number >= 0. Booleans count as 0 and 1; a flag that says no gives 0."""
-    weights: dict[str, float] = {}
-    is_trained = True
-    for key in (*_WEIGHTS, *_FLAGS):
-        value = message.get(key)
-        if value is None:
-            continue
-        is_flag = key in _FLAGS
-        if not isinstance(value, (int, float)) or not (value in (0, 1) if is_flag else 0 <= value <= _MAX_WEIGHT):
-            expected = "true or false" if is_flag else "a finite number >= 0"
-            raise RowError(f"{what}.{key} is {value!r:.40}, expected {expected}")
-        if is_flag:
-            is_trained = is_trained and bool(value)
-        else:
-            weights[key] = float(value)
-    if len(set(weights.values())) > 1:
-        raise RowError(f"{what} has {' and '.join(weights)} that differ; keep one")
-    return next(iter(weights.values()), 1.0) if is_trained else 0.0
 
 
 # ---- rows that come tokenised ----
@@ -552,18 +620,23 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
         raise RowError(f"input_ids holds {ids[(ids < 0) | (ids > _MAX_ID)][0]}, no token's id")
     if _is_filled(row.get("attention_mask")) and not _numbers(row["attention_mask"], "attention_mask").all():
         raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
-    if (key := first_given(row, _MASKS)) is None:
+    given = [key for key in _MASKS if row.get(key) is not None]
+    if not given:
         raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
-    values = (_integers if key == "labels" else _numbers)(row[key], key)
-    if len(values) != len(ids):
-        raise RowError(f"{key} has {len(values)} entries for {len(ids)} input_ids")
-    nothing = _NOT_TRAINED if key == "labels" else 0
-    if alignment == "label" and values[-1] != nothing:
-        raise RowError(
-            f"{key} is {values[-1]} at the last position, expected {nothing}: no token follows that it could be"
-            " of; token-aligned?"
-        )
-    mask = _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
+    mask = np.ones(len(ids), np.float32)
+    for key in given:
+        values = (_integers if key == "labels" else _numbers)(row[key], key)
+        if key == "labels" and len(given) > 1 and _NOT_TRAINED not in values:
+            continue  # the ids again, with another mask that says which count
+        if len(values) != len(ids):
+            raise RowError(f"{key} has {len(values)} entries for {len(ids)} input_ids")
+        nothing = _NOT_TRAINED if key == "labels" else 0
+        if alignment == "label" and values[-1] != nothing:
+            raise RowError(
+                f"{key} is {values[-1]} at the last position, expected {nothing}: no token follows that it could be"
+                " of; token-aligned?"
+            )
+        mask *= _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
     return TokenizedRow(ids, np.roll(mask, 1) if alignment == "label" else mask)
 
 
@@ -650,16 +723,6 @@ def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kin
     """The value, if it is of a type (a string, a list or an object); else RowError."""
     if not isinstance(value, kind):
         raise RowError(f"{what} is {_kind_of(value)}, expected {expected or _JSON_NAMES[kind]}")
-    return value
-
-
-def messages_of_json(value: Any) -> Any:
-    """Messages that stand in their field as JSON text, as tables hold them; any other value as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with contextlib.suppress(ValueError):
-            turns = parse_json(value.encode())
-            if turns and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns):
-                return turns
     return value
 
 

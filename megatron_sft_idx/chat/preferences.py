@@ -35,14 +35,12 @@ from megatron_sft_idx.chat.chat_rows import (
     REJECTED,
     TURNS,
     VERDICTS,
-    RowError,
     RowOptions,
     Turns,
     any_trained,
     first_filled,
     first_given,
     kind_by_keys,
-    messages_of_json,
     preference_keys,
     read_list,
     read_prompt,
@@ -51,8 +49,10 @@ from megatron_sft_idx.chat.chat_rows import (
     to_conversation,
     to_sequence_source,
     turns_of_pairs,
+    without_ignored,
 )
-from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.training_fields import messages_of_json, refuse_row_fields
+from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
 
 _BEGINNERS: Final = ("system", "developer", "user")
 _ANSWERING: Final = ("assistant", "tool")
@@ -71,10 +71,19 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
     Raises:
         RowError: with the reason alone.
     """
+    if options.ignore_fields:
+        row, notes = without_ignored(data, options)
+        sources, label = _read_judged_row(row, options)
+        return [sources[0]._replace(notes=notes), *sources[1:]], label
+    return _read_judged_row(data, options)
+
+
+def _read_judged_row(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
     row = require_object(data)
     if options.kind == "kto":
         return _read_verdict(row, options)
     refuse_media(row)
+    refuse_row_fields(row, read=())
     chosen, rejected, shared = _pair_of(row, options)
     conversations: list[Conversation | TokenizedRow] = []
     for name, (messages, of_messages) in (("chosen", chosen), ("rejected", rejected)):
@@ -178,7 +187,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if not given:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
     for key in given:
-        if data[key] not in (0, 1) or not isinstance(data[key], int):
+        if not isinstance(data[key], int) or data[key] not in (0, 1):
             raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
         if data[key] != data[given[0]]:
             raise RowError(f"the row has {' and '.join(given)} that differ; keep one")

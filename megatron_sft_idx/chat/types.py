@@ -18,6 +18,10 @@ ReasoningTurns: TypeAlias = Literal["error", "whole", "split"]
 PartialMarkers: TypeAlias = Literal["error", "keep"]
 
 
+class RowError(ValueError):
+    """Why a row cannot be used; a caller that knows file and line makes a ``SequenceError`` of it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece(ABC):
     """Consecutive rows of one input file; picklable.
@@ -52,24 +56,30 @@ class Conversation(NamedTuple):
 
     Attributes:
         messages: dicts with ``role``, a string ``content`` (which may be missing beside tool calls), ``tool_calls``,
-            ``reasoning_content``, and whatever else the row's messages hold but ``weight`` and ``train``.
+            ``reasoning_content``, and whatever else the row's messages hold but fields of ``training_fields``.
         weights: one loss weight a message, in the order of ``messages``; those of messages that are not the
             assistant's have no effect.
         tools: tool schemas handed to the template, or None.
         kwargs: extra template variables that the row itself sets (``chat_template_kwargs``).
+        notes: counts for the summary by name.
     """
 
     messages: list[dict[str, Any]]
     weights: list[float]
     tools: list[dict[str, Any]] | None = None
     kwargs: Mapping[str, Any] = {}
+    notes: Mapping[str, int] = {}
 
 
 class TokenizedRow(NamedTuple):
-    """A row that came tokenised: ids and a token-aligned mask (1 = this token is trained on)."""
+    """A row that came tokenised: ids and a token-aligned mask (1 = this token is trained on).
+
+    ``notes`` are counts for the summary by name.
+    """
 
     input_ids: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
+    notes: Mapping[str, int] = {}
 
 
 class Span(NamedTuple):

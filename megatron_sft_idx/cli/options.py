@@ -52,6 +52,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
+class Collected(argparse.Action):
+    """Collects the values of an option that may be repeated, in a tuple."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Add a value that was given."""
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
 def add_verb(
     verbs: Verbs,
     name: str,

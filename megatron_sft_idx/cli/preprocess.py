@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.cli.options import (
+    Collected,
     Verbs,
     add_output_options,
     add_verb,
@@ -75,8 +76,9 @@ examples:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dry-run
 
-rows: OpenAI messages, ShareGPT conversations, instruction/input/output fields, prompt/completion, or already tokenised
-input_ids with loss_mask or labels.
+rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
+tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
+weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
 
 files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
 globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
@@ -133,6 +135,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
             in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,
             only what follows the prompt is trained on
         --messages-key NAME  field that holds the turns (default: one of the usual names)
+        --ignore-field NAME  read rows as if they, their messages and content parts had no such field; for a field that
+            means something else here than to the trainers that read it as "do not train this"; may be repeated
         --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
             (default: %(default)s)
         --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
@@ -140,6 +144,7 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},
+        ignore_field={"dest": "ignore_fields", "action": Collected, "default": ()},
         tokenizer_type={"choices": ("HuggingFaceTokenizer",), "help": argparse.SUPPRESS},
     )
 

@@ -15,11 +15,11 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.selection import row_hash
@@ -110,6 +110,7 @@ class _Row(NamedTuple):
         template: the template that renders them.
         tokenized: the row that came tokenised, else None.
         rendered: its rendered texts: one, one a turn, or the two of a pair.
+        notes: counts for the summary by name, of how the row was read.
     """
 
     position: int
@@ -119,6 +120,7 @@ class _Row(NamedTuple):
     template: ChatTemplate | None
     tokenized: TokenizedRow | None = None
     rendered: Sequence[Rendered] = ()
+    notes: Mapping[str, int] = {}
 
 
 class RowEncoder:
@@ -172,7 +174,12 @@ class RowEncoder:
     def describe(self) -> dict[str, Any]:
         """All that decides which tokens and masks a row becomes, for the shard's header."""
         options, rows = self.options, self.options.rows
-        if_set = {"source": options.source, "source_weights": [*options.source_weights], "content": options.content}
+        if_set = {
+            "ignore_fields": [*rows.ignore_fields],
+            "source": options.source,
+            "source_weights": [*options.source_weights],
+            "content": options.content,
+        }
         return {
             "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
             "chat_template": {
@@ -206,6 +213,9 @@ class RowEncoder:
         bad_rows.sort(key=lambda error: error.position or 0)
         weight = options.source_weights[file] if options.source_weights else 1.0
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
+        for row, _ in made:
+            if row.notes:
+                done.notes.update(row.notes)
         # Columns have a row for each of a row's sequences.
         each = np.array([len(of_row) for _, of_row in made], np.int64)
         if options.source:
@@ -234,13 +244,13 @@ class RowEncoder:
         conversations = [source for source in sources if isinstance(source, Conversation)]
         if not conversations:
             tokenized = next(source for source in sources if isinstance(source, TokenizedRow))
-            return _Row(position, label, content, [], None, tokenized)
+            return _Row(position, label, content, [], None, tokenized, notes=sources[0].notes)
         template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(position, label, content, conversations, template)
+        return _Row(position, label, content, conversations, template, notes=sources[0].notes)
 
     def _rendered(self, piece: Piece, batch: Sequence[tuple[int, Any]], bad_rows: list[SequenceError]) -> list[_Row]:
         """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.

@@ -61,6 +61,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     span_by_span: bool = False,
     row_kind: RowKind = "auto",
     messages_key: str | None = None,
+    ignore_fields: Sequence[str] = (),
     mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
     append_eod: bool = False,

@@ -36,10 +36,19 @@ _NOTES = {
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
+# With the name of a field behind it.
+_IGNORED = "ignored_field:"
 # The first key of the file, by which it is recognized.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
 _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+
+
+def _said_of(note: str) -> str:
+    """What a note counts, in words."""
+    if note.startswith(_IGNORED):
+        return f"fields {note.removeprefix(_IGNORED)!r} left unread by --ignore-field"
+    return _NOTES.get(note, note.replace("_", " "))
 
 
 def check_summary(path: str, *, overwrite: bool) -> None:
@@ -208,6 +217,6 @@ class Summary:
                 f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
             )
         for name, count in (corpus.notes if corpus else {}).items():
-            lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
+            lines.append(f"note            {count:,} {_said_of(name)}")
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
         return lines
