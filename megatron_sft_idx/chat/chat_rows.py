@@ -629,7 +629,7 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
         del masks["labels"]  # the ids again, with another mask that says which count
     nothing = {key: _NOT_TRAINED if key == "labels" else 0 for key in masks}
     trained = np.logical_and.reduce([values != nothing[key] for key, values in masks.items()])
-    bounds, notes = read_layout(row, ids, trained)
+    bounds, notes = read_layout(row, ids, trained, token_aligned=alignment == "token")
     mask = np.ones(len(ids), np.float32)
     for key, values in masks.items():
         if alignment == "label":

@@ -63,6 +63,15 @@ _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
 
 
+# What errors say of a row that needs a decision, and how to decide.
+UNDECIDED = "a system message comes after an answer in this row"
+DECIDE = (
+    "choose for the whole input: --system-starts conversation makes each system message start a conversation, which"
+    " becomes a sequence of its own (Megatron's --sft reads such lines so); --system-starts turn keeps it as a turn of"
+    " one conversation"
+)
+
+
 class Layout(NamedTuple):
     """The sequences of a tokenised row.
 
@@ -87,13 +96,16 @@ class _Claim(NamedTuple):
     bounds: _Bounds
 
 
-def read_layout(row: Mapping[str, Any], ids: NDArray[np.int64], trained: NDArray[np.bool_]) -> Layout:
+def read_layout(
+    row: Mapping[str, Any], ids: NDArray[np.int64], trained: NDArray[np.bool_], *, token_aligned: bool
+) -> Layout:
     """The sequences that a tokenised row says it has; one, where it does not say.
 
     Args:
         row: with ``input_ids``.
         ids: its tokens, [tokens].
-        trained: which positions the row's masks mark, whichever way these are aligned, bool [tokens].
+        trained: which positions the row's masks mark, bool [tokens].
+        token_aligned: whether masks mark the trained token itself, rather than the one before it.
 
     Raises:
         RowError: a field cannot be read, two fields disagree, padding is trained on, or it cannot be determined what
@@ -121,7 +133,7 @@ def read_layout(row: Mapping[str, Any], ids: NDArray[np.int64], trained: NDArray
             " padding? Leave it out, or mark it by zeros in attention_mask"
         )
     notes = {"packed_rows": 1} if len(bounds) > 2 else {}
-    if row.get(_STARTS[0]) is not None and row.get("loss_mask") is not None:
+    if token_aligned and row.get(_STARTS[0]) is not None and row.get("loss_mask") is not None:
         notes["rows_with_seq_start_id"] = 1
     return Layout(bounds, notes)
 
@@ -421,43 +433,41 @@ class UndecidedError(RowError):
     """A system message comes after an answer, and the options do not say what that means."""
 
 
-def sources_of(
-    source: Conversation | TokenizedRow, system_starts: SystemStarts
-) -> Sequence[Conversation | TokenizedRow]:
-    """What a row makes sequences of: a tokenised row's sequences, or its conversations.
+def conversations_of(conversation: Conversation, system_starts: SystemStarts) -> list[Conversation]:
+    """The conversations that a list of messages holds: one, or one for each system message.
 
     With ``system_starts`` ``"conversation"``, each system message begins a conversation, as in Megatron's ``--sft``
-    lines. All have the tools and template variables of the row.
+    lines. All have the tools and template variables of the row; one may be without an answer.
 
     Raises:
         UndecidedError: a system message comes after an answer, and ``system_starts`` is ``"error"``.
     """
-    if isinstance(source, TokenizedRow):
-        if source.bounds is None or len(source.bounds) <= 2:
-            return (source,)
-        cuts = source.bounds[1:-1]
-        pairs = zip(np.split(source.input_ids, cuts), np.split(source.loss_mask, cuts), strict=True)
-        return [TokenizedRow(ids, mask, source.notes) for ids, mask in pairs]
-    if system_starts == "turn":
-        return (source,)
-    starts = [at for at, message in enumerate(source.messages) if at and message["role"] == "system"]
-    if not starts:
-        return (source,)
+    messages, weights = conversation.messages, conversation.weights
+    starts = [at for at, message in enumerate(messages) if message["role"] == "system" and at]
+    if not starts or system_starts == "turn":
+        return [conversation]
     if system_starts == "error":
-        require_decided(source)
-        return (source,)
-    bounds = [0, *starts, len(source.messages)]
-    source = source._replace(notes=Counter(source.notes) + Counter(split_at_system_messages=1))
+        if any(message["role"] == "assistant" for message in messages[: starts[-1]]):
+            raise UndecidedError(f"{UNDECIDED}; {DECIDE}")
+        return [conversation]
+    conversation = conversation._replace(notes=Counter(conversation.notes) + Counter(split_at_system_messages=1))
     return [
-        source._replace(messages=source.messages[start:stop], weights=source.weights[start:stop])
-        for start, stop in pairwise(bounds)
+        conversation._replace(messages=messages[start:stop], weights=weights[start:stop])
+        for start, stop in pairwise([0, *starts, len(messages)])
     ]
 
 
-def require_decided(source: Conversation) -> None:
-    """UndecidedError where a system message comes after an answer."""
-    answered = False
-    for message in source.messages:
-        if answered and message["role"] == "system":
-            raise UndecidedError("a system message comes after an answer")
-        answered = answered or message["role"] == "assistant"
+def require_one(source: Conversation | TokenizedRow, system_starts: SystemStarts, what: str) -> None:
+    """RowError where a row that is judged as a whole holds several sequences; ``what`` says how it is judged.
+
+    Raises:
+        UndecidedError: as of ``conversations_of``.
+    """
+    if isinstance(source, TokenizedRow):
+        if source.bounds is not None and len(source.bounds) > 2:
+            raise RowError(f"the row holds {len(source.bounds) - 1} sequences, but {what}")
+    elif (count := len(conversations_of(source, system_starts))) > 1:
+        raise RowError(
+            f"the row holds {count} conversations by --system-starts conversation, but {what}; if its system messages"
+            " are turns of one conversation: --system-starts turn"
+        )
