@@ -308,12 +308,14 @@ def _place_zeros(
     name, positions = claim
     if end is not None:  # what stands in padding is read by nobody
         return _Claim(name, _of_positions(positions[:end], name)), end
-    if len(positions) > 1 and not positions.any():
-        raise RowError(f"{name} are all 0: are these sequences of one token? Leave {name} out if it is one sequence")
     bounds, zeros = _of_positions(positions, name), _count_last(positions == 0)
     begin = len(positions) - zeros
     as_sequences, as_padding = _Claim(name, bounds), _Claim(name, bounds[bounds <= begin])
-    if not zeros or trained[begin:].any() or (others and all(np.array_equal(each.bounds, bounds) for each in others)):
+    if not zeros or (others and all(np.array_equal(each.bounds, bounds) for each in others)):
+        return as_sequences, None
+    if not begin and zeros > 1:
+        raise RowError(f"{name} are all 0: are these sequences of one token? Leave {name} out if it is one sequence")
+    if trained[begin:].any():
         return as_sequences, None
     if others and all(each.bounds[-1] == begin for each in others):
         return as_padding, begin

@@ -199,7 +199,6 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
     options = _of_any_kind(options)
     source = to_sequence_source(rest, options)
-    require_one(source, options.system_starts, f"{given[0]} judges one answer")
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
     else:
@@ -213,6 +212,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
             "the row ends with a user's message, or with nothing that is trained on, so there is no answer that its"
             " label could judge"
         )
+    require_one(source, options.system_starts, f"{given[0]} judges one answer")
     return [source], int(data[given[0]])
 
 
