@@ -317,13 +317,13 @@ def _place_zeros(
         raise RowError(f"{name} are all 0: are these sequences of one token? Leave {name} out if it is one sequence")
     if trained[begin:].any():
         return as_sequences, None
-    if others and all(each.bounds[-1] == begin for each in others):
+    # Starts do not say where the last sequence ends.
+    counted = {int(each.bounds[-1]) for each in others if each.field not in _STARTS}
+    if counted == {begin}:
         return as_padding, begin
-    if zeros == 1:
+    if counted or zeros == 1:
         return as_sequences, None
     if (ids[begin:] != ids[-1]).any():
-        if others:
-            return as_sequences, None
         raise RowError(
             f"the last {zeros} {name} are 0: sequences of one token, or padding, of which the ids differ? Leave"
             " them out, or mark padding by zeros in attention_mask"
