@@ -426,6 +426,54 @@ def test_what_is_read_is_the_one_layout_that_all_fields_allow() -> None:
     assert [reason for reason, count in reasons.items() if count and not re.match(two_ways, reason)] == []
 
 
+def test_junk_in_any_field_is_refused_or_read_as_sequences() -> None:
+    draws = random.Random(7)
+    fields = [name for pack in (some_pack(draws), some_pack(draws)) for form in forms(pack).values() for name in form]
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        2,
+        5,
+        7,
+        2**31,
+        2**63 - 1,
+        -(2**63),
+        2**64,
+        10**400,
+        0.5,
+        1e300,
+        float("nan"),
+        "x",
+        [],
+        {},
+    ]
+    counts = Counter[str]()
+    for _ in range(8000):
+        count = draws.randint(1, 7)
+        row: dict[str, Any] = {"input_ids": [7] * count, "loss_mask": [draws.randint(0, 1) for _ in range(count)]}
+        for name in draws.sample([*fields, "packing_params"], draws.choice((1, 1, 1, 2))):
+            value: Any = [draws.choice((0, 1, 1, 2)) for _ in range(draws.choice((1, count, draws.randint(1, 7))))]
+            if draws.random() < 0.5:
+                value[draws.randrange(len(value))] = draws.choice(odd)
+            if name == "packing_params" and draws.random() < 0.8:
+                value = {"sequence_boundaries": value, "right_padding_length": draws.choice(odd)}
+            row[name] = draws.choice(odd) if draws.random() < 0.1 else value
+        for alignment in ("token", "label"):
+            try:
+                source = to_sequence_source(row, RowOptions(mask_alignment=alignment))
+            except RowError:
+                counts["refused"] += 1
+                continue
+            assert isinstance(source, TokenizedRow)
+            bounds = source.bounds.tolist()
+            assert bounds == sorted({0, *bounds})
+            assert bounds[-1] == len(source.input_ids) == len(source.loss_mask)
+            counts["read"] += 1
+    assert counts["read"] > 200
+
+
 # ---- wherever rows are used ----
 
 
@@ -578,6 +626,10 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
         assert f"{file}: packs that megatron-sft-idx wrote, expected rows" in done.err
         assert f"megatron-sft-idx convert '{file}' PREFIX --to sft-idx" in done.err
     assert not list(tmp_path.glob("y*"))
+    if form == "jsonl-chunks":  # lines that a program passes are rows of packs
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        preprocess_rows(lines, tokenizer=TOKENIZER, out=tmp_path / "z", seq_length=64, workers=0)
+        assert stored(tmp_path / "z") == trained([one for of_row in sequences for one in of_row])
     done = command("convert", file, "PREFIX", "--to", "sft-idx")
     assert done.code == 0, done.err
     done = command("pack", "PREFIX", "--seq-length", 128, "--output-prefix", "OTHER")

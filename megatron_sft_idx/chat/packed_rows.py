@@ -58,6 +58,7 @@ _OF_PACKS_ALONE: Final = frozenset(
     {*_OF_LENGTHS, *_OF_BOUNDS, *_STARTS, _PARAMETERS, "seq_idx"} - {*_PLAIN_LENGTHS, "sequence_lengths"}
 )
 _ALL: Final = frozenset({*_OF_PACKS_ALONE, *_OF_LENGTHS, *_POSITIONS, *_NUMBERED})
+_LEAVE_OUT: Final = "leave out the one that is wrong, by --ignore-field NAME"
 # LLaMA-Factory's number of no sequence, in place of an empty list.
 _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
@@ -145,7 +146,7 @@ def refuse_pack_fields(row: Mapping[str, Any]) -> None:
             if row[name] is not None:
                 raise RowError(
                     f"{name} says where sequences begin among tokens, but the row is read as text: hand in input_ids"
-                    f" with a mask, or rows without {name}"
+                    f" with a mask; --ignore-field {name} reads rows without it"
                 )
 
 
@@ -207,7 +208,7 @@ def _checked(bounds: _Bounds, name: str, count: int) -> _Bounds:
     """Bounds, if they begin with 0, ascend, and end within the tokens; else RowError."""
     if len(bounds) < 2 or bounds[0]:
         raise RowError(f"{name} begins with {bounds[0] if len(bounds) else 'nothing'}, expected 0 and more behind it")
-    if (at := _first(np.diff(bounds) <= 0)) is not None:
+    if (at := _first(bounds[1:] <= bounds[:-1])) is not None:
         if at == len(bounds) - 2 and name in _STARTS:
             raise RowError(f"{name} holds {bounds[at]}, but there are {count} input_ids: no sequence can begin there")
         raise RowError(f"{name} does not ascend: {bounds[at + 1]} stands behind {bounds[at]}")
@@ -288,7 +289,7 @@ def _read_positions(row: Mapping[str, Any], count: int) -> _Claim | None:
         if row.get(name) is not None:
             positions = _per_token(row[name], name, count)
             if found is not None and not np.array_equal(found.bounds, positions):
-                raise RowError(f"{found.field} and {name} disagree; leave out the one that is wrong")
+                raise RowError(f"{found.field} and {name} disagree; {_LEAVE_OUT}")
             found = found or _Claim(name, positions)
     return found
 
@@ -314,7 +315,9 @@ def _place_zeros(
     if not zeros or (others and all(np.array_equal(each.bounds, bounds) for each in others)):
         return as_sequences, None
     if not begin and zeros > 1:
-        raise RowError(f"{name} are all 0: are these sequences of one token? Leave {name} out if it is one sequence")
+        raise RowError(
+            f"{name} are all 0: are these sequences of one token? If not, --ignore-field {name} reads rows without it"
+        )
     if trained[begin:].any():
         return as_sequences, None
     # Starts do not say where the last sequence ends.
@@ -352,7 +355,7 @@ def _agreed_end(ends: Mapping[str, int], count: int) -> int | None:
         (one, first), (other, second) = sorted(ends.items(), key=lambda entry: entry[1])[:: len(ends) - 1]
         raise RowError(
             f"{one} and {other} disagree: padding begins at {first} by the first, at {second} by the second, of"
-            f" {count} input_ids; leave out the one that is wrong"
+            f" {count} input_ids; {_LEAVE_OUT}"
         )
     return next(iter(ends.values()), None)
 
@@ -371,7 +374,7 @@ def _agreed_bounds(claims: Sequence[_Claim], end: int, count: int) -> _Bounds:
         if agreed is not None and not np.array_equal(agreed.bounds, claim.bounds):
             raise RowError(
                 f"{agreed.field} and {name} disagree: sequences begin at {_shown(agreed)} by the first, at"
-                f" {_shown(claim)} by the second; leave out the one that is wrong"
+                f" {_shown(claim)} by the second; {_LEAVE_OUT}"
             )
         agreed = agreed or claim
     return np.array([0, end]) if agreed is None else agreed.bounds
@@ -411,8 +414,9 @@ def _per_token(values: Any, name: str, count: int) -> NDArray[np.int64]:
     array = numbers(values, name)
     if len(array) != count:
         raise RowError(f"{name} has {len(array)} entries for {count} input_ids")
-    whole = array.astype(np.int64) if array.dtype.kind != "f" or np.isfinite(array).all() else None
-    if whole is None or (whole != array).any():
+    with np.errstate(invalid="ignore"):
+        whole = array.astype(np.int64)
+    if (whole != array).any():
         raise RowError(f"{name} is not a flat list of integers")
     return whole
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import jsonl_chunks, parquet
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.tokenize.encoding import read_row
+from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
 
 _FIRST_ROWS = 1000
 _PIECE_NBYTES = 1 << 18
@@ -44,7 +46,9 @@ def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
 
 def _holds_packs(file: InputFile) -> bool:
     if file.kind == "lines":
-        return not (is_remote(file.path) or file.compression) and jsonl_chunks.recognise(file.path)
+        # Lines without a file that convert could read are read as rows, which they can be: their masks are of tokens.
+        has_name = not (is_remote(file.path) or ROWS_FOLDER in os.path.basename(os.path.dirname(file.path)))
+        return has_name and not file.compression and jsonl_chunks.recognise(file.path)
     return file.kind in ("parquet", "arrow") and parquet.KEY in _schema_metadata(file)
 
 
@@ -84,25 +88,26 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
         return
     first: tuple[str, int] | None = None
     count = undecided = usable = 0
-    for path, position, data in islice(_rows(files), _FIRST_ROWS):
-        if usable == max_rows:
-            break
-        count += 1
-        try:
-            if not isinstance(data, SequenceError):
-                read_row(data, options)
+    with closing(_rows(files)) as rows:
+        for path, position, data in islice(rows, _FIRST_ROWS):
+            if usable == max_rows:
+                break
+            count += 1
+            try:
+                if not isinstance(data, SequenceError):
+                    read_row(data, options)
+                    usable += 1
+            except UndecidedError:
+                first = first or (path, position)
+                undecided += 1
                 usable += 1
-        except UndecidedError:
-            first = first or (path, position)
-            undecided += 1
-            usable += 1
-        except ValueError:
-            pass  # a bad row, which the run reports
+            except ValueError:
+                pass  # a bad row, which the run reports
     if first is not None:
         raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
 
 
-def _rows(files: Iterable[InputFile]) -> Iterator[tuple[str, int, Any]]:
+def _rows(files: Iterable[InputFile]) -> Generator[tuple[str, int, Any], None, None]:
     for piece in iter_pieces(files, piece_nbytes=_PIECE_NBYTES):
         for position, data in piece.rows():
             yield piece.path, position, data
