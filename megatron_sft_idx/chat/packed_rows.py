@@ -122,6 +122,8 @@ def read_layout(
         claims.append(positions)
     if end is None:
         end = count
+    if end == count and not claims:
+        return Layout(np.array([0, count]))
     bounds = _agreed_bounds(claims, end, count)
     if (at := _first(trained[end:])) is not None:
         raise RowError(
@@ -252,7 +254,7 @@ def _of_parameters(value: Any, count: int) -> tuple[_Claim, int]:
 
 
 def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | None:
-    """Bounds of the sequences by each token's number, and whether padding follows. None: the field is of other things.
+    """Bounds of the sequences by each token's number, and whether padding follows. None: it says nothing of them.
 
     Numbers of ``attention_mask`` begin with 1, and 0 is padding. Others may begin with 0; then -1 is padding.
     """
@@ -263,6 +265,8 @@ def _of_numbers(value: Any, name: str, count: int) -> tuple[_Bounds, bool] | Non
         if name in ("document_ids", "sequence_ids"):  # names of documents, one a row or a document
             return None
         raise
+    if is_mask and (numbers_of == 1).all():
+        return None
     padding = 0 if is_mask or numbers_of[0] else -1
     end = count - _count_last(numbers_of == padding)
     inner = numbers_of[:end]
