@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from chats import TOKENIZER, command, preprocess, sequences_of, write_rows
+from object_folders import serve_folder
 from productions import produced, tokens_of
 
 from megatron_sft_idx import preprocess as preprocess_rows
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.types import TokenizedRow
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import row_files
 
 # As TRL's pack_dataset and NeMo write them.
 TRL = [
@@ -635,3 +638,33 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
     done = command("pack", "PREFIX", "--seq-length", 128, "--output-prefix", "OTHER")
     assert done.code == 0, done.err
     assert stored(tmp_path / "OTHER") == trained([one for of_row in sequences for one in of_row])
+
+
+def test_our_packs_are_known_as_an_arrow_file_and_in_a_bucket_and_packs_of_others_are_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "store").mkdir()
+    url = serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
+    rows, sequences = packed_rows(6, 20)
+    assert preprocess(tmp_path / "x", rows=rows, capacity=64).code == 0
+    assert command("convert", tmp_path / "x", tmp_path / "store/ours.parquet", "--to", "parquet").code == 0
+    table = pq.read_table(tmp_path / "store/ours.parquet")
+    for kind, opened in (("file", pa.ipc.new_file), ("stream", pa.ipc.new_stream)):
+        with opened(tmp_path / f"store/{kind}.arrow", table.schema) as writer:
+            writer.write_table(table)
+    for name in ("ours.parquet", "file.arrow", "stream.arrow"):
+        for path in (f"{url}/{name}", tmp_path / "store" / name):
+            with pytest.raises(FormatError, match="packs that megatron-sft-idx wrote, expected rows"):
+                row_files([str(path)])
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "watched/1.parquet").write_bytes((tmp_path / "store/ours.parquet").read_bytes())
+    (tmp_path / "watched/_END").touch()
+    done = produced(tmp_path / "live", "--watch", tmp_path / "watched")
+    assert done.code == 1
+    assert "1.parquet: packs that megatron-sft-idx wrote" in done.err
+    # Without the metadata nobody knows who wrote it.
+    pq.write_table(table.replace_schema_metadata(None), tmp_path / "others.parquet")
+    done = preprocess(tmp_path / "y", "--input", tmp_path / "others.parquet", "--mask-alignment", "label", capacity=64)
+    assert done.code == 0, done.err
+    assert stored(tmp_path / "y") == trained([one for of_row in sequences for one in of_row])

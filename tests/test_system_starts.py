@@ -296,3 +296,23 @@ def test_it_is_taught(capsys: Any) -> None:
     for verb in ("preprocess", "produce"):
         shown = command(verb, "--help").out
         assert "--system-starts {error,conversation,turn}" in shown
+
+
+def test_a_conversation_may_become_a_sequence_for_each_turn(tmp_path: Path) -> None:
+    thinks = {"role": "assistant", "content": "A", "reasoning_content": "R"}
+    rows = [{"messages": [*said("su"), thinks, *said("u"), thinks, *said("su"), thinks]}, *FEW]
+    done = preprocess(tmp_path / "x", *CONVERSATION, "--turns", "split", "--dedup", "exact", rows=rows)
+    assert done.code == 0, done.err
+    assert len(texts_of(tmp_path / "x")) == 3 + len(FEW)
+    shard = Shard(tmp_path / "x", columns=("source",))
+    assert [row for pack in shard for _, row in pack["source"].tolist()].count(0) == 3
+
+
+def test_files_that_appear_are_looked_at_as_they_come(tmp_path: Path) -> None:
+    (tmp_path / "watched").mkdir()
+    write_rows(tmp_path / "watched/1.jsonl", FEW)
+    write_rows(tmp_path / "watched/2.jsonl", [*FEW, LINES[0]])
+    (tmp_path / "watched/_END").touch()
+    done = produced(tmp_path / "live", "--watch", tmp_path / "watched", "--on-bad-row", "skip")
+    assert done.code == 1
+    assert "2.jsonl:41: a system message comes after an answer in this row" in done.err
