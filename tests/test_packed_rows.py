@@ -267,6 +267,10 @@ def test_any_two_forms_of_one_pack_agree_and_of_two_packs_do_not(alignment: str)
         ({"seq_lengths": [3, 3], "position_ids": [0, 1, 2, 3, 4, 5]}, "seq_lengths and position_ids disagree"),
         ({"seq_lengths": [3, 3], "attention_mask": [1, 1, 2, 2, 2, 2]}, "seq_lengths and attention_mask disagree"),
         ({"cu_seqlens": [0, 3, 6], "cu_seqlens_padded": [0, 4, 6]}, "say that there is padding between sequences"),
+        (
+            {"cu_seqlens_padded": [0, 3, 6]},
+            "cu_seqlens_padded counts the padding behind each sequence, and no cu_seqlens",
+        ),
         ({"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 3, 5]}, "cu_seqlens_padded ends at 5, but there are 6"),
         ({"position_ids": [0, 1, 0, 1, 2, 3], "input_pos": [0, 1, 2, 3, 4, 5]}, "position_ids and input_pos disagree"),
         ({"packing_params": [0, 3, 6]}, "packing_params is not an object with sequence_boundaries"),

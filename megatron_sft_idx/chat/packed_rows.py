@@ -62,8 +62,6 @@ _LEAVE_OUT: Final = "leave out the one that is wrong, by --ignore-field NAME"
 # LLaMA-Factory's number of no sequence, in place of an empty list.
 _NO_SEQUENCE: Final = 1 << 32
 _OF_MEDIA: Final = ("image_subseq_ids", "video_subseq_ids", "audio_subseq_ids")
-
-
 # What errors say of a row that needs a decision, and how to decide.
 UNDECIDED = "a system message comes after an answer in this row"
 DECIDE = (
@@ -157,18 +155,7 @@ def refuse_pack_fields(row: Mapping[str, Any]) -> None:
 
 def _read_claims(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict[str, int]]:
     """What all fields but positions say of sequences; and where padding begins, by the field that says so."""
-    claims: list[_Claim] = []
-    ends: dict[str, int] = {}
-    bounds: dict[str, _Bounds] = {}
-    for name in sorted((_OF_LENGTHS | _OF_BOUNDS).intersection(row)):
-        value = row[name]
-        if value is None or (name in _PLAIN_LENGTHS and isinstance(value, (int, float))):
-            continue
-        bounds[name] = _of_lengths(value, name, count) if name in _OF_LENGTHS else _of_bounds(value, name, count)
-    for physical, logical in _PADDED.items():
-        if physical in bounds and logical in bounds:
-            ends[logical] = _end_of_pair(bounds.pop(physical), bounds[logical], physical, logical, count)
-    claims += [_Claim(name, of_sequences) for name, of_sequences in bounds.items()]
+    claims, ends = _read_bounds(row, count)
     for name in _STARTS:
         if row.get(name) is not None:
             claims.append(_Claim(name, _of_starts(row[name], name, count)))
@@ -183,6 +170,27 @@ def _read_claims(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict
             if name != "attention_mask" or len(of_sequences) > 2:
                 claims.append(_Claim(name, of_sequences))
     return claims, ends
+
+
+def _read_bounds(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict[str, int]]:
+    """What lengths and bounds say of sequences; and where padding begins by pairs of them with and without it."""
+    bounds: dict[str, _Bounds] = {}
+    ends: dict[str, int] = {}
+    for name in sorted((_OF_LENGTHS | _OF_BOUNDS).intersection(row)):
+        value = row[name]
+        if value is None or (name in _PLAIN_LENGTHS and isinstance(value, (int, float))):
+            continue
+        bounds[name] = _of_lengths(value, name, count) if name in _OF_LENGTHS else _of_bounds(value, name, count)
+    for physical, logical in _PADDED.items():
+        if physical in bounds and logical in bounds:
+            ends[logical] = _end_of_pair(bounds.pop(physical), bounds[logical], physical, logical, count)
+    for name in bounds:
+        if name.endswith("_padded"):
+            raise RowError(
+                f"{name} counts the padding behind each sequence, and no {name.removesuffix('_padded')} says where it"
+                f" begins: hand in both; if there is none, name the field {name.removesuffix('_padded')}"
+            )
+    return [_Claim(name, of_sequences) for name, of_sequences in bounds.items()], ends
 
 
 def _of_lengths(value: Any, name: str, count: int) -> _Bounds:
@@ -373,6 +381,11 @@ def _agreed_bounds(claims: Sequence[_Claim], end: int, count: int) -> _Bounds:
             raise RowError(
                 f"{name} is of {bounds[-1]} tokens, but there are {count} input_ids{behind}: hand in the tokens that it"
                 " is of, or mark padding by zeros in attention_mask"
+            )
+        if np.count_nonzero(bounds > end) > 1 and end not in bounds:
+            raise RowError(
+                f"{name} has a border at {bounds[bounds > end][0]}, behind the padding that begins at {end}: padding"
+                " between sequences; hand in rows without padding"
             )
         claim = _Claim(name, np.append(bounds[bounds < end], end))
         if agreed is not None and not np.array_equal(agreed.bounds, claim.bounds):
