@@ -79,6 +79,7 @@ examples:
 rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
 tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
 weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
+Tokenised rows that are packed already (seq_lengths, cu_seqlens, position_ids that restart, ...) become their sequences.
 
 files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
 globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
