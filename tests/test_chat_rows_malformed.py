@@ -164,7 +164,7 @@ BAD = [
     ({"input_ids": [5], "labels": [9]}, r"labels\[0\] is 9 .* expected that id or -100$"),
     (ids(labels=[-100, -100, 9]), r"labels\[2\] is 9 .* expected that id or -100$"),
     (ids(labels=[6, 7, -100]), "they look shifted by one: hand them in as label-aligned"),
-    (ids(labels=[5, 6, 7], attention_mask=[1, 1, 0]), "attention_mask has zeros: the row is padded"),
+    (ids(labels=[5, 6, 7], attention_mask=[1, 1, 0]), "padding is trained on: the row marks its last 1 tokens"),
 ]
 
 

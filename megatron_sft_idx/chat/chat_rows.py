@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import parse_json
+from megatron_sft_idx.chat.packed_rows import SystemStarts, integers, numbers, read_layout, refuse_pack_fields
 from megatron_sft_idx.chat.training_fields import (
     FLAGS,
     INVERTED,
@@ -89,6 +90,8 @@ class RowOptions:
         require_assistant: whether a conversation in which the assistant says nothing is refused. False where every
             token is trained on; then a message of another role that says "do not train" is refused instead.
         ignore_fields: names of fields without which rows, messages and parts are read; sorted.
+        system_starts: what a system message after an answer is: the beginning of another conversation, a turn of the
+            same one, or (error) nothing that may be guessed.
 
     Raises:
         FormatError: an option is none of its choices.
@@ -99,6 +102,7 @@ class RowOptions:
     mask_alignment: MaskAlignment = "token"
     require_assistant: bool = True
     ignore_fields: tuple[str, ...] = ()
+    system_starts: SystemStarts = "error"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -116,7 +120,8 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     """
     if options.ignore_fields:
         row, notes = without_ignored(data, options)
-        return _read_row(row, options)._replace(notes=notes)
+        source = _read_row(row, options)
+        return source._replace(notes=notes + Counter(source.notes))
     return _read_row(data, options)
 
 
@@ -128,6 +133,7 @@ def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
     kind = kind_by_keys(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return _read_tokenized(data, options.mask_alignment)
+    refuse_pack_fields(data)
     if kind == "messages":
         messages, weights = _read_messages(data, options)
     elif kind == "prompt-completion":
@@ -613,31 +619,45 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
     Labels are as in transformers: a token's own id where it is trained on, else -100. They stand at the token's own
     position (``token``) or at the position before it, which predicts it (``label``).
     """
-    ids = _integers(row.get("input_ids"), "input_ids")
+    ids = integers(row.get("input_ids"), "input_ids")
     if not ids.size:
         raise RowError("input_ids is empty")
     if ids.min() < 0 or ids.max() > _MAX_ID:
         raise RowError(f"input_ids holds {ids[(ids < 0) | (ids > _MAX_ID)][0]}, no token's id")
-    if _is_filled(row.get("attention_mask")) and not _numbers(row["attention_mask"], "attention_mask").all():
-        raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
-    given = [key for key in _MASKS if row.get(key) is not None]
-    if not given:
+    masks: dict[str, NDArray[Any]] = {}
+    for key in _MASKS:
+        if row.get(key) is not None:
+            masks[key] = (integers if key == "labels" else numbers)(row[key], key)
+            if len(masks[key]) != len(ids):
+                raise RowError(f"{key} has {len(masks[key])} entries for {len(ids)} input_ids")
+    if not masks:
         raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
+    if len(masks) > 1 and "labels" in masks and _NOT_TRAINED not in masks["labels"]:
+        del masks["labels"]  # the ids again, with another mask that says which count
+    nothing = {key: _NOT_TRAINED if key == "labels" else 0 for key in masks}
+    trained = np.logical_and.reduce([values != nothing[key] for key, values in masks.items()])
+    bounds, notes = read_layout(row, ids, trained, token_aligned=alignment == "token")
     mask = np.ones(len(ids), np.float32)
-    for key in given:
-        values = (_integers if key == "labels" else _numbers)(row[key], key)
-        if key == "labels" and len(given) > 1 and _NOT_TRAINED not in values:
-            continue  # the ids again, with another mask that says which count
-        if len(values) != len(ids):
-            raise RowError(f"{key} has {len(values)} entries for {len(ids)} input_ids")
-        nothing = _NOT_TRAINED if key == "labels" else 0
-        if alignment == "label" and values[-1] != nothing:
-            raise RowError(
-                f"{key} is {values[-1]} at the last position, expected {nothing}: no token follows that it could be"
-                " of; token-aligned?"
-            )
+    for key, values in masks.items():
+        if alignment == "label":
+            _require_untrained_ends(values, key, nothing[key], bounds)
         mask *= _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
-    return TokenizedRow(ids, np.roll(mask, 1) if alignment == "label" else mask)
+    if alignment == "label":
+        mask = np.roll(mask, 1)
+    return TokenizedRow(ids[: bounds[-1]], mask[: bounds[-1]], notes, bounds)
+
+
+def _require_untrained_ends(values: NDArray[Any], key: str, nothing: int, bounds: NDArray[np.int64]) -> None:
+    """RowError where a label-aligned mask trains on what would follow the last token of a sequence."""
+    ends = bounds[1:] - 1
+    wrong = np.flatnonzero(values[ends] != nothing)
+    if wrong.size:
+        at = int(ends[wrong[0]])
+        where = f"position {at}, the last of sequence {wrong[0] + 1}" if len(ends) > 1 else "the last position"
+        raise RowError(
+            f"{key} is {values[at]} at {where}, expected {nothing}: no token follows that it could be of;"
+            " token-aligned?"
+        )
 
 
 def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
@@ -661,25 +681,6 @@ def _mask_of_labels(labels: NDArray[np.int64], ids: NDArray[np.int64], alignment
             reason += "; they look shifted by one: hand them in as label-aligned"
         raise RowError(reason)
     return trained.astype(np.float32)
-
-
-def _numbers(values: Any, key: str) -> NDArray[Any]:
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError):
-        array = np.array(None)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
-        raise RowError(f"{key} is not a flat list of numbers")
-    return array
-
-
-def _integers(values: Any, key: str) -> NDArray[np.int64]:
-    array = _numbers(values, key)
-    if array.size and array.dtype.kind not in "iu":
-        raise RowError(f"{key} is not a flat list of integers")
-    if array.size and array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
-        raise RowError(f"{key} holds {array.max()}, no token's id")
-    return array.astype(np.int64)
 
 
 # ---- single values ----

@@ -51,6 +51,7 @@ from megatron_sft_idx.chat.chat_rows import (
     turns_of_pairs,
     without_ignored,
 )
+from megatron_sft_idx.chat.packed_rows import require_one
 from megatron_sft_idx.chat.training_fields import messages_of_json, refuse_row_fields
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
 
@@ -90,7 +91,9 @@ def _read_judged_row(data: Any, options: RowOptions) -> tuple[list[Conversation 
         weights = [0.0] * shared + of_messages[shared:]
         if not any_trained(messages, weights):
             raise RowError(f"{name}: the assistant says nothing that is trained on, so there is nothing to learn")
-        conversations.append(to_conversation(row, messages, weights))
+        conversation = to_conversation(row, messages, weights)
+        require_one(conversation, options.system_starts, f"its {name} answer is one of a pair")
+        conversations.append(conversation)
     return conversations, None
 
 
@@ -209,6 +212,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
             "the row ends with a user's message, or with nothing that is trained on, so there is no answer that its"
             " label could judge"
         )
+    require_one(source, options.system_starts, f"{given[0]} judges one answer")
     return [source], int(data[given[0]])
 
 

@@ -74,12 +74,17 @@ class Conversation(NamedTuple):
 class TokenizedRow(NamedTuple):
     """A row that came tokenised: ids and a token-aligned mask (1 = this token is trained on).
 
-    ``notes`` are counts for the summary by name.
+    Attributes:
+        input_ids: int64 [tokens].
+        loss_mask: float32 [tokens].
+        notes: counts for the summary by name.
+        bounds: where its sequences begin, and the end of the last one, int64 [sequences + 1]; None for one sequence.
     """
 
     input_ids: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
     notes: Mapping[str, int] = {}
+    bounds: NDArray[np.int64] | None = None
 
 
 class Span(NamedTuple):

@@ -79,6 +79,7 @@ examples:
 rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
 tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
 weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
+Tokenised rows that are packed already (seq_lengths, cu_seqlens, position_ids that restart, ...) become their sequences.
 
 files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
 globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
@@ -137,6 +138,9 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         --messages-key NAME  field that holds the turns (default: one of the usual names)
         --ignore-field NAME  read rows as if they, their messages and content parts had no such field; for a field that
             means something else here than to the trainers that read it as "do not train this"; may be repeated
+        --system-starts  what a system message after an answer is: the start of a conversation that becomes a sequence
+            of its own, as in Megatron's --sft lines, or a turn of one conversation; with error, such a row among the
+            first 1,000 stops the run before it begins, a later one when it is met (default: %(default)s)
         --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
             (default: %(default)s)
         --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)

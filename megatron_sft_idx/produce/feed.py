@@ -21,14 +21,14 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
+from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, stream_pieces
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record, Unchanged
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
-from megatron_sft_idx.tokenize import NOT_YET, NotYet
+from megatron_sft_idx.tokenize import NOT_YET, NotYet, row_files
 
 # For each file its pieces, in order; NOT_YET in place of a file or a piece that is not there yet.
 Files: TypeAlias = Iterator[Iterator[Piece | NotYet] | NotYet]
@@ -288,7 +288,7 @@ class GrowingFolder:
 
     def _pieces(self, file: TakenFile) -> Iterator[Piece | NotYet]:
         path = self._require_same_size(file)
-        yield from iter_pieces(expand_inputs([path]), piece_nbytes=self._piece_nbytes)
+        yield from iter_pieces(row_files([path]), piece_nbytes=self._piece_nbytes)
         self._require_same_size(file)
 
     def _require_same_size(self, file: TakenFile) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
+from megatron_sft_idx.chat.inputs import InputFile, total_bytes
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
@@ -59,6 +59,8 @@ from megatron_sft_idx.tokenize import (
     noted_differences,
     num_kept_tokens,
     remember_encoder,
+    require_decided_rows,
+    row_files,
     write_part,
 )
 
@@ -210,7 +212,8 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     with contextlib.ExitStack() as stack:
         stack.enter_context(_held(catalog))
         taken = stack.enter_context(contextlib.closing(TakenFiles(os.path.join(catalog.folder, _INPUTS))))
-        files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
+        files = [] if options.watch is not None or options.from_stdin else row_files(options.inputs)
+        require_decided_rows(files, options.encoding.rows)
         state, cursor = _find_start(catalog, options, encoder, len(files))
         if not state.published:
             taken.clear()

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
+from megatron_sft_idx.chat.inputs import InputFile
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
@@ -31,6 +31,7 @@ from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
 from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.row_files import row_files
 from megatron_sft_idx.tokenize.selection import Selection, file_weights
 
 _MAX_NBYTES = 1 << 28
@@ -106,15 +107,21 @@ class PreprocessOptions:
         """The files of the input, and the options with the weights of files by their numbers.
 
         Raises:
-            FormatError: an input that is none; shards or corpus would replace a file of it, or lie beside other splits.
+            FormatError: an input that is none, or holds packs; shards or corpus would replace a file of it, or lie
+                beside other splits.
         """
-        files = expand_inputs(self.inputs)
+        files = row_files(self.inputs)
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
         if self.output_shards > 1:
             refuse_other_splits(self.prefix, self.output_shards)
         return files, replace(self, packing=self.packing_of(files))
+
+    @property
+    def max_rows(self) -> int | None:
+        """How many usable rows are taken, from the first on; None for all."""
+        return None if self.packing.selection is None else self.packing.selection.max_rows
 
     @property
     def has_valid(self) -> bool:

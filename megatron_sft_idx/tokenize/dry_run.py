@@ -20,6 +20,7 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import plan_packs
 from megatron_sft_idx.tokenize.report import CorpusReport
+from megatron_sft_idx.tokenize.row_files import require_decided_rows
 
 # Bytes of first rows, of all files together and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
@@ -63,12 +64,13 @@ def preview(
         SFTIndexError: an input or an option that cannot be used, or files at the prefix that may not be replaced.
     """
     files, options = options.expanded()
+    require_decided_rows(files, options.encoding.rows, options.max_rows)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
     for prefix in job.outputs:
         job.check_free(prefix, overwrite=options.overwrite)
     job.folder.check_is_ours()
-    by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
+    by_file = [PartsSoFar(CorpusReport(), "skip", max_rows=options.max_rows) for _ in files]
     trained, first = [0] * len(files), None
     shared = encoder.options, job.cutting
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
@@ -82,6 +83,8 @@ class EncodedPiece:
         bad_rows: errors of the rows that could not be used, in order; with ``on_bad_row="error"`` only the first.
         notes: counts by name.
         straddling: text of a token that is trained on and begins in a header; "" where there is none.
+        undecided: number of the row, like those of bad rows, at which encoding stopped because a system message comes
+            after an answer in it and the options do not say what that means; 0 where there is none.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
             2]: 0, and the number of the row (of JSON lines, the line), counted from the first of the piece. ``label``
             is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``),
@@ -96,6 +99,7 @@ class EncodedPiece:
     bad_rows: list[SequenceError]
     notes: Counter[str]
     straddling: str = ""
+    undecided: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
@@ -106,10 +110,10 @@ class _Row(NamedTuple):
         position: number of the row in its file.
         label: of KTO, else None.
         content: hash of its content, where the column ``content`` is made.
-        conversations: its one conversation, or the two of a pair; none in a row that came tokenised.
+        conversations: its one conversation, several, or the two of a pair; none in a row that came tokenised.
         template: the template that renders them.
         tokenized: the row that came tokenised, else None.
-        rendered: its rendered texts: one, one a turn, or the two of a pair.
+        rendered: its rendered texts: one, one for each turn or conversation, or the two of a pair.
         notes: counts for the summary by name, of how the row was read.
     """
 
@@ -121,6 +125,21 @@ class _Row(NamedTuple):
     tokenized: TokenizedRow | None = None
     rendered: Sequence[Rendered] = ()
     notes: Mapping[str, int] = {}
+
+
+def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow], int | None]:
+    """What a row makes sequences of: conversations, or ids; and its label of KTO.
+
+    Raises:
+        UndecidedError: a system message comes after an answer, and the options do not say what that means.
+        RowError: the row cannot be used.
+    """
+    if options.kind in ("preference", "kto"):
+        return read_judged(data, options)
+    source = to_sequence_source(data, options)
+    if isinstance(source, TokenizedRow):
+        return [source], None
+    return conversations_of(source, options.system_starts), None
 
 
 class RowEncoder:
@@ -176,6 +195,7 @@ class RowEncoder:
         options, rows = self.options, self.options.rows
         if_set = {
             "ignore_fields": [*rows.ignore_fields],
+            "system_starts": rows.system_starts if rows.system_starts != "error" else "",
             "source": options.source,
             "source_weights": [*options.source_weights],
             "content": options.content,
@@ -202,17 +222,19 @@ class RowEncoder:
 
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
-        options, rows, waiting = self.options, 0, piece.rows()
+        options, rows, undecided, waiting = self.options, 0, 0, piece.rows()
         made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         while batch := list(islice(waiting, _BATCH_ROWS)):
-            rows += len(batch)
-            made += self._encode_batch(piece, self._rendered(piece, batch, bad_rows), bad_rows)
-            if bad_rows and options.on_bad_row == "error":
+            read, undecided = self._read_batch(batch)
+            rows += len(read)
+            made += self._encode_batch(piece, self._rendered(piece, read, bad_rows), bad_rows)
+            if undecided or (bad_rows and options.on_bad_row == "error"):
                 break
         bad_rows.sort(key=lambda error: error.position or 0)
         weight = options.source_weights[file] if options.source_weights else 1.0
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
+        done.undecided = undecided
         for row, _ in made:
             if row.notes:
                 done.notes.update(row.notes)
@@ -231,56 +253,61 @@ class RowEncoder:
             content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
+    def _read_batch(self, batch: Sequence[tuple[int, Any]]) -> tuple[list[tuple[int, _Row | ValueError]], int]:
+        """The rows with their positions, and in place of bad rows the errors; up to the first one that is undecided.
+
+        The second value is the position of that row, which is not among the rows; 0 where there is none.
+        """
+        read: list[tuple[int, _Row | ValueError]] = []
+        for position, data in batch:
+            try:
+                read.append((position, self._read(position, data)))
+            except UndecidedError:
+                return read, position
+            except ValueError as error:
+                read.append((position, error))
+        return read, 0
+
     def _read(self, position: int, data: Any) -> _Row:
-        options, label = self.options, None
-        sources: Sequence[Conversation | TokenizedRow]
+        options = self.options
         if isinstance(data, SequenceError):
             raise data
-        if options.rows.kind in ("preference", "kto"):
-            sources, label = read_judged(data, options.rows)
-        else:
-            sources = (to_sequence_source(data, options.rows),)
-        content = row_hash(sources, label) if options.content else None
+        sources, label = read_row(data, options.rows)
+        content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
+        if isinstance(sources[0], TokenizedRow):
+            return _Row(position, label, content, [], None, sources[0], notes=notes)
         conversations = [source for source in sources if isinstance(source, Conversation)]
-        if not conversations:
-            tokenized = next(source for source in sources if isinstance(source, TokenizedRow))
-            return _Row(position, label, content, [], None, tokenized, notes=sources[0].notes)
         template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(position, label, content, conversations, template, notes=sources[0].notes)
+        return _Row(position, label, content, conversations, template, notes=notes)
 
-    def _rendered(self, piece: Piece, batch: Sequence[tuple[int, Any]], bad_rows: list[SequenceError]) -> list[_Row]:
+    def _rendered(
+        self, piece: Piece, read: Sequence[tuple[int, _Row | ValueError]], bad_rows: list[SequenceError]
+    ) -> list[_Row]:
         """The good rows of a batch, rendered; bad ones are added to those, of which the first may be the end.
 
         Every row takes a step before the next step begins, whose code then stays in the processor's caches.
         """
-        read: list[_Row | ValueError] = []
         conversations: dict[ChatTemplate, list[Conversation]] = {}
-        for position, data in batch:
-            try:
-                row = self._read(position, data)
-            except ValueError as error:
-                read.append(error)
-                continue
-            read.append(row)
-            if row.template is not None:
+        for _, row in read:
+            if isinstance(row, _Row) and row.template is not None:
                 conversations.setdefault(row.template, []).extend(row.conversations)
         texts = {template: template.render_each(those) for template, those in conversations.items()}
         good: list[_Row] = []
-        for (position, _), one in zip(batch, read, strict=True):
+        for position, one in read:
             try:
                 if isinstance(one, ValueError):
                     raise one
                 rendered: list[Rendered] = []
-                # All of a pair are taken, and only then looked at: a bad one spoils the row.
+                # All of a row are taken, and only then looked at: a bad one spoils the row.
                 for outcome in [next(texts[one.template]) for _ in one.conversations if one.template]:
                     if isinstance(outcome, ValueError):
                         raise outcome
                     rendered += outcome
-                if len(one.conversations) == 2 and len(rendered) != 2:
+                if self.options.rows.kind == "preference" and len(rendered) != 2:
                     raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
@@ -303,7 +330,7 @@ class RowEncoder:
             try:
                 if row.template is None:
                     assert row.tokenized is not None
-                    made = [self.tokenizer.from_token_row(row.tokenized)]
+                    made = _split(self.tokenizer.from_token_row(row.tokenized), row.tokenized.bounds)
                 else:
                     # All turns of a row are taken, and only then looked at: a bad one spoils the row.
                     made = []
@@ -357,6 +384,13 @@ class RowEncoder:
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
         straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
         return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling)
+
+
+def _split(row: Encoded, bounds: NDArray[np.int64] | None) -> list[Encoded]:
+    """The sequences of a row that came tokenised; ``bounds`` as of ``TokenizedRow``."""
+    if bounds is None or len(bounds) == 2:
+        return [row]
+    return [Encoded(row.input_ids[start:stop], row.loss_mask[start:stop]) for start, stop in pairwise(bounds.tolist())]
 
 
 def _at(error: ValueError, path: str, position: int) -> SequenceError:

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
+from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, ReasoningTurns, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
 from megatron_sft_idx.packing import Effort
@@ -62,6 +63,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     row_kind: RowKind = "auto",
     messages_key: str | None = None,
     ignore_fields: Sequence[str] = (),
+    system_starts: SystemStarts = "error",
     mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
     append_eod: bool = False,

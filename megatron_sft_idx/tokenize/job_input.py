@@ -28,6 +28,8 @@ StrPath: TypeAlias = str | os.PathLike[str]
 # Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.
 Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]]
 
+# In the name of the folder of rows that a program passes, or that come through a pipe.
+ROWS_FOLDER = ".rows-"
 # The role of the files of the input, in messages.
 INPUT = "the input"
 
@@ -82,7 +84,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
             raise FormatError("standard input: closed; pipe the rows to the command, or name a file")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ROWS_FOLDER, dir=folder) as temporary:
         name = "rows"
         if hasattr(rows, "save_to_disk"):
             rows.save_to_disk(path := os.path.join(temporary, "dataset"))

@@ -38,6 +38,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard.writer import MaskAlignment
@@ -75,6 +76,7 @@ class PartInfo:
         rows: rows read, bad ones included.
         skipped: rows that could not be used.
         bad_rows: position and reason of each of these, in order.
+        undecided: position of the row at which encoding stopped, as of ``EncodedPiece``; 0 where there is none.
         notes: counts by name.
         straddling: text of a token that is trained on and begins in a header; "" where there is none.
         mask_dtype: name of the masks' dtype.
@@ -89,6 +91,7 @@ class PartInfo:
     rows: int = 0
     skipped: int = 0
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
+    undecided: int = 0
     notes: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
     mask_dtype: str = "uint8"
@@ -108,6 +111,7 @@ class PartInfo:
         self.skipped += len(encoded.bad_rows)
         listed = encoded.bad_rows[: _MAX_LISTED - len(self.bad_rows)]
         self.bad_rows += [(error.position or 0, error.reason) for error in listed]
+        self.undecided = self.undecided or encoded.undecided
         self.straddling = self.straddling or encoded.straddling
         if encoded.loss_mask.dtype == np.float32:
             self.mask_dtype = "float32"
@@ -326,6 +330,7 @@ class PartsSoFar:
         on_bad_row: as of ``EncodingOptions``.
         log: takes lines for people.
         files: how many files the input has.
+        max_rows: how many usable rows are taken, None for all; a row behind them is not looked at.
 
     Attributes:
         report: as given.
@@ -341,9 +346,15 @@ class PartsSoFar:
     """
 
     def __init__(
-        self, report: CorpusReport, on_bad_row: str, log: Callable[[str], None] = lambda line: None, *, files: int = 1
+        self,
+        report: CorpusReport,
+        on_bad_row: str,
+        log: Callable[[str], None] = lambda line: None,
+        *,
+        files: int = 1,
+        max_rows: int | None = None,
     ) -> None:
-        self.report, self._on_bad_row, self._log = report, on_bad_row, log
+        self.report, self._on_bad_row, self._log, self._max_rows = report, on_bad_row, log, max_rows
         self.paths: list[str] = []
         self.lengths: list[NDArray[np.uint32]] = []
         self.lines, self.mask_dtype, self._notes = [0] * files, "uint8", Counter[str]()
@@ -361,10 +372,12 @@ class PartsSoFar:
             first: what the numbers of its bad rows are counted from in that file.
 
         Raises:
-            SequenceError: it has a bad row, and none may be skipped.
+            SequenceError: it has a bad row, and none may be skipped; or a row that the options do not decide.
         """
         info = part.info
         self._report(info, name, first)
+        if info.undecided and not self.has_enough:
+            raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, and in none before it; {DECIDE}")
         self._notes.update(info.notes)
         if info.mask_dtype == "float32":
             self.mask_dtype = "float32"
@@ -397,6 +410,11 @@ class PartsSoFar:
             elif skipped == _MAX_SHOWN + 1:
                 self._log("skipped more rows, which are not shown")
         report.skipped += info.skipped
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether ``max_rows`` usable rows are there."""
+        return self._max_rows is not None and self.report.rows - self.report.skipped >= self._max_rows
 
     @property
     def notes(self) -> dict[str, int]:
@@ -482,7 +500,7 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
         key = stretch.number, stretch.part + len(made)
         made.append(_make_part(settings, key, group, names.get(key, ())))
-        if not made[-1].path:
+        if not made[-1].path or made[-1].info.undecided:
             break
     return made
 
@@ -514,6 +532,8 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
             info.add(piece, encoded[-1])
             if info.bad_rows and settings.encoding.on_bad_row == "error":
                 return MadePart("", info, np.empty(0, np.uint32))
+            if info.undecided:
+                break
     path = os.path.join(settings.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
     write_part(path, info, encoded)
     return MadePart(path, info, np.concatenate([each.lengths for each in encoded]).astype(np.uint32))

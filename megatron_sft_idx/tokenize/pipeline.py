@@ -49,6 +49,7 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.plan import PlannedRun
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
+from megatron_sft_idx.tokenize.row_files import require_decided_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
 # Errors of a full disk: the parts of the job are removed, whose space others may need.
@@ -69,6 +70,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         with contextlib.ExitStack() as stack:
             with _timed("preparing", seconds):
                 files, options = options.expanded()
+                require_decided_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
                     # Workers import their modules while this process goes on.
@@ -102,7 +104,8 @@ def _make(
 ) -> tuple[list[Header], CorpusReport]:
     """Tokenise, or take the corpus that an earlier job kept; then pack. Headers of the shards, and counts of rows."""
     options, (state, corpus) = job.options, begin(job)
-    parts = PartsSoFar(CorpusReport(), options.encoding.on_bad_row, job.log, files=len(job.files))
+    on_bad_row, max_rows = options.encoding.on_bad_row, options.max_rows
+    parts = PartsSoFar(CorpusReport(), on_bad_row, job.log, files=len(job.files), max_rows=max_rows)
     if corpus is None:
         with _timed("tokenising", seconds), _parts_kept(job, parts):
             engine = start_engine()
@@ -203,7 +206,6 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
         FormatError: the input has no usable row, or has changed since an interrupted job read it.
     """
     options, report = job.options, parts.report
-    max_rows = None if options.packing.selection is None else options.packing.selection.max_rows
     # Tasks on other machines find the tokenizer by its whole path.
     encoding = replace(job.encoder.options, tokenizer=os.path.abspath(job.encoder.options.tokenizer))
     shared = PartSettings(job.folder.path, encoding, job.encoder.digest, job.cutting, options.overwrite)
@@ -211,13 +213,10 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
     attempts = parts_of(job.folder.path)
     pending: deque[Stretch] = deque()  # those whose parts are not there yet
 
-    def has_enough() -> bool:
-        return max_rows is not None and report.rows - report.skipped >= max_rows
-
     def stretches() -> Iterator[Stretch]:
         readers = engine.workers if isinstance(engine, Cluster) else 0
         for stretch in cut_input(job.files, job.cutting, readers=readers):
-            if has_enough():
+            if parts.has_enough:
                 return
             pending.append(replace(stretch, dealt=()))
             yield replace(stretch, attempts=attempts.get((stretch.number, stretch.part), ()))
@@ -237,7 +236,7 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
         for made in results:
             stretch = pending.popleft()
             for part in made:
-                if has_enough():
+                if parts.has_enough:
                     break
                 before = stretch.before(parts.lines[stretch.number])
                 if part.changed is not None:

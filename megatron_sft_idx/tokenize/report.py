@@ -28,7 +28,11 @@ _NOTES = {
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
     "no_end_of_turn": "answers without an end-of-turn token: the chat template writes or marks none",
+    "packed_rows": "rows that held several sequences end to end",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
+    "rows_with_seq_start_id": "rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them, the masks"
+    " mark the token before (--mask-alignment label)",
+    "split_at_system_messages": "rows that held several conversations, each beginning with a system message",
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
     "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
     "straddling_left_out": "tokens that begin before their span, not trained",

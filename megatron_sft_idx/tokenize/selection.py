@@ -102,7 +102,7 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
     """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
 
     Args:
-        row: its one conversation, or the two of a pair.
+        row: its one conversation, several, or the two of a pair.
         label: of KTO, the lowest bit of the hash. Lots do not depend on that bit: two rows that differ in their label
             alone are no duplicates, but share their lot.
     """
@@ -110,6 +110,8 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
     for each in row:
         if isinstance(each, TokenizedRow):
             stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
+            if each.bounds is not None and len(each.bounds) > 2:
+                stream.update(each.bounds.tobytes())
         else:
             content = [each.messages, each.weights, each.tools, each.kwargs]
             try:

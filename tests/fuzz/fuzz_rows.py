@@ -30,7 +30,8 @@ _WORDS = (
     *("name", "type", "text", "image_url", "reasoning_content", "tools", "functions", "system_prompt", "prompt"),
     *("chat_template_kwargs", "instruction", "input", "output", "completion", "history", "input_ids", "loss_mask"),
     *("labels", "assistant_masks", "completion_mask", "attention_mask", "chosen", "rejected", "images", "", "\ud800"),
-    *("{}", "[]", '{"a": 1}', "[1", "null", "tool_call_id", "id", "thinking", "true"),
+    *("{}", "[]", '{"a": 1}', "[1", "null", "tool_call_id", "id", "thinking", "true", "seq_lengths", "cu_seqlens"),
+    *("position_ids", "seq_start_id", "packing_params", "sequence_boundaries", "seq_idx", "cu_seqlens_padded"),
 )
 _PLAIN = (None, True, False, 0, 1, -1, -100, 0.5, 1e300, float("nan"), 2**31, 2**63, -(2**64), 10**400, [], {})
 _DEEPEST = 8
@@ -77,3 +78,5 @@ def _check(source: object) -> None:
     assert ids.max() < 2**31
     assert np.isfinite(mask).all()
     assert (mask >= 0).all()
+    bounds = source.bounds.tolist()  # type: ignore[attr-defined]
+    assert bounds == sorted({0, len(ids), *bounds})

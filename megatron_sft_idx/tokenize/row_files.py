@@ -1,0 +1,113 @@
+"""The files of the input: found, and looked at before the work begins.
+
+A file of packs is no input: packs are read by ``convert`` and ``pack``. Rows with system messages behind answers, as
+in Megatron's ``--sft`` lines, need a decision for the whole input, which is asked for before anything is tokenised.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, open_object
+from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED, UndecidedError
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats import jsonl_chunks, parquet
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.tokenize.encoding import read_row
+from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
+
+_FIRST_ROWS = 1000
+_PIECE_NBYTES = 1 << 18
+
+
+def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
+    """The files that paths, globs and ``save_to_disk`` folders stand for.
+
+    Raises:
+        FormatError: as of ``expand_inputs``; or a file holds packs that this package wrote.
+    """
+    files = expand_inputs(patterns)
+    for file in files:
+        if _holds_packs(file):
+            path = shlex.quote(file.path)
+            raise FormatError(
+                f"{file.path}: packs that megatron-sft-idx wrote, expected rows; make a shard of them:"
+                f" megatron-sft-idx convert {path} PREFIX --to sft-idx. To pack it for another capacity after that:"
+                " megatron-sft-idx pack PREFIX --seq-length N --output-prefix OTHER"
+            )
+    return files
+
+
+def _holds_packs(file: InputFile) -> bool:
+    if file.kind == "lines":
+        # Lines without a file that convert could read are read as rows, which they can be: their masks are of tokens.
+        has_name = not (is_remote(file.path) or ROWS_FOLDER in os.path.basename(os.path.dirname(file.path)))
+        return has_name and not file.compression and jsonl_chunks.recognise(file.path)
+    return file.kind in ("parquet", "arrow") and parquet.KEY in _schema_metadata(file)
+
+
+def _schema_metadata(file: InputFile) -> Mapping[bytes, bytes]:
+    """The metadata of a table's schema; none of a file that is broken, which the run reports when it reads the rows."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        return {}
+    try:
+        remote = open_object(file.path, file.etag) if is_remote(file.path) else None
+        with pa.PythonFile(remote, "r") if remote else pa.OSFile(file.path) as source:
+            if file.kind == "parquet":
+                return pq.read_schema(source).metadata or {}
+            magic = source.read(6)
+            source.seek(0)
+            opened = pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
+            with opened:
+                return opened.schema.metadata or {}
+    except (pa.ArrowException, OSError):
+        return {}
+
+
+def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+    """Look at the first 1,000 rows of the input, unless the options decide what a system message after an answer is.
+
+    Args:
+        files: the input.
+        options: how rows are read.
+        max_rows: how many usable rows are taken; None for all. Rows behind them are not looked at.
+
+    Raises:
+        SequenceError: such rows are among these: where the first one is, and how many there are.
+    """
+    if options.system_starts != "error" or options.kind == "tokenized":
+        return
+    first: tuple[str, int] | None = None
+    count = undecided = usable = 0
+    with closing(_rows(files)) as rows:
+        for path, position, data in islice(rows, _FIRST_ROWS):
+            if usable == max_rows:
+                break
+            count += 1
+            try:
+                if not isinstance(data, SequenceError):
+                    read_row(data, options)
+                    usable += 1
+            except UndecidedError:
+                first = first or (path, position)
+                undecided += 1
+                usable += 1
+            except ValueError:
+                pass  # a bad row, which the run reports
+    if first is not None:
+        raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
+
+
+def _rows(files: Iterable[InputFile]) -> Generator[tuple[str, int, Any], None, None]:
+    for piece in iter_pieces(files, piece_nbytes=_PIECE_NBYTES):
+        for position, data in piece.rows():
+            yield piece.path, position, data
