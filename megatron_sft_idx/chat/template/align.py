@@ -207,9 +207,16 @@ def _agreeing(
         before = outline.own[index - 1] if index > 1 or needed < placed.start else ""
         if placed.number in marked and not placed.shared:
             left -= 1
-            if left < 0 or known[left][0] != placed.number or known[left][2] != end:
+            if left < 0 or known[left][0] != placed.number:
                 return None
-            end = known[left][1]
+            _, start, stop = known[left]
+            value = row.owned[placed.number]
+            # A filter that changes white space changes it at the ends of a value too, outside the marks.
+            if stop != end and not (value[-1:].isspace() and text[stop:end].isspace()):
+                return None
+            if not text.endswith(before, 0, start) and value[:1].isspace():
+                start = len(text[:start].rstrip())
+            end = start
             continue
         values: Sequence[Any] = row.shared if placed.shared else row.owned
         for spelt in spellings(values[placed.number]):

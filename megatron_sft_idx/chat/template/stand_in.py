@@ -293,9 +293,12 @@ class Maker:
         name = holder.get("name")
         if isinstance(name, str):
             self._names.add(name)
-        made = {key: value if key in _KEPT_FIELDS else self._other(value) for key, value in holder.items()}
-        if "arguments" in holder:
-            made["arguments"] = self._argument(index, holder["arguments"])
+        made: dict[str, Any] = {}
+        for key, value in holder.items():
+            if key == "arguments":
+                made[key] = self._argument(index, value)
+            else:
+                made[key] = value if key in _KEPT_FIELDS else self._other(value)
         if holder is call:
             return made
         return {
@@ -315,8 +318,9 @@ class Maker:
         return value
 
     def _key(self, key: Any) -> Any:
-        plain = not isinstance(key, str) or key.isidentifier() or _PLAIN_KEY.fullmatch(key)
-        return key if plain else self.share(key)
+        if not isinstance(key, str) or (_PLAIN_KEY.fullmatch(key) and not PLACEHOLDER.fullmatch(key)):
+            return key
+        return self.share(key)
 
     def _other(self, value: Any) -> Any:
         """A string that may be looked up, such as a name or an id, or whatever else a message holds.
