@@ -381,9 +381,20 @@ def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
     read = []
     for i, each in enumerate(_typed([] if tools is None else tools, list, key, "a list of tool schemas")):
         what = f"{key}[{i}]"
-        tool = without_nulls(_typed(_parsed(each, what), dict, what))
-        read.append({"type": "function", "function": tool} if key == "functions" else tool)
+        read.append(_wrapped(_typed(_parsed(each, what), dict, what)))
     return read or None
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as ``{"type": "function", "function": {"name", ...}}``, of that or of the function alone.
+
+    Tools of another type, and what has no name, stay as they are.
+    """
+    is_function = tool.get("function") is None and tool.get("type") in (None, "function")
+    if not is_function or not isinstance(tool.get("name"), str):
+        return tool
+    function = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    return {"type": "function", "function": function}
 
 
 def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
