@@ -6,11 +6,12 @@ file's row groups are. ``values`` describes what rows hold. Values of a type tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import InputRow, Piece
 from megatron_sft_idx.chat.values import JsonText, Undecoded, settled
@@ -66,10 +67,9 @@ class TablePiece(Piece):
         stream.update(table.num_rows.to_bytes(8, "little"))
         for name, field, values in zip(table.column_names, table.schema, table.columns, strict=True):
             chunks = [_Column.of(chunk, field, name) for chunk in values.chunks]
-            whole = chunks[0]._replace(array=pa.concat_arrays(chunk.array for chunk in chunks))
-            if _holds_anything(whole):
+            if _validity(chunks).any():
                 stream.update(f"column {name}".encode())
-                _hash_values(stream, whole)
+                _hash_values(stream, chunks)
         return stream.hex()
 
 
@@ -195,11 +195,11 @@ class _Column(NamedTuple):
             if isinstance(array, pa.ExtensionArray):
                 extension, array = array.type.extension_name, array.storage
             elif _is(array.type, "dictionary"):
-                array = array.dictionary_decode()
+                array = _array_without_views(array.dictionary).take(array.indices)  # views cannot be taken
             elif _is(array.type, "run_end_encoded"):
                 array = pc.run_end_decode(array)
-            elif _is(array.type, "list_view", "large_list_view"):
-                array = array.cast(pa.large_list(array.type.value_field))
+            elif _has_views(array.type):
+                array = _array_without_views(array)
             else:
                 return cls(array, name, extension)
 
@@ -316,76 +316,93 @@ def _numbers(column: _Column) -> list[Any]:
     return values
 
 
-def _hash_values(stream: StreamHash, column: _Column) -> None:
+def _hash_values(stream: StreamHash, chunks: Sequence[_Column]) -> None:
     """Adds to a hash all that makes a difference to the rows: which values are null, and those that are decoded.
 
     The form that is hashed is defined here alone, so that it does not change with pyarrow.
     """
+    form, kind = chunks[0].form, chunks[0].array.type
+    stream.update(form.encode())
+    stream.update(np.packbits(_validity(chunks)))
+    if form == "undecoded":
+        stream.update(str(kind).encode())
+    elif form in ("struct", "list", "map"):
+        if form != "struct":
+            stream.update(np.concatenate([each.lengths().drop_null().to_numpy() for each in chunks]))
+        fields = [f"field {field.name}" for field in kind] if form == "struct" else []
+        names = {"struct": fields, "list": ["items"], "map": ["keys", "items"]}[form]
+        for name, *children in zip(names, *(each.children() for each in chunks), strict=True):
+            if _validity(children).any():
+                stream.update(name.encode())
+                _hash_values(stream, children)
+    elif form != "null":
+        _hash_leaves(stream, form, [each.array.drop_null() for each in chunks])
+
+
+def _hash_leaves(stream: StreamHash, form: str, chunks: Sequence[pa.Array]) -> None:
     import pyarrow as pa
 
-    is_valid = column.array.is_valid()
-    stream.update(column.form.encode())
-    stream.update(np.packbits(is_valid.to_numpy(zero_copy_only=False)))
-    column = column._replace(array=column.array.filter(is_valid))
-    array, form = column.array, column.form
-    if form in ("list", "map"):
-        stream.update(column.lengths().to_numpy())
-    if form == "struct":
-        for child, field in zip(column.children(), array.type, strict=True):
-            if _holds_anything(child):
-                stream.update(f"field {field.name}".encode())
-                _hash_values(stream, child)
-    elif form in ("list", "map"):
-        for child in column.children():
-            _hash_values(stream, child)
-    elif form in ("text", "typed JSON"):
-        whole = array.cast(pa.large_string())
+    if form in ("text", "typed JSON"):
+        whole = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in chunks])
         ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
         stream.update(ends - ends[:1])
         stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")
-    elif form == "boolean":
-        stream.update(np.packbits(array.cast(pa.bool_()).to_numpy(zero_copy_only=False)))
+        return
+    numbers = np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
+    if form == "boolean":
+        stream.update(np.packbits(numbers.astype(bool)))
     elif form == "float":
-        numbers = array.cast(pa.float64()).to_numpy()
+        numbers = numbers.astype(np.float64)
         stream.update(np.where(np.isnan(numbers), np.nan, numbers))
-    elif form == "integer":
-        numbers = array.to_numpy()
-        is_large = numbers.dtype == np.uint64 and len(numbers) and numbers.max() > np.iinfo(np.int64).max
-        stream.update(b"large" if is_large else b"")
-        stream.update(numbers if is_large else numbers.astype(np.int64))
-    elif form == "undecoded":
-        stream.update(str(array.type).encode())
+    elif len(numbers) and int(numbers.max()) > np.iinfo(np.int64).max:
+        stream.update(b"large")
+        stream.update(numbers)
+    else:
+        stream.update(numbers.astype(np.int64))
 
 
-def _holds_anything(column: _Column) -> bool:
-    return bool(column.array.is_valid().to_numpy(zero_copy_only=False).any())
+def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
+    return np.concatenate([each.array.is_valid().to_numpy(zero_copy_only=False) for each in chunks])
+
+
+# ---- views ----
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch with its string views as strings: a slice of views holds the bytes of the whole, when written."""
+    """The batch without views of strings and lists: a slice of views, when written, holds the bytes of the whole."""
     import pyarrow as pa
 
-    schema = pa.schema([_field_without_views(field) for field in batch.schema])
-    if schema.equals(batch.schema):
+    if not any(_has_views(field.type) for field in batch.schema):
         return batch
-    columns = zip(batch.columns, batch.schema, schema, strict=True)
-    arrays = [array if old.equals(new) else array.cast(new.type) for array, old, new in columns]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    arrays = [_array_without_views(array) for array in batch.columns]
+    fields = [field.with_type(array.type) for field, array in zip(batch.schema, arrays, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _field_without_views(field: pa.Field) -> pa.Field:
-    import pyarrow as pa
-
-    kind = field.type
-    if _is(kind, "string_view"):
-        return field.with_type(pa.large_string())
-    if _is(kind, "binary_view"):
-        return field.with_type(pa.large_binary())
+def _has_views(kind: pa.DataType) -> bool:
+    if _is(kind, "string_view", "binary_view", "list_view", "large_list_view"):
+        return True
     if _is(kind, "struct"):
-        return field.with_type(pa.struct([_field_without_views(inner) for inner in kind]))
-    if _is(kind, "list", "large_list", "fixed_size_list", "list_view", "large_list_view"):
-        inner = _field_without_views(kind.value_field)
-        if _is(kind, "fixed_size_list"):
-            return field.with_type(pa.list_(inner, kind.list_size))
-        return field.with_type(pa.list_(inner) if _is(kind, "list") else pa.large_list(inner))
-    return field
+        return any(_has_views(field.type) for field in kind)
+    return _is(kind, "list", "large_list", "fixed_size_list") and _has_views(kind.value_type)
+
+
+def _array_without_views(array: pa.Array) -> pa.Array:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = array.type
+    if not _has_views(kind):
+        return array
+    if _is(kind, "string_view", "binary_view"):
+        return array.cast(pa.large_string() if _is(kind, "string_view") else pa.large_binary())
+    if _is(kind, "struct"):
+        children = [_array_without_views(child) for child in array.flatten()]
+        fields = [field.with_type(child.type) for field, child in zip(kind, children, strict=True)]
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    # Not cast: pyarrow 26 makes wrong offsets of views.
+    items = _array_without_views(array.flatten())
+    lengths = pc.list_value_length(array).fill_null(0).cast(pa.int64()).to_numpy()
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    of_items = pa.large_list(kind.value_field.with_type(items.type))
+    return pa.LargeListArray.from_arrays(offsets, items, type=of_items, mask=array.is_null())
