@@ -265,7 +265,8 @@ def _values(column: _Column) -> list[Any]:
         return _decoded(column)
     except (ValueError, OverflowError, pa.ArrowException) as error:
         if len(column.array) == 1:
-            return [Undecoded(column.field, f"cannot be read: {str(error).splitlines()[0]}")]
+            reason = f"cannot be read: {str(error).splitlines()[0]}"
+            return [Undecoded(column.field, reason, "write the column again")]
     one_by_one = (column._replace(array=column.array.slice(i, 1)) for i in range(len(column.array)))
     return [value for one in one_by_one for value in _values(one)]
 
@@ -281,9 +282,8 @@ def _decoded(column: _Column) -> list[Any]:
     if form == "typed JSON":
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
     if form == "undecoded":
-        short = str(array.type)[:60]
-        what = f"is of Arrow's type {short}, which JSON does not have: cast it to text or numbers"
-        value = Undecoded(column.field, what, is_time=_is(array.type, "temporal"))
+        remedy = "cast the column to text, numbers, lists or structs"
+        value = Undecoded(column.field, f"is {str(array.type)[:60]}", remedy, is_time=_is(array.type, "temporal"))
         return [value if is_valid else None for is_valid in array.is_valid().to_pylist()]
     children = [_values(child) for child in column.children()]
     if form == "struct":
@@ -375,11 +375,24 @@ def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
     if not any(_has_views(field.type) for field in batch.schema):
         return batch
     arrays = [_array_without_views(array) for array in batch.columns]
-    fields = [field.with_type(array.type) for field, array in zip(batch.schema, arrays, strict=True)]
+    fields = [_field_of(field, array) for field, array in zip(batch.schema, arrays, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
+def _field_of(field: pa.Field, array: pa.Array) -> pa.Field:
+    """The field with the type of the array; the name of an extension type that the array has lost is kept beside it."""
+    import pyarrow as pa
+
+    if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array.type, pa.BaseExtensionType):
+        field = field.with_metadata({**(field.metadata or {}), _EXTENSION_KEY: field.type.extension_name})
+    return field.with_type(array.type)
+
+
 def _has_views(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _has_views(kind.storage_type)
     if _is(kind, "string_view", "binary_view", "list_view", "large_list_view"):
         return True
     if _is(kind, "struct"):
@@ -394,15 +407,27 @@ def _array_without_views(array: pa.Array) -> pa.Array:
     kind = array.type
     if not _has_views(kind):
         return array
+    if isinstance(array, pa.ExtensionArray):
+        return _array_without_views(array.storage)
     if _is(kind, "string_view", "binary_view"):
         return array.cast(pa.large_string() if _is(kind, "string_view") else pa.large_binary())
     if _is(kind, "struct"):
         children = [_array_without_views(child) for child in array.flatten()]
-        fields = [field.with_type(child.type) for field, child in zip(kind, children, strict=True)]
+        fields = [_field_of(field, child) for field, child in zip(kind, children, strict=True)]
         return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
-    # Not cast: pyarrow 26 makes wrong offsets of views.
-    items = _array_without_views(array.flatten())
+    # Neither cast nor flattened, which pyarrow 26 does wrongly where there are views.
+    items, is_null = array.values, array.is_null()
     lengths = pc.list_value_length(array).fill_null(0).cast(pa.int64()).to_numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    of_items = pa.large_list(kind.value_field.with_type(items.type))
-    return pa.LargeListArray.from_arrays(offsets, items, type=of_items, mask=array.is_null())
+    if _is(kind, "fixed_size_list"):
+        items = items.slice(array.offset * kind.list_size, len(array) * kind.list_size)
+        offsets = np.arange(len(array) + 1) * kind.list_size
+    elif _is(kind, "list", "large_list"):
+        offsets = np.array(array.offsets, np.int64)
+    items = _array_without_views(items)
+    if _is(kind, "list_view", "large_list_view"):
+        # Views may lie in any order.
+        firsts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64) - offsets[:-1]
+        items = items.take(pa.array(np.repeat(firsts, lengths) + np.arange(offsets[-1])))
+    of_items = pa.large_list(_field_of(kind.value_field, items))
+    return pa.LargeListArray.from_arrays(offsets, items, type=of_items, mask=is_null)

@@ -48,28 +48,27 @@ class JsonText(str):
 class Undecoded:
     """A value of a table that JSON cannot hold.
 
-    It is neither text nor number, list or object, so what reads the field refuses it; a chat template that writes it
-    fails.
+    It is neither text nor number, list or object, so what reads the field refuses it. Whoever writes it, also as a part
+    of something else, gets its error.
 
     Args:
         field: its name, with those that it lies in.
         reason: what it is, as the end of a sentence that begins with the field.
+        remedy: what the user can do.
         is_time: whether it is a point in time or a duration.
     """
 
-    __slots__ = ("field", "is_time", "reason")
+    __slots__ = ("field", "is_time", "reason", "remedy")
 
-    def __init__(self, field: str, reason: str, *, is_time: bool = False) -> None:
-        self.field, self.reason, self.is_time = field, reason, is_time
+    def __init__(self, field: str, reason: str, remedy: str, *, is_time: bool = False) -> None:
+        self.field, self.reason, self.remedy, self.is_time = field, reason, remedy, is_time
 
     def error(self, expected: str = "") -> RowError:
         """The error where it is read."""
-        return RowError(f"{self.field} {self.reason}" + (f"; expected {expected}" if expected else ""))
+        wanted = f", expected {expected}" if expected else ""
+        return RowError(f"{self.field} {self.reason}{wanted}; {self.remedy}")
 
     def __repr__(self) -> str:
-        return f"<{self.field} {self.reason}>"
-
-    def __str__(self) -> str:
         raise self.error()
 
     def __getattr__(self, name: str) -> Any:
@@ -148,7 +147,8 @@ def _settled(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> 
         try:
             value = parse_json(value.encode())
         except ValueError as error:
-            value = Undecoded(value.field, f"is typed as JSON, but its text is {clause_of(error)}")
+            reason = clause_of(error).replace("of the row", "of the text")
+            value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
     if in_whole and type(value) is Undecoded:
         raise _ReadAsWholeError(value)
     return value
