@@ -220,12 +220,23 @@ class RowEncoder:
             },
         }
 
-    def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
-        """Encode the rows of one piece, in order; ``file`` is the number of its file."""
+    def encode(self, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
+        """Encode the rows of one piece, in order.
+
+        Args:
+            piece: the rows.
+            file: the number of its file.
+            max_rows: how many usable rows are taken; None for all. Rows behind them are not read.
+        """
+
+        def next_batch() -> list[InputRow]:
+            missing = _BATCH_ROWS if max_rows is None else min(max_rows - len(made), _BATCH_ROWS)
+            return list(islice(waiting, missing))
+
         options, rows, undecided, waiting = self.options, 0, 0, piece.rows()
         made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
-        while batch := list(islice(waiting, _BATCH_ROWS)):
+        while batch := next_batch():
             read, undecided = self._read_batch(batch)
             rows += len(read)
             made += self._encode_batch(piece, self._rendered(piece, read, bad_rows), bad_rows)
