@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces, total_bytes
+from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
@@ -81,7 +83,7 @@ def read_all(given_input, piece_nbytes=8 << 20):
     return [
         (piece.path, position, row)
         for piece in iter_pieces(expand_inputs([given_input]), piece_nbytes=piece_nbytes)
-        for position, row in pickle.loads(pickle.dumps(piece)).rows()
+        for position, row, _ in pickle.loads(pickle.dumps(piece)).rows()
     ]
 
 
@@ -168,7 +170,7 @@ def test_the_fingerprint_of_arrow_rows_is_of_their_values(tmp_path):
         if write:
             write(table, tmp_path / name)
         (piece,) = iter_pieces(expand_inputs([str(tmp_path / name)]))
-        return piece.fingerprint(), [row for _, row in piece.rows()]
+        return piece.fingerprint(), [row.data for row in piece.rows()]
 
     found = [prints(table) for table in encodings] + [prints(plain, "x.parquet", pq.write_table)]
     assert found == [found[0]] * 5
@@ -253,7 +255,7 @@ def test_nulls_of_columns_are_absent_keys(tmp_path):
     assert [row for _, _, row in read_all(str(tmp_path / "a.parquet"))] == rows
 
 
-def test_a_row_of_columns_that_cannot_be_read_is_one_error(tmp_path):
+def test_text_that_is_not_utf8_is_an_error_where_it_is_read(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -261,7 +263,8 @@ def test_a_row_of_columns_that_cannot_be_read_is_one_error(tmp_path):
     pq.write_table(pa.table({"prompt": bad}), tmp_path / "a.parquet")
     rows = read_all(str(tmp_path / "a.parquet"))
     assert [rows[0][2], rows[2][2]] == [{"prompt": "good"}, {"prompt": "fine"}]
-    assert str(rows[1][2]).startswith(f"{tmp_path / 'a.parquet'}:2: cannot be read: 'utf-8' codec")
+    with pytest.raises(RowError, match="prompt cannot be read: 'utf-8' codec"):
+        to_sequence_source({**rows[1][2], "completion": "Yes."})
 
 
 def test_globs_folders_and_order(tmp_path):

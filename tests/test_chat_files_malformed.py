@@ -34,7 +34,7 @@ def stream_bytes(tmp_path):
 
 
 def read_all(*inputs):
-    return [row for piece in iter_pieces(expand_inputs(inputs), piece_nbytes=100) for row in piece.rows()]
+    return [row[:2] for piece in iter_pieces(expand_inputs(inputs), piece_nbytes=100) for row in piece.rows()]
 
 
 BROKEN_FILES = {

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.values import settled
 
 USER = {"role": "user", "content": "Q"}
 BOT = {"role": "assistant", "content": "A"}
@@ -199,21 +200,20 @@ TWO_STYLES = {
 
 
 def with_nulls(value, keys):
-    """The value with a null for each of these keys that an object in it lacks; schemas and arguments stay."""
+    """The value with a null for each of these keys that an object in it lacks, as exports of tables have it."""
     if isinstance(value, list):
         return [with_nulls(each, keys) for each in value]
     if not isinstance(value, dict):
         return value
-    kept = ("arguments", "parameters", "extra")
     lacking = dict.fromkeys(key for key in keys if key not in value)
-    return lacking | {key: each if key in kept else with_nulls(each, keys) for key, each in value.items()}
+    return lacking | {key: with_nulls(each, keys) for key, each in value.items()}
 
 
 @pytest.mark.parametrize("keys", [*([key] for key in KEYS), KEYS], ids=[*KEYS, "all"])
 def test_a_null_is_as_a_key_that_is_absent(keys):
     verdict = {"messages": CHAT, "label": 1}  # the class of a row, as nothing is completed
     for row in [TWO_STYLES, verdict, *(row for row, _ in GOOD.values())]:
-        without, given = to_sequence_source(row), to_sequence_source(with_nulls(row, keys))
+        without, given = (to_sequence_source(settled(each)[0]) for each in (row, with_nulls(row, keys)))
         assert json.dumps(given) == json.dumps(without)  # in the same order, too
 
 
@@ -252,11 +252,16 @@ WRAPPED = {"type": "function", "function": TOOL}
 @pytest.mark.parametrize(
     ("columns", "tools"),
     [
-        ({"tools": [TOOL]}, [TOOL]),
-        ({"tools": [WRAPPED]}, [WRAPPED]),
-        ({"tools": json.dumps([TOOL])}, [TOOL]),
-        ({"tools": [json.dumps(TOOL)]}, [TOOL]),
-        ({"functions": [TOOL]}, [WRAPPED]),
+        *(
+            ({name: form}, [WRAPPED])
+            for name in ("tools", "functions")
+            for tool in (TOOL, WRAPPED, {"type": "function", **TOOL}, {"type": None, "function": None, **TOOL})
+            for form in ([tool], [json.dumps(tool)], json.dumps([tool]))
+        ),
+        (
+            {"tools": [{"type": "web_search", "name": "w"}, {"custom": 1}]},
+            [{"type": "web_search", "name": "w"}, {"custom": 1}],
+        ),
         ({"tools": None, "functions": [TOOL]}, [WRAPPED]),
         ({"tools": []}, None),
         ({"tools": "[]"}, None),

@@ -122,7 +122,7 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
     [
         ({"messages": []}, FormatError, "rows: a dict, expected paths, an iterable of rows.*single row in a list"),
         (7, FormatError, "rows: a int, expected paths"),
-        ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: cannot be written as JSON: a str, expected a dict"),
+        ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: is a str, expected a dict"),
         ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], SequenceError, "rows:1: .*float"),
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),
         (np.zeros((2, 3)), SequenceError, "rows:1: .* a ndarray, expected a dict"),

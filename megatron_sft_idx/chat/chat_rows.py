@@ -31,7 +31,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.packed_rows import SystemStarts, integers, numbers, read_layout, refuse_pack_fields
 from megatron_sft_idx.chat.training_fields import (
     FLAGS,
@@ -49,6 +48,7 @@ from megatron_sft_idx.chat.training_fields import (
     without_fields,
 )
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
+from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json
 from megatron_sft_idx.errors import check_options
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
@@ -385,9 +385,20 @@ def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
     read = []
     for i, each in enumerate(_typed([] if tools is None else tools, list, key, "a list of tool schemas")):
         what = f"{key}[{i}]"
-        tool = without_nulls(_typed(_parsed(each, what), dict, what))
-        read.append({"type": "function", "function": tool} if key == "functions" else tool)
+        read.append(_wrapped(_typed(_parsed(each, what), dict, what)))
     return read or None
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as ``{"type": "function", "function": {"name", ...}}``, of that or of the function alone.
+
+    Tools of another type, and what has no name, stay as they are.
+    """
+    is_function = tool.get("function") is None and tool.get("type") in (None, "function")
+    if not is_function or not isinstance(tool.get("name"), str):
+        return tool
+    function = {key: value for key, value in tool.items() if key not in ("type", "function")}
+    return {"type": "function", "function": function}
 
 
 def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
@@ -693,7 +704,9 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def _kind_of(value: Any) -> str:
-    """The type of a value in JSON's words, for error messages."""
+    """The type of a value in JSON's words, for error messages; RowError where it is undecoded."""
+    if isinstance(value, Undecoded):
+        raise value.error()
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
 
@@ -722,6 +735,8 @@ def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind:
     """The value, if it is of a type (a string, a list or an object); else RowError."""
+    if isinstance(value, Undecoded):
+        raise value.error(expected or _JSON_NAMES[kind])
     if not isinstance(value, kind):
         raise RowError(f"{what} is {_kind_of(value)}, expected {expected or _JSON_NAMES[kind]}")
     return value
@@ -734,6 +749,4 @@ def _parsed(value: Any, what: str) -> Any:
     try:
         return parse_json(value.encode())
     except ValueError as error:
-        reason = str(error)
-        clause = reason if reason.startswith("not ") else f"not usable: {reason}"
-        raise RowError(f"{what} is a string that is {clause}") from None
+        raise RowError(f"{what} is a string that is {clause_of(error)}") from None

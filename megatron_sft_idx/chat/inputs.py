@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import glob
 import io
-import json
 import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
-import orjson
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx._native import scan_json_array
 from megatron_sft_idx.chat.tables import table_pieces
-from megatron_sft_idx.chat.types import Piece
+from megatron_sft_idx.chat.types import InputRow, Piece
+from megatron_sft_idx.chat.values import parse_json, settled
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
@@ -380,20 +379,23 @@ class JsonPiece(Piece):
     ends: NDArray[np.int64]
     is_array: bool
 
-    def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
+    def rows(self) -> Iterator[InputRow]:
         """See ``Piece.rows``."""
         start = 0
         for position, end in enumerate(self.ends.tolist(), self.first):
             raw, start = self.payload[start:end].strip(_JSON_SPACE), end + 1
             if raw:
+                notes: Mapping[str, int] = {}
                 try:
-                    row = parse_json(raw)
+                    data = parse_json(raw)
+                    if b"null" in raw:  # which most rows do not hold
+                        data, notes = settled(data)
                 except ValueError as error:
-                    row = SequenceError(self.path, position, str(error))
-                yield position, row
+                    data = SequenceError(self.path, position, str(error))
+                yield InputRow(position, data, notes)
             elif self.is_array:
                 reason = "nothing where an element should be: a comma too many in the array"
-                yield position, SequenceError(self.path, position, reason)
+                yield InputRow(position, SequenceError(self.path, position, reason))
 
     def fingerprint(self) -> str:
         """See ``Piece.fingerprint``."""
@@ -550,40 +552,3 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> It
         ends = np.append(ends, end)
     while ends.size:
         yield cut_one()
-
-
-# ---- one row ----
-
-_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
-# The shortest integers that do not fit into 64 bits have 19 digits (those below -2**63).
-_LONG_NUMBER = b"0" * 19
-
-
-def parse_json(raw: bytes) -> Any:
-    """Parses one JSON document. Of a key that is repeated the last value counts, as in JSON libraries.
-
-    Integers are kept whatever their size; orjson alone would round those beyond 64 bits to floats. Floats become
-    doubles: ``1.10`` is later written as ``1.1``.
-
-    Raises:
-        ValueError: with the reason, for anything that RFC 8259 does not allow (NaN, lone surrogates, invalid
-            UTF-8), for numbers beyond a double's range and for nesting deeper than the parser goes.
-    """
-    try:
-        value = orjson.loads(raw)
-        if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
-            value = json.loads(raw)
-    except orjson.JSONDecodeError as error:
-        try:
-            raw.decode()
-        except UnicodeDecodeError as bad:
-            reason = f"not valid UTF-8: {bad.reason} (byte {bad.start + 1} of the row); convert the file to UTF-8"
-            raise ValueError(reason) from None
-        reason = f"not valid JSON: {error.msg} (character {error.pos + 1} of the row)"
-        if b"NaN" in raw or b"Infinity" in raw:
-            reason += "; NaN and Infinity are not JSON, write null"
-        raise ValueError(reason) from None
-    except (RecursionError, ValueError) as error:
-        # json raises these: for nesting that orjson accepts, and for integers of thousands of digits.
-        raise ValueError(f"cannot be parsed: {error}") from None
-    return value

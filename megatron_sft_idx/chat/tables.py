@@ -1,18 +1,20 @@
 """Parquet and Arrow files, among them those of ``save_to_disk`` folders, in pieces of whole rows.
 
 Each piece is a small Arrow stream of about the size that is asked for, so that memory does not depend on how large the
-file's row groups are. Arrow cannot tell an absent key from a null one, so null values are left out of rows.
+file's row groups are. ``values`` describes what rows hold. Values of a type that JSON does not have are not decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.types import Piece
+from megatron_sft_idx.chat.types import InputRow, Piece
+from megatron_sft_idx.chat.values import JsonText, Undecoded, settled
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote.store import ObjectFile
@@ -35,7 +37,7 @@ _Batches = Iterator[tuple["pa.RecordBatch", int]]
 class TablePiece(Piece):
     """Rows of a Parquet or Arrow file; the payload is an Arrow stream."""
 
-    def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
+    def rows(self) -> Iterator[InputRow]:
         """See ``Piece.rows``."""
         import pyarrow as pa
 
@@ -43,16 +45,19 @@ class TablePiece(Piece):
         with pa.ipc.open_stream(self.payload) as reader:
             for batch in reader:
                 for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    for row in _to_python(batch.slice(start, _ROWS_AT_ONCE)):
-                        bad = isinstance(row, ValueError)
-                        yield position, SequenceError(self.path, position, f"cannot be read: {row}") if bad else row
+                    for row in _rows_of(batch.slice(start, _ROWS_AT_ONCE)):
+                        try:
+                            data, notes = settled(row)
+                        except ValueError as error:
+                            data, notes = SequenceError(self.path, position, str(error)), {}
+                        yield InputRow(position, data, notes)
                         position += 1
 
     def fingerprint(self) -> str:
         """A hash of the values alone, since the bytes of an Arrow stream depend on the release of pyarrow.
 
-        Dictionary encoding, 32-bit or 64-bit offsets, the width of numbers, chunks and fields of nothing but nulls make
-        no difference to it, because they make none to the rows.
+        Encodings, 32-bit or 64-bit offsets, the width of numbers, chunks, fields of nothing but nulls and values that
+        are not decoded make no difference to it, because they make none to the rows.
         """
         import pyarrow as pa
 
@@ -60,10 +65,11 @@ class TablePiece(Piece):
             table = reader.read_all()
         stream = StreamHash()
         stream.update(table.num_rows.to_bytes(8, "little"))
-        for name, values in zip(table.column_names, table.columns, strict=True):
-            if values.null_count < len(values):
+        for name, field, values in zip(table.column_names, table.schema, table.columns, strict=True):
+            chunks = [_Column.of(chunk, field, name) for chunk in values.chunks]
+            if _validity(chunks).any():
                 stream.update(f"column {name}".encode())
-                _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in values.chunks))
+                _hash_values(stream, chunks)
         return stream.hex()
 
 
@@ -100,7 +106,8 @@ def table_pieces(
 
     try:
         batches = _arrow_batches(path, remote) if kind == "arrow" else _parquet_batches(path, remote, piece_nbytes)
-        for whole, at in batches:
+        for read, at in batches:
+            whole = _without_views(read)
             at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
             for start in range(0, whole.num_rows, at_once):
                 batch = whole.slice(start, at_once)
@@ -158,62 +165,269 @@ def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
 
 # ---- values ----
 
-
-def _plain(array: pa.Array) -> pa.Array:
-    """An array without the dictionary encoding and the extension type that it may have."""
-    import pyarrow as pa
-
-    while pa.types.is_dictionary(array.type) or isinstance(array, pa.ExtensionArray):
-        array = array.storage if isinstance(array, pa.ExtensionArray) else array.dictionary_decode()
-    return array
+_EXTENSION_KEY = b"ARROW:extension:name"
+_JSON, _BOOL8 = "arrow.json", "arrow.bool8"
 
 
-def _hash_values(stream: StreamHash, array: pa.Array) -> None:
-    """Adds to a hash which values are null, how long those of variable length are, and their content.
+class _Column(NamedTuple):
+    """Values of one type, at any depth of a table.
 
-    The form that is hashed is defined here alone, so that it does not change with pyarrow.
+    Attributes:
+        array: without the encoding and the extension type that it may have.
+        field: its name, with those that it lies in.
+        extension: name of its extension type; "" where it has none.
     """
+
+    array: pa.Array
+    field: str
+    extension: str
+
+    @classmethod
+    def of(cls, array: pa.Array, field: pa.Field | None, name: str) -> _Column:
+        """The values of a field. Where the extension type is not registered, the field's metadata has its name."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        extension = ""
+        if field is not None and field.metadata:
+            extension = field.metadata.get(_EXTENSION_KEY, b"").decode(errors="replace")
+        while True:
+            if isinstance(array, pa.ExtensionArray):
+                extension, array = array.type.extension_name, array.storage
+            elif _is(array.type, "dictionary"):
+                array = _array_without_views(array.dictionary).take(array.indices)  # views cannot be taken
+            elif _is(array.type, "run_end_encoded"):
+                array = pc.run_end_decode(array)
+            elif _has_views(array.type):
+                array = _array_without_views(array)
+            else:
+                return cls(array, name, extension)
+
+    @property
+    def form(self) -> str:
+        """Which of JSON's values these are; "undecoded" for those that JSON does not have."""
+        kind = self.array.type
+        if _is(kind, "string", "large_string", "string_view"):
+            return "typed JSON" if self.extension == _JSON else "text"
+        if _is(kind, "boolean") or (_is(kind, "int8") and self.extension == _BOOL8):
+            return "boolean"
+        if _is(kind, "map"):
+            return "map" if _is(kind.key_type, "string", "large_string", "string_view") else "undecoded"
+        forms = {"null": "null", "integer": "integer", "floating": "float", "struct": "struct"}
+        lists = dict.fromkeys(("list", "large_list", "fixed_size_list"), "list")
+        return next((form for name, form in (forms | lists).items() if _is(kind, name)), "undecoded")
+
+    def children(self) -> list[_Column]:
+        """The fields of structs, the items of lists, or keys and values of maps: those of nulls are left out."""
+        import pyarrow as pa
+
+        array, kind = self.array, self.array.type
+        if self.form == "struct":
+            flat = zip(array.flatten(), kind, strict=True)
+            return [_Column.of(child, field, f"{self.field}.{field.name}") for child, field in flat]
+        if self.form == "list":
+            return [_Column.of(array.flatten(), kind.value_field, f"{self.field}[]")]
+        entries = array.cast(pa.list_(pa.struct([kind.key_field, kind.item_field]))).flatten()
+        keys, items = entries.flatten()
+        return [_Column.of(keys, kind.key_field, self.field), _Column.of(items, kind.item_field, f"{self.field}[]")]
+
+    def lengths(self) -> pa.Array:
+        """How many items each list or map has; null where it is null."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        array = self.array
+        if self.form == "map":
+            array = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field])))
+        return pc.list_value_length(array).cast(pa.int64())
+
+
+def _is(kind: pa.DataType, *names: str) -> bool:
+    """Whether a type is one of these; older releases of pyarrow do not know them all."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    array = _plain(array)
-    kind = pa.types
-    stream.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)))
-    array = array.drop_null()
-    if kind.is_struct(array.type):
-        for field, values in zip(array.type, array.flatten(), strict=True):
-            if values.null_count < len(values):
-                stream.update(f"field {field.name}".encode())
-                _hash_values(stream, values)
-    elif kind.is_list(array.type) or kind.is_large_list(array.type) or kind.is_fixed_size_list(array.type):
-        stream.update(pc.list_value_length(array).cast(pa.int64()).to_numpy())
-        _hash_values(stream, array.flatten())
-    elif any(is_text(array.type) for is_text in (kind.is_string, kind.is_large_string, kind.is_string_view)):
-        whole = array.cast(pa.large_string())
-        ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
-        stream.update(ends - ends[:1])
-        stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")
-    elif kind.is_integer(array.type) and array.type != pa.uint64():
-        stream.update(array.cast(pa.int64()).to_numpy())
-    else:  # floats, booleans, times, bytes and maps, which are rare in chats, by Python's text of them
-        stream.update("\n".join(map(repr, array.to_pylist())).encode())
+    return any(test(kind) for name in names if (test := getattr(pa.types, f"is_{name}", None)) is not None)
 
 
-def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
-    """The rows; in place of one whose values Python cannot hold stands the error."""
+def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows, not yet ``settled``. Where two columns have one name, the last counts."""
+    columns = [
+        _values(_Column.of(array, field, field.name)) for array, field in zip(batch.columns, batch.schema, strict=True)
+    ]
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: _Column) -> list[Any]:
+    """The values as Python has them, which do not depend on whether pandas is installed."""
     import pyarrow as pa
 
     try:
-        return [_without_nulls(row) for row in batch.to_pylist()]
-    except (ValueError, OverflowError, pa.ArrowException) as error:  # not UTF-8, times out of Python's range
-        if batch.num_rows == 1:
-            return [ValueError(str(error))]
-    return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]
+        return _decoded(column)
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        if len(column.array) == 1:
+            reason = f"cannot be read: {str(error).splitlines()[0]}"
+            return [Undecoded(column.field, reason, "write the column again")]
+    one_by_one = (column._replace(array=column.array.slice(i, 1)) for i in range(len(column.array)))
+    return [value for one in one_by_one for value in _values(one)]
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+def _decoded(column: _Column) -> list[Any]:
+    array, form = column.array, column.form
+    values: list[Any]
+    if form in ("integer", "float", "boolean"):
+        return _numbers(column)
+    if form in ("text", "null"):
+        values = array.to_pylist()
+        return values
+    if form == "typed JSON":
+        return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
+    if form == "undecoded":
+        remedy = "cast the column to text, numbers, lists or structs"
+        value = Undecoded(column.field, f"is {str(array.type)[:60]}", remedy, is_time=_is(array.type, "temporal"))
+        return [value if is_valid else None for is_valid in array.is_valid().to_pylist()]
+    children = [_values(child) for child in column.children()]
+    if form == "struct":
+        names = [field.name for field in array.type]
+        values = [dict(zip(names, each, strict=True)) for each in zip(*children, strict=True)]
+        values = values if children else [{} for _ in range(len(array))]
+        if array.null_count:
+            values = [v if is_valid else None for v, is_valid in zip(values, array.is_valid().to_pylist(), strict=True)]
+        return values
+    values, end = [], 0
+    for length in column.lengths().to_pylist():
+        if length is None:
+            values.append(None)
+            continue
+        start, end = end, end + length
+        items = [items[start:end] for items in children]
+        values.append(items[0] if form == "list" else dict(zip(*items, strict=True)))
+    return values
+
+
+def _numbers(column: _Column) -> list[Any]:
+    import pyarrow as pa
+
+    array = column.array
+    if column.form == "float":
+        array = array.cast(pa.float64())
+    elif column.form == "boolean":
+        array = array.cast(pa.bool_())
+    values: list[Any] = array.to_pylist() if array.null_count else array.to_numpy(zero_copy_only=False).tolist()
+    return values
+
+
+def _hash_values(stream: StreamHash, chunks: Sequence[_Column]) -> None:
+    """Adds to a hash all that makes a difference to the rows: which values are null, and those that are decoded.
+
+    The form that is hashed is defined here alone, so that it does not change with pyarrow.
+    """
+    form, kind = chunks[0].form, chunks[0].array.type
+    stream.update(form.encode())
+    stream.update(np.packbits(_validity(chunks)))
+    if form == "undecoded":
+        stream.update(str(kind).encode())
+    elif form in ("struct", "list", "map"):
+        if form != "struct":
+            stream.update(np.concatenate([each.lengths().drop_null().to_numpy() for each in chunks]))
+        fields = [f"field {field.name}" for field in kind] if form == "struct" else []
+        names = {"struct": fields, "list": ["items"], "map": ["keys", "items"]}[form]
+        for name, *children in zip(names, *(each.children() for each in chunks), strict=True):
+            if _validity(children).any():
+                stream.update(name.encode())
+                _hash_values(stream, children)
+    elif form != "null":
+        _hash_leaves(stream, form, [each.array.drop_null() for each in chunks])
+
+
+def _hash_leaves(stream: StreamHash, form: str, chunks: Sequence[pa.Array]) -> None:
+    import pyarrow as pa
+
+    if form in ("text", "typed JSON"):
+        whole = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in chunks])
+        ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
+        stream.update(ends - ends[:1])
+        stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")
+        return
+    numbers = np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
+    if form == "boolean":
+        stream.update(np.packbits(numbers.astype(bool)))
+    elif form == "float":
+        numbers = numbers.astype(np.float64)
+        stream.update(np.where(np.isnan(numbers), np.nan, numbers))
+    elif len(numbers) and int(numbers.max()) > np.iinfo(np.int64).max:
+        stream.update(b"large")
+        stream.update(numbers)
+    else:
+        stream.update(numbers.astype(np.int64))
+
+
+def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
+    return np.concatenate([each.array.is_valid().to_numpy(zero_copy_only=False) for each in chunks])
+
+
+# ---- views ----
+
+
+def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch without views of strings and lists: a slice of views, when written, holds the bytes of the whole."""
+    import pyarrow as pa
+
+    if not any(_has_views(field.type) for field in batch.schema):
+        return batch
+    arrays = [_array_without_views(array) for array in batch.columns]
+    fields = [_field_of(field, array) for field, array in zip(batch.schema, arrays, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _field_of(field: pa.Field, array: pa.Array) -> pa.Field:
+    """The field with the type of the array; the name of an extension type that the array has lost is kept beside it."""
+    import pyarrow as pa
+
+    if isinstance(field.type, pa.BaseExtensionType) and not isinstance(array.type, pa.BaseExtensionType):
+        field = field.with_metadata({**(field.metadata or {}), _EXTENSION_KEY: field.type.extension_name})
+    return field.with_type(array.type)
+
+
+def _has_views(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _has_views(kind.storage_type)
+    if _is(kind, "string_view", "binary_view", "list_view", "large_list_view"):
+        return True
+    if _is(kind, "struct"):
+        return any(_has_views(field.type) for field in kind)
+    return _is(kind, "list", "large_list", "fixed_size_list") and _has_views(kind.value_type)
+
+
+def _array_without_views(array: pa.Array) -> pa.Array:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = array.type
+    if not _has_views(kind):
+        return array
+    if isinstance(array, pa.ExtensionArray):
+        return _array_without_views(array.storage)
+    if _is(kind, "string_view", "binary_view"):
+        return array.cast(pa.large_string() if _is(kind, "string_view") else pa.large_binary())
+    if _is(kind, "struct"):
+        children = [_array_without_views(child) for child in array.flatten()]
+        fields = [_field_of(field, child) for field, child in zip(kind, children, strict=True)]
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    # Neither cast nor flattened, which pyarrow 26 does wrongly where there are views.
+    items, is_null = array.values, array.is_null()
+    lengths = pc.list_value_length(array).fill_null(0).cast(pa.int64()).to_numpy()
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    if _is(kind, "fixed_size_list"):
+        items = items.slice(array.offset * kind.list_size, len(array) * kind.list_size)
+        offsets = np.arange(len(array) + 1) * kind.list_size
+    elif _is(kind, "list", "large_list"):
+        offsets = np.array(array.offsets, np.int64)
+    items = _array_without_views(items)
+    if _is(kind, "list_view", "large_list_view"):
+        # Views may lie in any order.
+        firsts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64) - offsets[:-1]
+        items = items.take(pa.array(np.repeat(firsts, lengths) + np.arange(offsets[-1])))
+    of_items = pa.large_list(_field_of(kind.value_field, items))
+    return pa.LargeListArray.from_arrays(offsets, items, type=of_items, mask=is_null)

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import Undecoded, parse_json
 
 # Fields of a message, as trainers read them.
 WEIGHTS: Final = ("weight", "loss_weight", "loss_scale")
@@ -260,6 +260,8 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
 
 def _may_be_row_flag(name: str, value: Any) -> bool:
     """As ``_may_be_flag``, but rows have metadata: a number alone is a flag if it is 0 or 1, or the name's a weight."""
+    if isinstance(value, Undecoded):
+        return not value.is_time
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -318,6 +320,8 @@ def read_speaker_mask(
             "type is TEXT_TO_VALUE: such rows train the labels of turns, not what the assistant says, which is not read"
             f" here; {_ignoring('type')} and trains on what the assistant says"
         )
+    if isinstance(mask, Undecoded):
+        raise mask.error("the speakers that are not trained on, joined by commas")
     if not isinstance(mask, str):
         return
     names = mask.split(",")

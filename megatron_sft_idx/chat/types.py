@@ -22,6 +22,20 @@ class RowError(ValueError):
     """Why a row cannot be used; a caller that knows file and line makes a ``SequenceError`` of it."""
 
 
+class InputRow(NamedTuple):
+    """One row as it was read.
+
+    Attributes:
+        position: its line in a JSON-lines file, else its number, from 1.
+        data: its values (``values``), or the error of a row that cannot be read.
+        notes: counts for the summary by name, of what is left out of it.
+    """
+
+    position: int
+    data: Any | SequenceError
+    notes: Mapping[str, int] = {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece(ABC):
     """Consecutive rows of one input file; picklable.
@@ -40,11 +54,8 @@ class Piece(ABC):
     payload: bytes
 
     @abstractmethod
-    def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
-        """Yields each row with its position; in place of a row that cannot be read stands the error.
-
-        Blank lines give no row, but they count in positions.
-        """
+    def rows(self) -> Iterator[InputRow]:
+        """Yields each row. Blank lines give no row, but they count in positions."""
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -196,7 +196,7 @@ def _as_argument(name: str) -> dict[str, Any]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    from megatron_sft_idx.chat.inputs import parse_json  # imported late: the import takes longer than some verbs run
+    from megatron_sft_idx.chat.values import parse_json  # imported late: the import takes longer than some verbs run
 
     try:
         value = parse_json(text.encode())

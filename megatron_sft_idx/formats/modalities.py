@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs, parse_json
+from megatron_sft_idx.chat.inputs import cut_lines, expand_inputs
+from megatron_sft_idx.chat.values import parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity, first_bad_range, recogniser
 from megatron_sft_idx.formats.pbin import Framing, native_tokens, read_document_index, require_framings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -35,7 +36,7 @@ class _Looked(NamedTuple):
     """What the rows of a stretch become.
 
     Attributes:
-        stretch: without its pieces.
+        stretch: without its pieces, unless a number of rows is taken.
         part: what would be the part of these rows; it is not written.
         trained_tokens: how many of the tokens are trained on.
         first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
@@ -70,9 +71,9 @@ def preview(
     for prefix in job.outputs:
         job.check_free(prefix, overwrite=options.overwrite)
     job.folder.check_is_ours()
-    by_file = [PartsSoFar(CorpusReport(), "skip", max_rows=options.max_rows) for _ in files]
-    trained, first = [0] * len(files), None
-    shared = encoder.options, job.cutting
+    by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
+    trained, first, missing = [0] * len(files), None, options.max_rows
+    shared = encoder.options, job.cutting, missing
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
     if full:
         workers = available_cpus() if options.workers is None else options.workers
@@ -82,14 +83,22 @@ def preview(
         with (
             Local(workers) as pool,
             Progress("looking", total, unit="B", log_interval=log_interval, items="rows") as progress,
+            closing(pool.map_in_order(_look, shared, stretches, name_of=str)) as results,
         ):
-            for looked in pool.map_in_order(_look, shared, stretches, name_of=str):
-                number, info = looked.stretch.number, looked.part.info
+            for each in results:
+                looked, number = each, each.stretch.number
+                if missing is not None:
+                    if not looked.part.info.has_rows_for(missing):
+                        looked = _look((encoder.options, job.cutting, missing), looked.stretch)
+                    missing -= looked.part.info.usable
+                info = looked.part.info
                 progress.update(info.num_bytes, info.rows)
                 parts = by_file[number]
                 parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
                 trained[number] += looked.trained_tokens
                 first = first or looked.first
+                if missing == 0:
+                    break
     finally:
         remember_encoder(None)
     reports, lengths = [each.report for each in by_file], [_end_to_end(each.lengths) for each in by_file]
@@ -127,12 +136,12 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
             yield Stretch(file, file.path, number, dealt=dealt)
 
 
-def _look(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
-    """The task that encodes a stretch and keeps no tokens but those of the first sequence."""
-    encoding, cutting = shared
+def _look(shared: tuple[EncodingOptions, Cutting, int | None], stretch: Stretch) -> _Looked:
+    """The task that encodes a stretch, up to so many usable rows; it keeps the tokens of the first sequence alone."""
+    encoding, cutting, max_rows = shared
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
     for piece in read_pieces(stretch, cutting):
-        encoded = encode_piece(encoding, piece, stretch.number)
+        encoded = encode_piece(encoding, piece, stretch.number, None if max_rows is None else max_rows - info.usable)
         info.add(piece, encoded)
         lengths.append(encoded.lengths.astype(np.uint32))
         # As labels: nothing predicts a first token.
@@ -142,8 +151,12 @@ def _look(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
         if first is None and len(encoded.lengths):
             end = encoded.lengths[0]
             first = encoded.input_ids[:end].copy(), labels[:end].copy()
+        if info.usable == max_rows:
+            info.max_rows = max_rows
+            break
     part = MadePart("", info, np.concatenate(lengths))
-    return _Looked(replace(stretch, dealt=()), part, trained_tokens, first)
+    # The pieces of the last stretch may be needed again.
+    return _Looked(stretch if max_rows is not None else replace(stretch, dealt=()), part, trained_tokens, first)
 
 
 def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *, full: bool) -> Iterator[str]:

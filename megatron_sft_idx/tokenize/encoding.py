@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Conversation, Encoded, Piece, Rendered, RowError, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, Encoded, InputRow, Piece, Rendered, RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.selection import row_hash
@@ -220,12 +220,23 @@ class RowEncoder:
             },
         }
 
-    def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
-        """Encode the rows of one piece, in order; ``file`` is the number of its file."""
+    def encode(self, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
+        """Encode the rows of one piece, in order.
+
+        Args:
+            piece: the rows.
+            file: the number of its file.
+            max_rows: how many usable rows are taken; None for all. Rows behind them are not read.
+        """
+
+        def next_batch() -> list[InputRow]:
+            missing = _BATCH_ROWS if max_rows is None else min(max_rows - len(made), _BATCH_ROWS)
+            return list(islice(waiting, missing))
+
         options, rows, undecided, waiting = self.options, 0, 0, piece.rows()
         made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
-        while batch := list(islice(waiting, _BATCH_ROWS)):
+        while batch := next_batch():
             read, undecided = self._read_batch(batch)
             rows += len(read)
             made += self._encode_batch(piece, self._rendered(piece, read, bad_rows), bad_rows)
@@ -253,27 +264,29 @@ class RowEncoder:
             content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
-    def _read_batch(self, batch: Sequence[tuple[int, Any]]) -> tuple[list[tuple[int, _Row | ValueError]], int]:
+    def _read_batch(self, batch: Sequence[InputRow]) -> tuple[list[tuple[int, _Row | ValueError]], int]:
         """The rows with their positions, and in place of bad rows the errors; up to the first one that is undecided.
 
         The second value is the position of that row, which is not among the rows; 0 where there is none.
         """
         read: list[tuple[int, _Row | ValueError]] = []
-        for position, data in batch:
+        for row in batch:
             try:
-                read.append((position, self._read(position, data)))
+                read.append((row.position, self._read(row)))
             except UndecidedError:
-                return read, position
+                return read, row.position
             except ValueError as error:
-                read.append((position, error))
+                read.append((row.position, error))
         return read, 0
 
-    def _read(self, position: int, data: Any) -> _Row:
-        options = self.options
-        if isinstance(data, SequenceError):
-            raise data
-        sources, label = read_row(data, options.rows)
+    def _read(self, row: InputRow) -> _Row:
+        options, position = self.options, row.position
+        if isinstance(row.data, SequenceError):
+            raise row.data
+        sources, label = read_row(row.data, options.rows)
         content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
+        if row.notes:
+            notes = Counter(notes) + Counter(row.notes)
         if isinstance(sources[0], TokenizedRow):
             return _Row(position, label, content, [], None, sources[0], notes=notes)
         conversations = [source for source in sources if isinstance(source, Conversation)]

@@ -100,7 +100,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     ``-`` and ``out`` for ``--output-prefix``; its ``--help`` says what each is for.
 
     Args:
-        rows: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; or any iterable of rows.
+        rows: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
+            or any iterable of rows.
 
     Returns:
         Counts of what was made; its ``str`` is what the command prints.

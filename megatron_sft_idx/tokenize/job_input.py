@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
@@ -25,8 +25,18 @@ from megatron_sft_idx.storage.publish import Place, places_at
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 
 StrPath: TypeAlias = str | os.PathLike[str]
-# Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.
-Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]]
+
+
+@runtime_checkable
+class ArrowStream(Protocol):
+    """A table of pyarrow, pandas, polars, DuckDB or others, by Arrow's PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """The record batches."""
+
+
+# Paths, rows, or a table: a Dataset of Hugging Face's, or what has Arrow's stream interface.
+Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]] | ArrowStream
 
 # In the name of the folder of rows that a program passes, or that come through a pipe.
 ROWS_FOLDER = ".rows-"
@@ -60,14 +70,9 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         FormatError: ``rows`` are neither paths nor rows.
         SequenceError: a row cannot be written as JSON.
     """
-    if isinstance(rows, Mapping) or not isinstance(rows, (str, os.PathLike, Iterable)):
-        raise FormatError(
-            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, or one split of a dataset; put a"
-            " single row in a list"
-        )
-    entries: Iterator[Any] = iter([rows] if isinstance(rows, (str, os.PathLike)) else rows)
-    head = list(itertools.islice(entries, 1))
-    if all(isinstance(entry, (str, os.PathLike)) for entry in head):
+    entries = _entries_of(rows)
+    head = list(itertools.islice(entries or (), 1))
+    if entries is not None and all(isinstance(entry, (str, os.PathLike)) for entry in head):
         paths = []
         for entry in [*head, *entries]:
             if not isinstance(entry, (str, os.PathLike)):
@@ -88,28 +93,74 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         name = "rows"
         if hasattr(rows, "save_to_disk"):
             rows.save_to_disk(path := os.path.join(temporary, "dataset"))
+        elif isinstance(rows, ArrowStream):
+            _write_table(path := os.path.join(temporary, "rows.arrow"), rows)
         elif isinstance(head[0], (str, os.PathLike)):  # the pipe, as other paths are through
             name = "standard input"
             with open(path := os.path.join(temporary, "stdin"), "xb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
         else:
-            _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries))
+            _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries or ()))
         try:
             yield [path], lambda message: message.replace(path, name)
         except SequenceError as error:
             raise SequenceError(error.source.replace(path, name), error.position, error.reason) from None
 
 
+def _entries_of(rows: Rows) -> Iterator[Any] | None:
+    """The paths or rows one by one; None for a table as a whole."""
+    if hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream):
+        return None
+    if isinstance(rows, (str, os.PathLike)):
+        return iter([rows])
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise FormatError(
+            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, a table, or one split of a dataset;"
+            " put a single row in a list"
+        )
+    return iter(rows)
+
+
+def _write_table(path: str, rows: ArrowStream) -> None:
+    try:
+        import pyarrow as pa
+    except ImportError:
+        extra = "pip install 'megatron-sft-idx[parquet]'"
+        raise SFTIndexError(f"rows: reading a {type(rows).__name__} needs pyarrow: {extra}") from None
+    try:
+        with pa.RecordBatchReader.from_stream(rows) as batches, pa.ipc.new_stream(path, batches.schema) as file:
+            for batch in batches:
+                file.write_batch(batch)
+    except pa.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise FormatError(f"rows: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
+
+
 def _write_rows(path: str, rows: Iterable[Any]) -> None:
     """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                raise SequenceError("rows", number, f"is a {type(row).__name__}, expected a dict")
             try:
-                if not isinstance(row, Mapping):
-                    raise TypeError(f"a {type(row).__name__}, expected a dict")
-                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_to_json) + "\n")
+                line = _json_of(dict(row))
             except (TypeError, ValueError, RecursionError) as error:
-                raise SequenceError("rows", number, f"cannot be written as JSON: {error}") from None
+                field = next((key for key, value in row.items() if not _is_json(value)), "a key")
+                reason = f"{field} cannot be written as JSON: {error}; leave it out, or make it text"
+                raise SequenceError("rows", number, reason) from None
+            file.write(line + "\n")
+
+
+def _json_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_to_json)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _json_of(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _to_json(value: Any) -> Any:

@@ -75,6 +75,8 @@ class PartInfo:
         lines: rows, blank lines included: by so much the numbers of the next part's rows are larger.
         rows: rows read, bad ones included.
         skipped: rows that could not be used.
+        max_rows: how many usable rows were asked for, where there are so many: rows behind them are not counted. Else
+            None: the part has all rows.
         bad_rows: position and reason of each of these, in order.
         undecided: position of the row at which encoding stopped, as of ``EncodedPiece``; 0 where there is none.
         notes: counts by name.
@@ -90,6 +92,7 @@ class PartInfo:
     lines: int = 0
     rows: int = 0
     skipped: int = 0
+    max_rows: int | None = None
     bad_rows: list[tuple[int, str]] = field(default_factory=list)
     undecided: int = 0
     notes: dict[str, int] = field(default_factory=dict)
@@ -97,6 +100,17 @@ class PartInfo:
     mask_dtype: str = "uint8"
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     checksum: str = "0" * 32  # as long as every checksum, since the size of the JSON says where the arrays begin
+
+    @property
+    def usable(self) -> int:
+        """Rows that could be used."""
+        return self.rows - self.skipped
+
+    def has_rows_for(self, max_rows: int | None) -> bool:
+        """Whether these are the rows up to the last one of ``max_rows`` usable ones, or all if there are fewer."""
+        if self.max_rows is not None or max_rows is None:
+            return self.max_rows == max_rows
+        return self.usable < max_rows
 
     def add(self, piece: Piece, encoded: EncodedPiece) -> None:
         """Count the rows of a piece, and what became of them.
@@ -376,7 +390,7 @@ class PartsSoFar:
         """
         info = part.info
         self._report(info, name, first)
-        if info.undecided and not self.has_enough:
+        if info.undecided:
             raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, and in none before it; {DECIDE}")
         self._notes.update(info.notes)
         if info.mask_dtype == "float32":
@@ -414,7 +428,13 @@ class PartsSoFar:
     @property
     def has_enough(self) -> bool:
         """Whether ``max_rows`` usable rows are there."""
-        return self._max_rows is not None and self.report.rows - self.report.skipped >= self._max_rows
+        return self.missing == 0
+
+    @property
+    def missing(self) -> int | None:
+        """How many usable rows are yet to come; None where all are taken."""
+        usable = self.report.rows - self.report.skipped
+        return None if self._max_rows is None else max(self._max_rows - usable, 0)
 
     @property
     def notes(self) -> dict[str, int]:
@@ -443,6 +463,7 @@ class PartSettings:
         digest: of the encoder of the job's own process, which the encoder of each task must equal.
         cutting: how the input is cut.
         replace_changed: make a new part where the input has changed since an earlier job, instead of reporting that.
+        max_rows: how many usable rows are taken of a part at most; None for all.
     """
 
     folder: str
@@ -450,6 +471,7 @@ class PartSettings:
     digest: str
     cutting: Cutting
     replace_changed: bool
+    max_rows: int | None = None
 
 
 # The encoder of this process, and the options it was made from.
@@ -472,9 +494,9 @@ def _encoder_of(options: EncodingOptions) -> RowEncoder:
     return kept[1]
 
 
-def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0) -> EncodedPiece:
-    """Encode the rows of one piece, in order, by the encoder of this process; ``file`` is the number of its file."""
-    return _encoder_of(options).encode(piece, file)
+def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
+    """Encode the rows of one piece by the encoder of this process; see ``RowEncoder.encode``."""
+    return _encoder_of(options).encode(piece, file, max_rows)
 
 
 def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -500,9 +522,17 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
         key = stretch.number, stretch.part + len(made)
         made.append(_make_part(settings, key, group, names.get(key, ())))
-        if not made[-1].path or made[-1].info.undecided:
+        if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
             break
     return made
+
+
+def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> MadePart:
+    """Part ``number`` of a stretch again, which holds more rows than the job still takes, ``settings.max_rows``."""
+    first, pieces = number * settings.cutting.pieces, read_pieces(stretch, settings.cutting)
+    key = stretch.number, stretch.part + number
+    group = list(islice(pieces, first, first + settings.cutting.pieces))
+    return _make_part(settings, key, group, parts_of(settings.folder).get(key, ()))
 
 
 def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece], attempts: Sequence[str]) -> MadePart:
@@ -512,10 +542,12 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
     for name in attempts:
         with contextlib.suppress(FileNotFoundError, FormatError):
             part = Part(os.path.join(settings.folder, name), verify=True)
-            if part.info.options == settings.digest and part.info.pieces == info.pieces:
-                return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
-            if part.info.options == settings.digest:
+            if part.info.options != settings.digest:
+                continue
+            if part.info.pieces != info.pieces:
                 earlier_pieces = earlier_pieces or part.info.pieces
+            elif part.info.has_rows_for(settings.max_rows):
+                return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
     if earlier_pieces and not settings.replace_changed:
         then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces, info.pieces))
         return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
@@ -528,11 +560,14 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
     encoded: list[EncodedPiece] = []
     with _without_collection():
         for piece in pieces:
-            encoded.append(encoder.encode(piece, key[0]))
+            missing = None if settings.max_rows is None else settings.max_rows - info.usable
+            encoded.append(encoder.encode(piece, key[0], missing))
             info.add(piece, encoded[-1])
             if info.bad_rows and settings.encoding.on_bad_row == "error":
                 return MadePart("", info, np.empty(0, np.uint32))
-            if info.undecided:
+            if info.usable == settings.max_rows:
+                info.max_rows = settings.max_rows
+            if info.undecided or info.max_rows is not None:
                 break
     path = os.path.join(settings.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
     write_part(path, info, encoded)

@@ -42,6 +42,7 @@ from megatron_sft_idx.tokenize.parts import (
     PartSettings,
     PartsReader,
     PartsSoFar,
+    make_last_part,
     make_parts,
     parts_of,
     remember_encoder,
@@ -208,7 +209,9 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
     options, report = job.options, parts.report
     # Tasks on other machines find the tokenizer by its whole path.
     encoding = replace(job.encoder.options, tokenizer=os.path.abspath(job.encoder.options.tokenizer))
-    shared = PartSettings(job.folder.path, encoding, job.encoder.digest, job.cutting, options.overwrite)
+    shared = PartSettings(
+        job.folder.path, encoding, job.encoder.digest, job.cutting, options.overwrite, options.max_rows
+    )
     remember_encoder(encoding, job.encoder)
     attempts = parts_of(job.folder.path)
     pending: deque[Stretch] = deque()  # those whose parts are not there yet
@@ -218,7 +221,8 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
         for stretch in cut_input(job.files, job.cutting, readers=readers):
             if parts.has_enough:
                 return
-            pending.append(replace(stretch, dealt=()))
+            # The pieces of the last part may be needed again.
+            pending.append(stretch if options.max_rows is not None else replace(stretch, dealt=()))
             yield replace(stretch, attempts=attempts.get((stretch.number, stretch.part), ()))
 
     def show(made: list[MadePart]) -> None:
@@ -235,12 +239,15 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
     ):
         for made in results:
             stretch = pending.popleft()
-            for part in made:
+            for number, made_part in enumerate(made):
                 if parts.has_enough:
                     break
+                part = made_part
                 before = stretch.before(parts.lines[stretch.number])
                 if part.changed is not None:
                     raise _changed_error(job, f"{stretch.name}, from row {before + 1} on,", *part.changed)
+                if parts.missing is not None and not part.info.has_rows_for(parts.missing):
+                    part = make_last_part(replace(shared, max_rows=parts.missing), stretch, number)
                 if options.resume and not part.reused and parts.num_reused == len(parts.paths):
                     job.log(f"resuming after {report.rows:,} rows")
                 parts.add(part, stretch.name, stretch.number, before)

@@ -28,6 +28,8 @@ _NOTES = {
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
     "no_end_of_turn": "answers without an end-of-turn token: the chat template writes or marks none",
+    "nulls_in_arguments": "nulls in arguments of tool calls left out, as exports of tables add them for absent keys",
+    "nulls_in_tools": "nulls in tools left out, as exports of tables add them for absent keys",
     "packed_rows": "rows that held several sequences end to end",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
     "rows_with_seq_start_id": "rows with seq_start_id and loss_mask: if NeMo or Megatron-Bridge packed them, the masks"

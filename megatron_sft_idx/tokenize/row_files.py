@@ -109,5 +109,5 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
 
 def _rows(files: Iterable[InputFile]) -> Generator[tuple[str, int, Any], None, None]:
     for piece in iter_pieces(files, piece_nbytes=_PIECE_NBYTES):
-        for position, data in piece.rows():
-            yield piece.path, position, data
+        for row in piece.rows():
+            yield piece.path, row.position, row.data

@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import csr_rows
 
@@ -115,14 +116,18 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
         else:
             content = [each.messages, each.weights, each.tools, each.kwargs]
             try:
-                # Values of tables that JSON does not have are hashed as Python shows them.
-                text = orjson.dumps(content, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+                text = orjson.dumps(content, default=_shown, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
             except TypeError:  # numbers beyond 64 bits, lone surrogates
-                text = json.dumps(content, default=repr, sort_keys=True).encode()
+                text = json.dumps(content, default=_shown, sort_keys=True).encode()
             stream.update(text)
     words = np.frombuffer(stream.digest(), "<u4").copy()
     words[0] = words[0] & 0xFFFFFFFE | (label or 0)
     return words
+
+
+def _shown(value: Any) -> str:
+    """What stands in a hash for a value that JSON does not have."""
+    return "undecoded" if isinstance(value, Undecoded) else repr(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

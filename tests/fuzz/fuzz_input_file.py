@@ -27,5 +27,5 @@ def run(data: bytes) -> None:
         assert rows == [repr(row) for piece in small for row in piece.rows()]
         for piece in large:
             assert isinstance(piece, JsonPiece)
-            for position, row in piece.rows():
+            for position, row, _ in piece.rows():
                 assert not isinstance(row, SequenceError) or row.position == position

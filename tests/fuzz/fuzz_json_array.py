@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 from fuzz.contract import refused
-from fuzz.fuzz_json_lines import same
+from fuzz.fuzz_json_lines import same, without_nulls
 from json_scan_twin import array_ends
 
 from megatron_sft_idx._native import scan_json_array
@@ -27,7 +27,7 @@ def run(data: bytes) -> None:
         rows = rows_of(data, len(data) or 1)
         assert [repr(row) for row in rows] == [repr(row) for row in rows_of(data, 5)]
         if not any(isinstance(row, SequenceError) for _, row in rows):
-            assert same([row for _, row in rows], json.loads(data.strip(_SPACE)))
+            assert same([row for _, row in rows], list(map(without_nulls, json.loads(data.strip(_SPACE)))))
     if _is_array(data):
         rows_of(data, 3)
 
@@ -45,5 +45,5 @@ def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     rows: list[tuple[int, Any]] = []
     with patch.object(inputs, "MAX_ROW_NBYTES", _MAX_ROW_NBYTES):
         for piece in inputs.cut_array(blocks, path=_NAME, piece_nbytes=64):
-            rows += piece.rows()
+            rows += [(row.position, row.data) for row in piece.rows()]
     return rows

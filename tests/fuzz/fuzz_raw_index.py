@@ -11,7 +11,7 @@ from fuzz.contract import refused, scratch
 from fuzz.pieces import split
 from pickled_pairs_twin import twin
 
-from megatron_sft_idx.chat.inputs import parse_json
+from megatron_sft_idx.chat.values import parse_json
 from megatron_sft_idx.formats.modalities import RawRows, create_raw_index
 
 _SPACE, _MARK = b" \t\r\n", b"\xef\xbb\xbf"

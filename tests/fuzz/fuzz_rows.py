@@ -14,8 +14,8 @@ import numpy as np
 from fuzz.contract import refused
 
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
-from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.values import parse_json
 
 _KINDS = ("auto", "messages", "alpaca", "prompt-completion", "tokenized")
 _OPTIONS = [

@@ -1,0 +1,197 @@
+"""The values of a row: what JSON has, from whichever file the row comes.
+
+Absent keys
+    A table has a null for each key that only other rows have, and so have JSON lines that were exported from a table. A
+    null in an object of a row therefore means that its key is absent, in files of all kinds alike. Nulls in JSON text,
+    which no table filled in, stay: those of arguments that are a string, and of a field that is typed as JSON.
+Typed JSON
+    Fields of Arrow's type ``arrow.json`` hold the value that their text is.
+Undecoded values
+    Tables can hold what JSON cannot, such as times. ``Undecoded`` stands in place of such a value. It is an error only
+    where something reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from megatron_sft_idx.chat.types import RowError
+
+# What is handed to a chat template as a whole, which may write any part of it.
+_TOOLS = ("tools", "functions")
+_OF_ROWS = frozenset({*_TOOLS, "chat_template_kwargs"})
+_OF_CALLS = frozenset({"arguments", "parameters"})
+
+
+class JsonText(str):
+    """The text of a field that is typed as JSON.
+
+    Attributes:
+        field: its name, with those that it lies in.
+    """
+
+    __slots__ = ("field",)
+    field: str
+
+    def __new__(cls, text: str, field: str) -> JsonText:
+        """As of ``str``."""
+        made = super().__new__(cls, text)
+        made.field = field
+        return made
+
+
+class Undecoded:
+    """A value of a table that JSON cannot hold.
+
+    It is neither text nor number, list or object, so what reads the field refuses it. Whoever writes it, also as a part
+    of something else, gets its error.
+
+    Args:
+        field: its name, with those that it lies in.
+        reason: what it is, as the end of a sentence that begins with the field.
+        remedy: what the user can do.
+        is_time: whether it is a point in time or a duration.
+    """
+
+    __slots__ = ("field", "is_time", "reason", "remedy")
+
+    def __init__(self, field: str, reason: str, remedy: str, *, is_time: bool = False) -> None:
+        self.field, self.reason, self.remedy, self.is_time = field, reason, remedy, is_time
+
+    def error(self, expected: str = "") -> RowError:
+        """The error where it is read."""
+        wanted = f", expected {expected}" if expected else ""
+        return RowError(f"{self.field} {self.reason}{wanted}; {self.remedy}")
+
+    def __repr__(self) -> str:
+        raise self.error()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error()
+
+
+class _ReadAsWholeError(Exception):
+    """An undecoded value lies in something that is handed on as a whole."""
+
+    def __init__(self, value: Undecoded) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+def settled(row: Any) -> tuple[Any, Mapping[str, int]]:
+    """The row without the keys that are absent and with typed JSON parsed, and what to count of that by name.
+
+    Tools, arguments and variables of templates that hold an undecoded value become that value.
+
+    Raises:
+        ValueError: the row is nested deeper than can be read.
+    """
+    if not isinstance(row, dict):
+        return row, {}
+    counts: Counter[str] = Counter()
+    out = {}
+    try:
+        for key, given in row.items():
+            if key in _OF_ROWS:
+                value = _whole(given, counts, "nulls_in_tools" if key in _TOOLS else "")
+            else:
+                value = _settled(given, counts, "", in_whole=False)
+            if value is not None:
+                out[key] = value
+    except RecursionError:
+        raise ValueError("nested deeper than can be read") from None
+    return out, counts
+
+
+def _whole(value: Any, counts: Counter[str], note: str) -> Any:
+    """See ``_settled``; the first undecoded value in it takes the place of all."""
+    try:
+        return _settled(value, counts, note, in_whole=True)
+    except _ReadAsWholeError as error:
+        return error.value
+
+
+def _settled(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any:
+    """The value without absent keys and with typed JSON parsed; ``note`` is the name that counts the nulls, if any.
+
+    Raises:
+        _ReadAsWholeError: an undecoded value is ``in_whole``.
+    """
+    kind = type(value)
+    if kind is dict:
+        out = {}
+        for key, item in value.items():
+            if item is None:
+                if note:
+                    counts[note] += 1
+            elif type(item) is str or type(item) is int:
+                out[key] = item
+            elif not in_whole and key in _OF_CALLS and "name" in value:
+                out[key] = _whole(item, counts, "nulls_in_arguments")
+            else:
+                out[key] = _settled(item, counts, note, in_whole=in_whole)
+        return out
+    if kind is list:
+        return [
+            item if type(item) is str or type(item) is int else _settled(item, counts, note, in_whole=in_whole)
+            for item in value
+        ]
+    if kind is JsonText:
+        try:
+            value = parse_json(value.encode())
+        except ValueError as error:
+            reason = clause_of(error).replace("of the row", "of the text")
+            value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
+    if in_whole and type(value) is Undecoded:
+        raise _ReadAsWholeError(value)
+    return value
+
+
+# ---- JSON ----
+
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+# The shortest integers that do not fit into 64 bits have 19 digits (those below -2**63).
+_LONG_NUMBER = b"0" * 19
+
+
+def parse_json(raw: bytes) -> Any:
+    """Parses one JSON document. Of a key that is repeated the last value counts, as in JSON libraries.
+
+    Integers are kept whatever their size; orjson alone would round those beyond 64 bits to floats. Floats become
+    doubles: ``1.10`` is later written as ``1.1``.
+
+    Raises:
+        ValueError: with the reason, for anything that RFC 8259 does not allow (NaN, lone surrogates, invalid
+            UTF-8), for numbers beyond a double's range and for nesting deeper than the parser goes.
+    """
+    try:
+        value = orjson.loads(raw)
+        if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
+            value = json.loads(raw)
+    except orjson.JSONDecodeError as error:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as bad:
+            reason = f"not valid UTF-8: {bad.reason} (byte {bad.start + 1} of the row); convert the file to UTF-8"
+            raise ValueError(reason) from None
+        reason = f"not valid JSON: {error.msg} (character {error.pos + 1} of the row)"
+        if b"NaN" in raw or b"Infinity" in raw:
+            reason += "; NaN and Infinity are not JSON, write null"
+        raise ValueError(reason) from None
+    except (RecursionError, ValueError) as error:
+        # json raises these: for nesting that orjson accepts, and for integers of thousands of digits.
+        raise ValueError(f"cannot be parsed: {error}") from None
+    return value
+
+
+def clause_of(error: ValueError) -> str:
+    """The reason why ``parse_json`` failed, to stand behind "is"."""
+    reason = str(error)
+    return reason if reason.startswith("not ") else f"not usable: {reason}"
