@@ -13,7 +13,6 @@ from template_styles import said, talk, user
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
 from megatron_sft_idx.chat.template.scaffold import prompt_varies
-
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import SequenceError
 

@@ -195,7 +195,7 @@ def test_a_prompt_that_is_always_there_ends_no_answer_without_a_question(
     rendered = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls).render(talk(*messages))
     assert rendered.text.endswith(".<assistant>")
     assert trained(rendered) == expected
-    assert rendered.notes == {"no_end_of_turn": 1}
+    assert rendered.notes["no_end_of_turn"] == 1
 
 
 ENDS_BEFORE_HEADERS = """<|head|>
@@ -645,3 +645,49 @@ def test_later_reasoning_in_an_answer_is_counted() -> None:
     rendered = make(CHATML, train_on_thinking=False).render(row)
     assert trained(rendered) == ["first<think>two</think>second<|im_end|>"]
     assert rendered.notes == {"thinking_tags_kept": 1}
+
+
+# What stops a model behind a call, and answers that say nothing
+
+STOPS_BEHIND_CALLS = """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|tool_response>{{ m.content }}<tool_response|>
+{%- else %}{% if not (m.role == 'assistant' and loop.index0 and messages[loop.index0 - 1].role == 'tool') %}<|turn>{{ m.role }}\n{% endif %}
+{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{{ m.content }}
+{%- if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"""
+
+
+def test_what_stops_a_model_behind_a_call_is_learnt_wherever_a_call_ends_a_turn() -> None:
+    controls = ["<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"]
+    template = ChatTemplate(STOPS_BEHIND_CALLS, special_tokens=SPECIAL, control_tokens=controls)
+    called = asked("look", content="") | {"tool_calls": [call("look", {})]}
+    ended = "<call>look</call><|tool_response>"
+    assert trained(template.render(read(user("u"), called))) == [ended]
+    messages = [user("u"), called, result("r"), called, result("s"), said("a"), user("v"), said("b")]
+    assert trained(template.render(read(*messages))) == [ended, ended, "a<turn|>", "b<turn|>"]
+
+
+def test_answers_without_words_whose_end_of_turn_is_learnt_are_counted() -> None:
+    rendered = make(CHATML).render(talk(user("u"), said(""), user("v"), said("b")))
+    assert trained(rendered) == ["<|im_end|>", "b<|im_end|>"]
+    assert rendered.notes == {"ends_of_turn_alone": 1}
+
+
+def test_an_answer_may_quote_a_list_of_content_parts() -> None:
+    only_parts = CHATML.replace("m.content", "m.content[0].text")
+    quoted = "Print it: [{'type': 'text', 'text': 'x'}]"
+    assert learnt(only_parts, talk(user("u"), said(quoted))) == [quoted + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("footer", ["Was it good?\n", "<|note|>said"])
+def test_words_behind_an_end_of_turn_are_learnt_in_no_turn(footer: str) -> None:
+    source = CHATML.replace("<|im_end|>\n'", "<|im_end|>\n' + (FOOTER if m.role == 'assistant' else '')")
+    source = source.replace("FOOTER", repr(footer))
+    assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_template_that_prints_a_message_in_each_iteration_trains_no_other_s_words() -> None:
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ messages[0] }}</s>{% endfor %}"
+    with pytest.raises(SequenceError, match="writes words of message 1 in what it writes for assistant message 2"):
+        learnt(source, talk(user("ask me"), said("answer you")))

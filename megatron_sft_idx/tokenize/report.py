@@ -38,6 +38,7 @@ _NOTES = {
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
     "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
     "straddling_left_out": "tokens that begin before their span, not trained",
+    "ends_of_turn_alone": "answers without words: only their end of turn is trained",
     "thinking_tags_kept": "answers with tags of reasoning behind their first, trained on all the same",
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",

@@ -29,6 +29,7 @@ from megatron_sft_idx.chat.template.messages import (
     in_text_parts,
     selected,
     short,
+    strings_in,
     unplaced,
     unusable,
     utterances_of,
@@ -36,7 +37,7 @@ from megatron_sft_idx.chat.template.messages import (
 from megatron_sft_idx.chat.template.scaffold import Rules
 from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
 from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
-from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, Style, learn_style, prepared, prints_parts
+from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, PRINTED_PART, Style, learn_style, prepared
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
 from megatron_sft_idx.chat.template.turn import Said, reworded
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
@@ -276,9 +277,9 @@ class ChatTemplate:
                 unsaid = isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
                 failed = error if failed is None or unsaid else failed
                 continue
-            if style.in_parts and any(prints_parts(one.text) for one in rendered):
+            if style.in_parts and self._writes_more(rendered, form, PRINTED_PART):
                 continue
-            if form.missing is None and self._writes_none(rendered, form.conversation):
+            if form.missing is None and self._writes_more(rendered, form, "None"):
                 continue
             if form.missing is style.null_forms[0][1]:
                 return rendered
@@ -293,10 +294,12 @@ class ChatTemplate:
         what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
 
-    def _writes_none(self, rendered: Sequence[Rendered], conversation: Conversation) -> bool:
-        """Whether the template wrote the word None for a missing content, in a form that has None in its place."""
-        meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
-        return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
+    def _writes_more(self, rendered: Sequence[Rendered], form: _Form, what: str) -> bool:
+        """Whether the template wrote something more often than the row and the template themselves spell it."""
+        row = form.conversation
+        strings = "\0".join(strings_in([row.messages, row.tools]))
+        meant = strings.count(what) + self._source.count(what)
+        return any(one.text.count(what) > meant for one in rendered)
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
         """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
@@ -322,6 +325,8 @@ class ChatTemplate:
         for one in said.values():
             for what, count in one.notes.items():
                 form.notes[what] = form.notes.get(what, 0) + count
+        if silent := sum(bool(said[index].trained) for index in said if not utterances_of(form.messages[index])):
+            form.notes["ends_of_turn_alone"] = silent
         if not self.options.train_on_thinking:
             contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
             if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron_sft_idx.errors import SequenceError
@@ -148,3 +148,16 @@ def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
         return call
     holder = {**holder, "arguments": arguments}
     return {**call, "function": holder} if isinstance(function, dict) else holder
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings of a JSON-like value, keys included."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple)):
+            waiting += one

@@ -177,6 +177,29 @@ class EdgeFinder:
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
+    def before_footer(self, said: int, stop: int) -> int:
+        """Where a turn stops that would go on with words behind its end of turn: a model has stopped before these."""
+        tail = self._text[said:stop]
+        words = next((one for one in self._piece.finditer(tail) if one[0].replace("_", "").isalnum()), None)
+        if words is None:
+            return stop
+        ends = [one.end() for one in self._piece.finditer(tail, 0, words.start()) if one[0] in self._ends]
+        return said + ends[-1] if ends else stop
+
+    def stop_behind_calls(self, turn: Turn, stop: int) -> int:
+        """Where a turn that ends with calls stops, with the control token that stops a model behind its calls.
+
+        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so that is what the model has to write.
+        Where results follow, the same token begins their text.
+        """
+        closed = self._view(turn.message + 1)
+        if closed is None or not closed.startswith(self._text[:stop]):
+            return stop
+        token = closed[stop:].strip()
+        known = token in self._ends or TAG.fullmatch(token) is not None
+        always = self._made_up[0].rstrip().endswith(token)  # a header that is written behind all messages
+        return stop + len(token) if token and known and not always and self._text.startswith(token, stop) else stop
+
     def ends_alike(self, turn: Turn, stop: int) -> bool:
         """Whether a turn ends with the same text where it ends the conversation; True where that is not rendered."""
         closed = self._view(turn.message + 1)

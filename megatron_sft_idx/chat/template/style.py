@@ -26,6 +26,9 @@ NULL_FORMS: tuple[tuple[str, object], ...] = (
 ASKED, SAID, _CALLED, _RESULT = "zqasked", "zqsaid", "zqcalled", "zqresult"
 """Words of made-up messages, which no template writes by itself: a question, an answer, a function, its result."""
 
+PRINTED_PART = "{'type': 'text'"
+"""What a template writes that writes out a list of content parts as Python does, instead of the text in it."""
+
 _USER = {"role": "user", "content": ASKED}
 _ASSISTANT = {"role": "assistant", "content": SAID}
 _TOOL = {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": "abcdefghi"}
@@ -98,11 +101,6 @@ def prepared(
     return result
 
 
-def prints_parts(text: str) -> bool:
-    """Whether a template wrote a list of parts out as Python writes it, instead of the text in it."""
-    return "{'type': 'text'" in text
-
-
 def _fitting(arguments: object, as_text: bool) -> object:
     """The arguments of a call, changed from a dict to JSON text (``as_text``) or back; None if there is no change."""
     if as_text and isinstance(arguments, dict):
@@ -135,7 +133,7 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
         if SAID in (render([dict(message) for message in history]) or ""):
             break
         text = render(prepared(history, Style(in_parts=True), {})) or ""
-        in_parts = SAID in text and not prints_parts(text)
+        in_parts = SAID in text and PRINTED_PART not in text
         if in_parts:
             break
     pasted, as_text = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)

@@ -352,7 +352,9 @@ class TurnFinder:
                     " one way before another message and in another way at the end of the conversation, so nothing tells"
                     " where it ends; put {% generation %} markers around what it says"
                 )
-        stop = max(said, stop)
+        stop = self._edges.before_footer(said, max(said, stop))
+        if any(one.piece.kind == "call" for one in found):
+            stop = self._edges.stop_behind_calls(turn, stop)
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the beginning of the next sequence, which follows the end of this one
