@@ -15,7 +15,7 @@ from template_styles import STYLES, said, talk, user
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.template.align import Outline, by_marks, by_spelling
-from megatron_sft_idx.chat.template.spans import Contexts
+from megatron_sft_idx.chat.template.contexts import Contexts
 from megatron_sft_idx.chat.template.stand_in import MAX_PLACEHOLDERS, make_stand_in, reduced
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import SequenceError

@@ -107,8 +107,11 @@ def by_marks(
     """As ``by_spelling``, with the row's strings found by rendering them with marks around them.
 
     Args:
-        outline, row, text, needed: see ``by_spelling``.
+        outline: the stand-in's rendering.
+        row: the stand-in, with the values of the row.
         messages: the row's messages, as the template saw them.
+        text: the row's rendering.
+        needed: the first position of the stand-in's rendering whose counterpart is asked for.
         render: renders other messages; returns None where the template refuses them.
     """
     nonce = "Zqm"

@@ -84,8 +84,8 @@ class BlockFinder:
                 start < one.stop and one.start < stop for start, stop in self._traced.generated
             ):
                 raise unusable(
-                    f"{self._rules.name}: the generation markers enclose what message {numbered(speaker)} ({role}) says;"
-                    " mend the markers, or train on exactly what they enclose: --train-on markers"
+                    f"{self._rules.name}: the generation markers enclose what message {numbered(speaker)} ({role})"
+                    " says; mend the markers, or train on exactly what they enclose: --train-on markers"
                 )
 
     def _by_message(self) -> dict[int, Ranges]:

@@ -1,7 +1,8 @@
 """``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
 
 ``style`` brings messages into a form that the template takes, ``stand_in`` replaces their strings by placeholders,
-``spans`` judges what the model must learn of these, ``align`` carries the verdict over to the row's own text. Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
+``spans`` judges what the model must learn of these, ``align`` carries the verdict over to the row's own text. Whatever
+a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -331,10 +332,7 @@ class ChatTemplate:
             contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
             if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):
                 form.notes["thinking_tags_kept"] = kept
-        if everything:
-            spans = [Span(0, len(text))] if text else []
-        else:
-            spans = self._spans(said, weights, len(text))
+        spans = [Span(0, len(text))] if everything and text else self._spans(said, weights, len(text))
         literals = [] if self.options.allow_control_tokens else self._literals(text, form)
         return Rendered(text, spans, literals, form.notes)
 
@@ -361,7 +359,7 @@ class ChatTemplate:
         return Rendered(traced.text, sorted(spans), literals, form.notes)
 
     def _said(self, form: _Form, text: str, chosen: Sequence[int]) -> dict[int, Said]:
-        """What the model generates of the ``chosen`` messages, found in the row's stand-in and carried over to ``text``.
+        """What the model generates of the ``chosen`` messages: found in a stand-in and carried over to ``text``.
 
         Two stand-ins are tried, as ``make_stand_in`` makes them, the second one faithful; and two ways to show that the
         row agrees with one.
@@ -415,8 +413,8 @@ class ChatTemplate:
             for piece in utterances_of(messages[index]):
                 if "".join(piece.text.split()) not in whole:
                     raise unusable(
-                        f"the chat template {self.name} leaves out {short(piece.text)} of assistant message {index + 1};"
-                        " use a template that keeps it, or give the message weight 0"
+                        f"the chat template {self.name} leaves out {short(piece.text)} of assistant message"
+                        f" {index + 1}; use a template that keeps it, or give the message weight 0"
                     )
 
     def _is_prompted(self, said: Mapping[int, Said], form: _Form, renderer: Renderer) -> bool:

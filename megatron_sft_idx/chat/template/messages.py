@@ -82,7 +82,7 @@ def utterances_of(message: Mapping[str, Any]) -> list[Utterance]:
 
 
 def _is_reasoning(content: str, inline: re.Match[str]) -> bool:
-    """Whether the beginning of a content, up to a closing tag, is reasoning; the opening tag may stand in the prompt."""
+    """Whether a content begins with reasoning, up to a closing tag; the opening tag may stand in the prompt."""
     opened = inline.start(2) > 0 and content[: inline.start(2)].strip() != ""
     if not opened:
         return _NO_REASONING.search(inline[2]) is None

@@ -189,8 +189,7 @@ class EdgeFinder:
     def stop_behind_calls(self, turn: Turn, stop: int) -> int:
         """Where a turn that ends with calls stops, with the control token that stops a model behind its calls.
 
-        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so that is what the model has to write.
-        Where results follow, the same token begins their text.
+        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so the model has to write it. Where results follow, the same token begins their text.
         """
         closed = self._view(turn.message + 1)
         if closed is None or not closed.startswith(self._text[:stop]):

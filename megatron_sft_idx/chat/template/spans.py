@@ -13,15 +13,15 @@ for it, and no words of another message do.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from megatron_sft_idx.chat.template.align import Outline
 from megatron_sft_idx.chat.template.blocks import BlockFinder
+from megatron_sft_idx.chat.template.contexts import Contexts
 from megatron_sft_idx.chat.template.messages import Ranges, unplaced, unusable
 from megatron_sft_idx.chat.template.scaffold import Rules
 from megatron_sft_idx.chat.template.stand_in import Hole, StandIn, as_it_is, make_stand_in, reduced
@@ -156,7 +156,7 @@ class Judge:
         return Judged(view.outline, find)
 
     def _said(self, view: _View, message: int, renderer: Renderer, whole: bool) -> Said:
-        """What the model generates of a message, from the first context that is equal to the whole, or from the whole.
+        """What the model generates of a message, from the first context that is equal to the whole.
 
         Raises:
             SequenceError: the message is refused in such a context, or there is none.
@@ -169,7 +169,7 @@ class Judge:
                 messages = [reduced(one) for one in messages]
             found = self._in_context(row, messages, indices.index(message), renderer)
             if isinstance(found, SequenceError):
-                refused = with_indices(found, indices)
+                refused = _with_indices(found, indices)
                 continue
             if found is None:
                 continue
@@ -184,8 +184,8 @@ class Judge:
                 return said._replace(generated=generated, trained=generated if trained == generated else trained)
         raise refused or unplaced(
             f"nothing tells what of the text of the chat template {self._rules.name} assistant message"
-            f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on all"
-            " tokens"
+            f" {numbered(message)} wrote; put {{% generation %}} markers around what the assistant says, or train on"
+            " all tokens"
         )
 
     def _in_context(
@@ -264,11 +264,12 @@ class Judge:
     def _mixed(self, what: str, message: int) -> SequenceError:
         return unplaced(
             f"the chat template {self._rules.name} writes {what} what it writes for assistant message"
-            f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all tokens"
+            f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all"
+            " tokens"
         )
 
 
-def with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
+def _with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
     """The error of a context, with its messages numbered as in the whole conversation."""
     return reworded(
         error,
@@ -277,59 +278,7 @@ def with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:
     )
 
 
-# ---- contexts ----
-
-
-class Contexts:
-    """The contexts in which the answers of a conversation are judged.
-
-    A *block* is a question with all that answers it. The smallest context has the system messages at the beginning;
-    of the answer's block its question, the answer, the answers before and behind it, the last one, and the results of
-    calls among these; and the next question.
-
-    Args:
-        roles: who speaks in each message.
-    """
-
-    def __init__(self, roles: Sequence[Any]) -> None:
-        self._count = len(roles)
-        self._system = next((at for at, role in enumerate(roles) if role in ("user", "assistant", "tool")), len(roles))
-        self._starts = [  # of blocks
-            at
-            for at in range(self._system, len(roles))
-            if at == self._system or (roles[at] == "user" and roles[at - 1] != "user")
-        ]
-        self._answers: list[list[int]] = []  # by block
-        self._questions: list[range] = []
-        for start, stop in pairwise([*self._starts, len(roles)]):
-            self._answers.append([at for at in range(start, stop) if roles[at] == "assistant"])
-            behind = next((at for at in range(start, stop) if roles[at] != "user"), stop)
-            self._questions.append(range(start, behind))
-
-    def of(self, message: int) -> Iterator[tuple[list[int], bool]]:
-        """The contexts of an answer, the smallest first and the whole conversation last.
-
-        Yields:
-            Positions of messages, and whether their calls are to be cut down (``reduced``).
-        """
-        block = bisect_right(self._starts, message) - 1
-        answers, begin = self._answers[block], self._starts[block]
-        end = self._starts[block + 1] if block + 1 < len(self._starts) else self._count
-        number = bisect_left(answers, message)
-        kept = sorted({*range(max(0, number - 1), min(number + 2, len(answers))), len(answers) - 1})
-        small = [*range(self._system), *range(begin, answers[0])]
-        for one in kept:
-            small += range(answers[one], answers[one + 1] if one + 1 < len(answers) else end)
-        small += self._questions[block + 1] if block + 1 < len(self._starts) else ()
-        yield small, True
-        yield small, False
-        before = self._starts[max(0, block - 1)]
-        further = self._starts[block + 2] if block + 2 < len(self._starts) else self._count
-        large = [*range(self._system), *range(before, further)]
-        if large != small:
-            yield large, False
-        if len(large) < self._count:
-            yield [*range(self._count)], False
+# ---- positions that two renderings share ----
 
 
 def _spots(outline: Outline, holes: Sequence[Hole]) -> dict[tuple[Any, Any, str], list[int]]:

@@ -362,10 +362,8 @@ def reduced(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return message
-    return {
-        **message,
-        "tool_calls": [_reduced_call(call) for call in (calls if len(calls) < 2 else [calls[0], calls[-1]])],
-    }
+    ends = calls if len(calls) < 2 else [calls[0], calls[-1]]
+    return {**message, "tool_calls": [_reduced_call(call) for call in ends]}
 
 
 def _reduced_call(call: Any) -> Any:
@@ -386,7 +384,7 @@ def _ends(value: Any) -> Any:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """How a template may write a value of the row, the likeliest first: as it is, trimmed, as JSON, or as Python does."""
+    """How a template may write a value of the row, the likeliest first: as it is, trimmed, as JSON, as Python does."""
     if not isinstance(value, str):
         yield json.dumps(value)
         yield str(value)

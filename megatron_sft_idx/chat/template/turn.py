@@ -348,13 +348,13 @@ class TurnFinder:
             stop = self._edges.stop_of_untraced(turn)
             if not self._edges.ends_alike(turn, max(said, stop)):
                 raise unplaced(
-                    f"the chat template {rules.name} cannot be traced, and ends assistant message {numbered(message)} in"
-                    " one way before another message and in another way at the end of the conversation, so nothing tells"
-                    " where it ends; put {% generation %} markers around what it says"
+                    f"the chat template {rules.name} cannot be traced, and ends assistant message {numbered(message)}"
+                    " in one way before another message and in another way at the end of the conversation, so nothing"
+                    " tells where it ends; put {% generation %} markers around what it says"
                 )
-        stop = self._edges.before_footer(said, max(said, stop))
-        if any(one.piece.kind == "call" for one in found):
-            stop = self._edges.stop_behind_calls(turn, stop)
+        stop = max(said, stop)
+        calls = any(one.piece.kind == "call" for one in found)
+        stop = self._edges.stop_behind_calls(turn, stop) if calls else self._edges.before_footer(said, stop)
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the beginning of the next sequence, which follows the end of this one
@@ -424,7 +424,7 @@ def said_token(message: int, kind: str, call: int = 0) -> str:
 def reworded(
     error: SequenceError, number: Callable[[int], str], words: Callable[[str, int, int], str]
 ) -> SequenceError:
-    """The error with the tokens in its reason replaced, those of messages by ``number`` and those of words by ``words``."""
+    """The error with the tokens in its reason replaced: of messages by ``number``, of words by ``words``."""
     reason = _TOKEN.sub(
         lambda match: number(int(match[1])) if match[1] else words(match[2], int(match[3]), int(match[4])), error.reason
     )
