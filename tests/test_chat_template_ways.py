@@ -691,3 +691,29 @@ def test_a_template_that_prints_a_message_in_each_iteration_trains_no_other_s_wo
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ messages[0] }}</s>{% endfor %}"
     with pytest.raises(SequenceError, match="writes words of message 1 in what it writes for assistant message 2"):
         learnt(source, talk(user("ask me"), said("answer you")))
+
+
+HEADER_BEHIND_CALLS = """
+{%- for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|Tool|>{{ m.content }}
+{%- else %}{% if m.tool_calls %}<|Assistant|>{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}</s>{% endif %}
+{%- if m.content is string and not (loop.index0 and messages[loop.index0 - 1].role == 'tool') %}<|Assistant|>{{ m.content }}</s>{% elif m.content %}{{ m.content }}</s>{% endif %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"""
+
+
+def test_a_call_without_arguments_is_learnt_where_a_header_follows_it() -> None:
+    row = talk(
+        user("u"), {"role": "assistant", "content": "", "tool_calls": [call("look", {})]}, result("r"), said("a")
+    )
+    found = "".join(trained(make(HEADER_BEHIND_CALLS).render(row)))
+    assert found.startswith("<call>look {}</call></s>")
+
+
+CLOSES_THINKING = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n</think>' }}").replace(
+    "{{- '<|im_start|>' + m.role + '\n'",
+    "{{- '<|im_start|>' + m.role + '\n' + ('</think>' if m.role == 'assistant' else '')",
+)
+
+
+def test_a_closing_tag_that_an_answer_quotes_does_not_move_its_beginning() -> None:
+    quotes = "first </think> second"
+    assert learnt(CLOSES_THINKING, talk(user("u"), said(quotes))) == [quotes + "<|im_end|>"]

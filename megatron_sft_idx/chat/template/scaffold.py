@@ -189,7 +189,8 @@ class EdgeFinder:
     def stop_behind_calls(self, turn: Turn, stop: int) -> int:
         """Where a turn that ends with calls stops, with the control token that stops a model behind its calls.
 
-        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so the model has to write it. Where results follow, the same token begins their text.
+        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so the model has to write it. Where
+        results follow, the same token begins their text.
         """
         closed = self._view(turn.message + 1)
         if closed is None or not closed.startswith(self._text[:stop]):
@@ -229,7 +230,7 @@ class EdgeFinder:
         fed = self._end_of_fed(turn)
         prompts = self._prompts(message)
         if thinks:
-            prompts = [_without_block(prompt) for prompt in prompts]
+            prompts = [prompt if prompt in head else _without_block(prompt) for prompt in prompts]
         if any(prompts):
             if fed is not None and prompts[0]:
                 return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows

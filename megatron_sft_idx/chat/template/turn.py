@@ -171,6 +171,13 @@ class TurnFinder:
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
         spans = cut(spans, self._headers_inside(segments[0].start, start, stop))
+        generated = [Segment(start, stop, 0, message) for start, stop in spans]
+        if any(one.piece.kind == "call" and self._find(one.piece.text, generated) < 0 for one in found):
+            raise unplaced(
+                f"the chat template {self._rules.name} writes calls of assistant message {numbered(message)} where nothing"
+                " tells that the model generates them; put {% generation %} markers around what the assistant says, or"
+                " train on all tokens"
+            )
         trained = spans
         if spans and not self._rules.keeps_all:
             cuts = Cuts(self._rules, self._text, self._messages, message, self._render)
@@ -323,9 +330,10 @@ class TurnFinder:
         ]
         words = [one.start for one in mine if self._holes[one.number].kind != "call"]
         # The name of a function may also stand in a header, so a call counts from the start of its arguments.
-        first = min([*words, *(one.start for one in mine)], default=last.stop)
+        names = self._names_called(segments, found, traced)
+        first = min((one.start for one in mine), default=min((at for at, _ in names), default=last.stop))
         said = max((one.stop for one in mine), default=max((one.stop for one in found), default=low))
-        for at, end in self._names_called(segments, found, traced):
+        for at, end in names:
             # Arguments may have no words, so a call before the words is found by its name.
             first = at if first in words and at < first else first
             said = max(said, end)
