@@ -221,12 +221,20 @@ def _agreeing(
                 start = len(text[:start].rstrip())
             end = start
             continue
-        values: Sequence[Any] = row.shared if placed.shared else row.owned
-        for spelt in spellings(values[placed.number]):
-            start = end - len(spelt)
-            if start >= 0 and text.startswith(spelt, start) and text.endswith(before, 0, start):
-                end = start
-                break
-        else:
+        value = (row.shared if placed.shared else row.owned)[placed.number]
+        found = _spelt_before(value, text, before, end)
+        if found is None:
             return None
+        end = found
     raise AssertionError("the loop ends at the text before all placeholders")
+
+
+def _spelt_before(value: Any, text: str, before: str, end: int) -> int | None:
+    """Where a value starts that ends at ``end`` and has the text ``before`` in front of it; None where it does not."""
+    if type(value) is str and text.endswith(value, 0, end) and text.endswith(before, 0, end - len(value)):
+        return end - len(value)  # as most are
+    for spelt in spellings(value):
+        start = end - len(spelt)
+        if start >= 0 and text.startswith(spelt, start) and text.endswith(before, 0, start):
+            return start
+    return None

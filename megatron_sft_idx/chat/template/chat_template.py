@@ -326,8 +326,9 @@ class ChatTemplate:
         for one in said.values():
             for what, count in one.notes.items():
                 form.notes[what] = form.notes.get(what, 0) + count
-        if silent := sum(bool(said[index].trained) for index in said if not utterances_of(form.messages[index])):
-            form.notes["ends_of_turn_alone"] = silent
+        silent = [index for index in said if not _has_words(form.messages[index].get("content"))]
+        if alone := sum(bool(said[index].trained) for index in silent if not utterances_of(form.messages[index])):
+            form.notes["ends_of_turn_alone"] = alone
         if not self.options.train_on_thinking:
             contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
             if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):
@@ -591,6 +592,10 @@ class ChatTemplate:
         taken = _RESERVED.intersection(kwargs)
         if taken:
             raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _has_words(content: object) -> bool:
+    return type(content) is str and bool(content) and not content.isspace() and "</" not in content
 
 
 def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, Said] | SequenceError:
