@@ -175,8 +175,8 @@ class TurnFinder:
         if any(one.piece.kind == "call" and self._find(one.piece.text, generated) < 0 for one in found):
             raise unplaced(
                 f"the chat template {self._rules.name} writes calls of assistant message {numbered(message)} where"
-                " nothing tells that the model generates them; put {% generation %} markers around what the assistant says, or"
-                " train on all tokens"
+                " nothing tells that the model generates them; put {% generation %} markers around what the assistant"
+                " says, or train on all tokens"
             )
         trained = spans
         if spans and not self._rules.keeps_all:
