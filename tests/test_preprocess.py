@@ -152,7 +152,7 @@ def test_another_seed_is_another_order_of_the_same_sequences(tmp_path):
     assert sorted(a.tobytes() for a, _ in zero) == sorted(a.tobytes() for a, _ in one)
 
 
-def test_append_eod_is_trained_exactly_when_the_token_before_it_is(tmp_path, tokenizer):
+def test_append_eod_is_trained_where_a_sequence_ends_in_a_trained_answer(tmp_path, tokenizer):
     rows = [
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]},
@@ -163,7 +163,9 @@ def test_append_eod_is_trained_exactly_when_the_token_before_it_is(tmp_path, tok
     eod = tokenizer.eos_token_id
     assert (first.tolist(), one.tolist()) == ([5, 6, 7, eod], [0, 1, 1, 1])
     assert (second.tolist(), two.tolist()) == ([5, 6, 7, eod], [0, 1, 0, 0])
-    assert (third[-1], three[-1]) == (eod, 0)  # the newline after the turn is not trained on
+    # The template's end of turn is the end of document, with a newline behind it that is not trained on.
+    assert (third == eod).sum() == 2  # of the question and of the answer
+    assert three[np.flatnonzero(third == eod)].tolist() == [0, 1]
 
 
 def test_weights_make_the_mask_float32_from_the_first_row_on(tmp_path):

@@ -144,7 +144,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
             (default: %(default)s)
         --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
-        --append-eod  end every sequence with the end-of-sequence token
+        --append-eod  end every sequence with the end-of-sequence token, unless it ends with one; it is trained where
+            the sequence ends in a trained answer
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},

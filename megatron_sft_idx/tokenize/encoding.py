@@ -39,8 +39,8 @@ class EncodingOptions:
         template_kwargs: extra variables for the template.
         masks: which tokens are trained on.
         rows: how input rows are read.
-        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained exactly when the token before
-            it is.
+        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained where the sequence ends in a
+            trained answer, unless it ends with that id already.
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
@@ -358,8 +358,8 @@ class RowEncoder:
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, row.position))
                 continue
-            if self.options.append_eod and self.tokenizer.eos_id is not None:
-                made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
+            if self.options.append_eod:
+                made = [append_eod(sequence, self.tokenizer) for sequence in made]
             # What columns need is kept; the texts of a whole piece are not.
             yield row._replace(conversations=(), tokenized=None, rendered=()), made
 
@@ -369,8 +369,6 @@ class RowEncoder:
             self.tokenizer.encode,
             span_by_span=self.options.span_by_span,
             straddling=self.options.straddling == "include",
-            # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
-            whole_characters=not template.has_generation_markers,
         )
         try:
             return [*encode(rendered)]

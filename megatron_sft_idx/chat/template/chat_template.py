@@ -44,7 +44,7 @@ from megatron_sft_idx.chat.template.turn import Said, reworded
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-REVISION = 8
+REVISION = 9
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -170,7 +170,7 @@ class TokenSpellings:
         return np.stack([number[ends - self.nbytes[ids]] - 1, number[ends - 1]], axis=1)
 
     def weights(
-        self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
+        self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]]
     ) -> tuple[list[NDArray[np.float32]], list[int], list[bool]]:
         """The loss weights of the tokens of several texts.
 
@@ -178,7 +178,6 @@ class TokenSpellings:
             ids: the ids of each text.
             utf8: each text as UTF-8.
             spans: the spans of each text.
-            whole_characters: as for ``Tokenizer.encode``.
 
         Returns:
             Three lists with one item a text: the weights of its tokens, float32; how many of its spans begin within a
@@ -200,7 +199,6 @@ class TokenSpellings:
             np.fromiter(edges, np.int64, 2 * count).reshape(count, 2),
             np.fromiter((span.weight for row in spans for span in row), np.float32, count),
             _offsets_of(spans),
-            whole_characters,
         )
         by_text = [weights[begin:end] for begin, end in pairwise(offsets.tolist())]
         return by_text, straddling.tolist(), spelled.astype(bool).tolist()
