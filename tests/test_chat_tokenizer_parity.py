@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 import tokenizer_zoo as zoo
+from packaging.version import Version
 
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.types import Encoded, Rendered, Span
