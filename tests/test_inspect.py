@@ -248,7 +248,7 @@ def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
 def test_what_was_lost_is_counted(tmp_path: Path) -> None:
     metadata = {
         "sources": {"skipped": 2},
-        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "untrained_by_cut": 7},
+        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "lost_trained_tokens": 7},
     }
     write_samples(tmp_path / "x", [], capacity=8, metadata=metadata)
     out = command("inspect", tmp_path / "x").out
@@ -256,7 +256,7 @@ def test_what_was_lost_is_counted(tmp_path: Path) -> None:
         "rows skipped          2",
         "overlong sequences    1,234",
         "dropped tokens        56,789",
-        "labels lost to cuts   7",
+        "lost trained tokens   7",
     ):
         assert f"\n{line}\n" in out
 
