@@ -131,6 +131,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """
         --tokenizer, --tokenizer-model PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
+        --tokenizer-backend  which library tokenises: gigatoken where its ids are known to be those of tokenizers, held
+            to these on the first texts and on samples, or tokenizers alone (default: %(default)s)
         --tokenizer-type  of Megatron
         --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
             in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,

@@ -19,7 +19,7 @@ from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import Backend, Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Conversation, Encoded, InputRow, Piece, Rendered, RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
@@ -34,6 +34,7 @@ class EncodingOptions:
 
     Attributes:
         tokenizer: folder or vocabulary file of the tokenizer.
+        tokenizer_backend: ``tokenizers`` leaves gigatoken out.
         chat_template: template text that replaces the tokenizer's own.
         template_name: what errors call the template, such as its file.
         template_kwargs: extra variables for the template.
@@ -50,6 +51,7 @@ class EncodingOptions:
     """
 
     tokenizer: str
+    tokenizer_backend: Backend = "auto"
     chat_template: str | None = None
     template_name: str = "chat template"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class RowEncoder:
     def __init__(self, options: EncodingOptions) -> None:
         # One thread a process: workers share the cores, and the library's threads do not survive a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, backend=options.tokenizer_backend)
         if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
             options = replace(options, chat_template=generated, template_name=options.tokenizer)
         self.options = options
@@ -340,7 +342,11 @@ class RowEncoder:
         for row in batch:
             if row.template is not None:
                 texts.setdefault(row.template, []).extend(row.rendered)
-        encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+        try:
+            encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+        except FormatError as error:
+            rows = f"rows {batch[0].position} to {batch[-1].position}"
+            raise FormatError(f"{piece.path}: {rows}: {error}") from None
         for row in batch:
             try:
                 if row.template is None:

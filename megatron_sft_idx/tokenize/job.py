@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
+from megatron_sft_idx.chat.tokenizer import Backend
 from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, ReasoningTurns, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
 from megatron_sft_idx.packing import Effort
@@ -47,6 +48,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     rows: Rows,
     *,
     tokenizer: StrPath,
+    tokenizer_backend: Backend = "auto",
     out: StrPath,
     seq_length: int,
     chat_template: StrPath | None = None,

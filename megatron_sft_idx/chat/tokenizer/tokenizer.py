@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceMo
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.tokenizer.tokens import Backend, JsonModel, Passage
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
-from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError
 
 
 def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
@@ -168,6 +168,8 @@ class Tokenizer:
         """Ids of passages. ``rows`` says which rendered row each passage is of, for the error about it."""
         try:
             return self._model.ids(passages)
+        except FormatError:
+            raise  # it is the tokenizer's fault, and no row's
         except ValueError as error:
             for row, passage in zip(rows, passages, strict=True):
                 try:
