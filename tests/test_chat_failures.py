@@ -70,7 +70,7 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-@pytest.mark.parametrize("options", [{}, {"turns": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
+@pytest.mark.parametrize("options", [{}, {"earlier_reasoning": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
 def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: dict[str, str]) -> None:
     source, bad, _ = BAD_ROWS[name]
     template, given = make(source, **options), [PAIR, talk(user("u"), said("a")), bad]
@@ -104,7 +104,7 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "stray break": (lambda: make("\n{% break %}"), "t.jinja: line"),
     "too deep": (lambda: make("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "t.jinja: the chat template is nested too deeply"),
     "train on": (lambda: MaskOptions(train_on="answers"), "train_on: 'answers', choose one of assistant, last-turn, all"),
-    "turns": (lambda: MaskOptions(turns="Split"), "turns: 'Split', choose one of error, whole, split"),
+    "turns": (lambda: MaskOptions(earlier_reasoning="Split"), "earlier_reasoning: 'Split', choose one of error, drop, split"),
     "markers": (lambda: MaskOptions(partial_markers=None), "partial_markers: None, choose one of error, keep"),
     "thinking": (lambda: MaskOptions(train_on_thinking="no"), "train_on_thinking: 'no', expected True or False"),
     "day": (lambda: MaskOptions(template_date="yesterday"), "--template-date: 'yesterday' is not a date like 2025-01-31"),

@@ -50,7 +50,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_work_grows_with_the_turns_and_not_with_their_square(name: str, kind: str, rendered: list[int]) -> None:
     spent: dict[int, tuple[float, float]] = {}
     for count in (20, 80):
-        template = ChatTemplate(TEMPLATES.get(name, VARYING), options=MaskOptions(turns="whole"))
+        template = ChatTemplate(TEMPLATES.get(name, VARYING), options=MaskOptions(earlier_reasoning="drop"))
         messages = turns(count, kind)
         rendered.clear()
         made = template.render(Conversation(messages, [1.0] * len(messages)))

@@ -170,10 +170,10 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
         user("v"),
         said("b", reasoning_content="kept thought"),
     )
-    rendered = make(STYLES["thinking"].source, turns="whole").render(conversation)
+    rendered = make(STYLES["thinking"].source, earlier_reasoning="drop").render(conversation)
     assert rendered.notes == {"reasoning_dropped": 1}
     assert trained(rendered) == ["a<|im_end|>", "<think>\nkept thought\n</think>\n\nb<|im_end|>"]
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2; --turns split makes"):
+    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2; --earlier-reasoning split makes"):
         make(STYLES["thinking"].source).render(conversation)
     assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
 
@@ -226,7 +226,7 @@ def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
         said("c", reasoning_content="third thought"),
         user("bye"),
     )
-    one, two = make(STYLES["thinking"].source, turns="split").render_turns(conversation)
+    one, two = make(STYLES["thinking"].source, earlier_reasoning="split").render_turns(conversation)
     assert trained(one) == ["<think>\nfirst thought\n</think>\n\na<|im_end|>"]
     assert trained(two) == [
         f"<think>\n{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
@@ -237,15 +237,15 @@ def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
 
 def test_turns_that_the_next_one_begins_with_are_one_sequence() -> None:
     conversation = talk(user("u"), said("a"), user("v"), said("b"), weights=[1, 1, 1, 0.5])
-    (whole,) = make(CHATML, turns="split").render_turns(conversation)
+    (whole,) = make(CHATML, earlier_reasoning="split").render_turns(conversation)
     assert whole == make(CHATML).render(conversation)
-    (unread,) = make(CHATML, turns="split").render_turns(talk(user("u"), said("a"), weights=[1, 0]))
+    (unread,) = make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a"), weights=[1, 0]))
     assert unread.spans == []
 
 
 def test_reasoning_that_no_turn_keeps_is_an_error_turn_by_turn() -> None:
-    with pytest.raises(SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--turns whole"):
-        make(CHATML, turns="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
+    with pytest.raises(SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--earlier-reasoning drop"):
+        make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
 
 
 def test_a_prompt_with_thinking_on_or_off_comes_from_the_row() -> None:
@@ -508,6 +508,6 @@ def test_markers_around_others_are_refused_by_name(source: str, reason: str) -> 
 def test_markers_alone_need_markers_and_no_other_choice() -> None:
     with pytest.raises(FormatError, match="this one has none"):
         make(CHATML, train_on="markers")
-    for options in ({"train_on_thinking": False}, {"train_on_tool_calls": False}, {"turns": "split"}):
+    for options in ({"train_on_thinking": False}, {"train_on_tool_calls": False}, {"earlier_reasoning": "split"}):
         with pytest.raises(FormatError, match="exactly what the markers enclose"):
             MaskOptions(train_on="markers", **options)

@@ -281,7 +281,7 @@ def test_where_tracing_cannot_follow_a_call_is_learnt_whole(arguments: dict[str,
         "'[ID]abc1[ARGS]' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>"
     )  # fmt: skip
     controls = ["<|im_end|>", "[CALL]", "[ID]", "[ARGS]"]
-    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(turns="whole"))
+    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(earlier_reasoning="drop"))
     calls = {"tool_calls": [call("look", arguments)]}
     rendered = template.render(
         read(user("ask one"), {"role": "assistant", "content": "", **calls}, result("r"), said("a"))
@@ -451,7 +451,7 @@ def test_a_beginning_that_the_template_refuses_goes_with_the_next() -> None:
         "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('No question') }}{% endif %}{%- for m",
         1,
     )
-    rendered = make(source, turns="split").render_turns(talk(said("hello"), user("u"), said("a")))
+    rendered = make(source, earlier_reasoning="split").render_turns(talk(said("hello"), user("u"), said("a")))
     assert [trained(one) for one in rendered] == [["hello<|im_end|>", "a<|im_end|>"]]
 
 
@@ -585,7 +585,7 @@ def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words(
 def test_a_turn_of_reasoning_alone_that_the_template_leaves_out_is_counted() -> None:
     source = CHATML.replace("for m in messages", "for m in messages if m.content")
     row = talk(user("u"), {"role": "assistant", "content": "", "reasoning_content": "thought"}, user("v"), said("b"))
-    rendered = make(source, turns="whole").render(row)
+    rendered = make(source, earlier_reasoning="drop").render(row)
     assert trained(rendered) == ["b<|im_end|>"]
     assert rendered.notes["reasoning_dropped"] == 1
     with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):

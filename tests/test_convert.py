@@ -187,8 +187,7 @@ def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
         str(demo / "tokenizer"),
         "--workers",
         "0",
-        "--turns",
-        "whole",
+        "--earlier-reasoning", "drop",
     ]
     assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
     before = Shard(source)

@@ -30,7 +30,7 @@ from megatron_sft_idx.shard import Pack, Shard, ShardWriter
 from megatron_sft_idx.tokenize import Summary, available_cpus
 
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
-USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "whole", "workers": 0, "log_interval": 0}
+USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "earlier_reasoning": "drop", "workers": 0, "log_interval": 0}
 
 
 # ---- preprocess ----
@@ -107,7 +107,7 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(
         "from megatron_sft_idx import preprocess\n"
-        f"print(preprocess({str(path)!r}, tokenizer={str(TOKENIZER)!r}, out='x', seq_length=1024, turns='whole',"
+        f"print(preprocess({str(path)!r}, tokenizer={str(TOKENIZER)!r}, out='x', seq_length=1024, earlier_reasoning='drop',"
         " workers=2))\n"
     )
     done = subprocess.run(
@@ -202,7 +202,7 @@ def test_the_summary_says_what_the_run_went_by(tmp_path: Path) -> None:
             "inputs": [str(CHATS)],
             "tokenizer": str(TOKENIZER),
             "train_on": "last-turn",
-            "turns": "whole",
+            "earlier_reasoning": "drop",
             "overlong": "error",
             "capacity": 1024,
             "workers": available_cpus(),

@@ -105,7 +105,7 @@ def test_color_is_for_terminals_that_have_it(
     with contextlib.redirect_stdout(Terminal()) as out:
         assert main(["inspect", str(chats), "--pack", "0"]) == 0
         inputs = ["--input", str(CHATS), "--tokenizer", str(TOKENIZER), "--seq-length", "1024", "--output-prefix", "x"]
-        assert main(["preprocess", *inputs, "--turns", "whole", "--dry-run"]) == 0
+        assert main(["preprocess", *inputs, "--earlier-reasoning", "drop", "--dry-run"]) == 0
     assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 

@@ -249,11 +249,11 @@ def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
 def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     thoughtful = [chat for chat in chats if sum("reasoning_content" in message for message in chat["messages"]) > 1]
     assert len(thoughtful) > 10
-    refused = preprocess(tmp_path / "a/x", "--turns", "error", rows=thoughtful)
+    refused = preprocess(tmp_path / "a/x", "--earlier-reasoning", "error", rows=thoughtful)
     assert refused.code == 1
     assert "rows.jsonl:1: " in refused.err
     assert "leaves out the reasoning of assistant message" in refused.err
-    done = preprocess(tmp_path / "b/x", "--turns", "split", rows=thoughtful)
+    done = preprocess(tmp_path / "b/x", "--earlier-reasoning", "split", rows=thoughtful)
     assert done.code == 0, done.err
     texts, said = [], ""
     for ids, mask in sequences_of(tmp_path / "b/x"):
@@ -271,7 +271,7 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     assert len(texts) > len(thoughtful)
     assert set(texts) <= beginnings
     assert f"rows            {len(thoughtful)}\nsequences       {len(texts)}" in done.out
-    split = preprocess(tmp_path / "c/x", "--turns", "split", "--workers", 2, rows=thoughtful)
+    split = preprocess(tmp_path / "c/x", "--earlier-reasoning", "split", "--workers", 2, rows=thoughtful)
     assert split.code == 0
     assert files_of(tmp_path / "b/x") == files_of(tmp_path / "c/x")
 

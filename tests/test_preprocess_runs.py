@@ -131,8 +131,7 @@ def test_interrupted_runs_keep_what_is_done(tmp_path, long, sent, code):
     given, calm = long
     arguments = [
         "preprocess",
-        "--turns",
-        "whole",
+        "--earlier-reasoning", "drop",
         "--input",
         given,
         "--tokenizer-model",
@@ -164,8 +163,7 @@ def test_a_killed_worker_changes_no_byte(tmp_path, long):
     given, calm = long
     arguments = [
         "preprocess",
-        "--turns",
-        "whole",
+        "--earlier-reasoning", "drop",
         "--input",
         given,
         "--tokenizer-model",

@@ -221,7 +221,7 @@ def test_a_run_counts_what_a_naive_set_counts_and_splits_without_a_leak(tmp_path
 
 
 def test_the_turns_of_a_conversation_stay_on_one_side(tmp_path):
-    turns = ("--turns", "split", "--overlong", "split", "--seq-length", 200)
+    turns = ("--earlier-reasoning", "split", "--overlong", "split", "--seq-length", 200)
     assert preprocess(tmp_path / "x", *turns, "--valid-fraction", 0.3, "--packing", "none").code == 0
     assert preprocess(tmp_path / "y", *turns, "--packing", "none").code == 0
     everything = [ids.tobytes() for ids, _ in sequences_of(tmp_path / "y")]

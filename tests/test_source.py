@@ -37,7 +37,7 @@ def _small_parts():
 
 @pytest.fixture(scope="module")
 def encoder():
-    return RowEncoder(EncodingOptions(str(TOKENIZER), masks=MaskOptions(turns="whole"), on_bad_row="skip"))
+    return RowEncoder(EncodingOptions(str(TOKENIZER), masks=MaskOptions(earlier_reasoning="drop"), on_bad_row="skip"))
 
 
 @pytest.mark.parametrize("given", [{"x": object()}, {1: 2}, {"x": "\ud800"}])

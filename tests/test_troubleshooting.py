@@ -99,7 +99,7 @@ PREPARING: Scenes = {
     "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
     "nothing tells what of the text": lambda: prepare(template=MEASURES),
     "writes outside its generation markers": lambda: prepare(template=PART),
-    "leaves out the reasoning of": lambda: prepare("--turns", "error", rows=[thoughtful()]),
+    "leaves out the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
     "which may say what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
     "has no words in content": lambda: prepare(
         rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]

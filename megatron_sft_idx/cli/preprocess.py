@@ -166,8 +166,8 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
         --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
             generation markers enclose, or everything (default: %(default)s)
-        --turns  if the template drops the reasoning of earlier turns: stop, make one sequence without it, or make a
-            sequence for each turn, as the model would see it (default: %(default)s)
+        --earlier-reasoning  if the template removes the reasoning of earlier turns: stop, make one sequence without it,
+            or make a sequence for each turn, as the model would see it (default: %(default)s)
         --no-train-on-thinking  leave reasoning out of the loss
         --no-train-on-tool-calls  leave tool calls out of the loss
         --allow-control-tokens  let text in the data that spells a control token, such as <|im_end|>, become that token

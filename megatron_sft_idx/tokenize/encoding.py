@@ -325,7 +325,7 @@ class RowEncoder:
                         raise outcome
                     rendered += outcome
                 if self.options.rows.kind == "preference" and len(rendered) != 2:
-                    raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+                    raise RowError("an answer makes several sequences with --earlier-reasoning split; a pair is one of each")
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 if self.options.on_bad_row == "error":

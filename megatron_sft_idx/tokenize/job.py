@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.tokenizer import Backend
-from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, ReasoningTurns, TrainOn
+from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, EarlierReasoning, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
@@ -55,7 +55,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     chat_template_kwargs: Mapping[str, Any] | None = None,
     template_date: str | None = None,
     train_on: TrainOn = "assistant",
-    turns: ReasoningTurns = "error",
+    earlier_reasoning: EarlierReasoning = "error",
     no_train_on_thinking: bool = False,
     no_train_on_tool_calls: bool = False,
     allow_control_tokens: bool = False,

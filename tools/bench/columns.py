@@ -66,7 +66,7 @@ def preprocessing(folder: Path, copies: int, source: bool) -> tuple[float, int]:
     rows = [json.loads(line) for line in (DEMO / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
     took = timed(
         lambda: preprocess(
-            rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, turns="whole", workers=0,
+            rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, earlier_reasoning="drop", workers=0,
             out=folder / f"source-{source}", source=source, overwrite=True,
         )
     )  # fmt: skip

@@ -148,7 +148,7 @@ class ChatTemplate:
             sorted(self._controls.texts),
             self._kwargs,
             [options.train_on, options.train_on_thinking, options.train_on_tool_calls],
-            [options.turns, options.partial_markers],
+            [options.earlier_reasoning, options.partial_markers],
             [options.allow_control_tokens, options.template_date],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
@@ -177,7 +177,7 @@ class ChatTemplate:
             return self._in_some_form(self._forms(conversation), lambda form: [self._whole(form)])[0]
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation as one text or, with ``turns="split"``, as a text for each turn.
+        """Render a conversation as one text or, with ``earlier_reasoning="split"``, as a text for each turn.
 
         The text of a turn has an assistant message that is trained on, and the messages before it but none behind it,
         as the model would see them; only that message is trained on. No text is made of a turn if the next turn's text
@@ -200,7 +200,7 @@ class ChatTemplate:
         Yields:
             For each conversation its texts, or the error that ``render_turns`` raises.
         """
-        split = self.options.turns == "split"
+        split = self.options.earlier_reasoning == "split"
         step = self._split if split else lambda form: [self._whole(form)]
         forms = [self._forms(conversation) for conversation in conversations]
         begun: list[_Form | ValueError] = []
