@@ -52,7 +52,9 @@ def preprocess(prefix: Path, *arguments: object, rows: Any = None, capacity: int
         given += ["--tokenizer-model", TOKENIZER]
     if "--seq-length" not in arguments:
         given += ["--seq-length", capacity]
-    if "--earlier-reasoning" not in arguments:  # the bundled template drops reasoning that some of the bundled chats have
+    if (
+        "--earlier-reasoning" not in arguments
+    ):  # the bundled template drops reasoning that some of the bundled chats have
         given += ["--earlier-reasoning", "drop"]
     if "--workers" not in arguments:
         given += ["--workers", 0]

@@ -173,7 +173,9 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
     rendered = make(STYLES["thinking"].source, earlier_reasoning="drop").render(conversation)
     assert rendered.notes == {"reasoning_dropped": 1}
     assert trained(rendered) == ["a<|im_end|>", "<think>\nkept thought\n</think>\n\nb<|im_end|>"]
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2; --earlier-reasoning split makes"):
+    with pytest.raises(
+        SequenceError, match="leaves out the reasoning of assistant message 2; --earlier-reasoning split makes"
+    ):
         make(STYLES["thinking"].source).render(conversation)
     assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
 
@@ -244,7 +246,9 @@ def test_turns_that_the_next_one_begins_with_are_one_sequence() -> None:
 
 
 def test_reasoning_that_no_turn_keeps_is_an_error_turn_by_turn() -> None:
-    with pytest.raises(SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--earlier-reasoning drop"):
+    with pytest.raises(
+        SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--earlier-reasoning drop"
+    ):
         make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
 
 

@@ -281,7 +281,9 @@ def test_where_tracing_cannot_follow_a_call_is_learnt_whole(arguments: dict[str,
         "'[ID]abc1[ARGS]' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>"
     )  # fmt: skip
     controls = ["<|im_end|>", "[CALL]", "[ID]", "[ARGS]"]
-    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(earlier_reasoning="drop"))
+    template = ChatTemplate(
+        source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(earlier_reasoning="drop")
+    )
     calls = {"tool_calls": [call("look", arguments)]}
     rendered = template.render(
         read(user("ask one"), {"role": "assistant", "content": "", **calls}, result("r"), said("a"))

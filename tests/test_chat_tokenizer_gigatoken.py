@@ -363,7 +363,14 @@ def test_such_a_text_stops_the_job_and_is_no_bad_row(
     answers = ["zqwrong it is" if number == 40 else "It is." for number in range(200)]
     rows = [{"prompt": f"Number {number}", "completion": answer} for number, answer in enumerate(answers)]
     with pytest.raises(FormatError, match=r"rows 1 to .*give different ids"):
-        preprocess(rows, tokenizer=TOKENIZER, out=tmp_path / "x", seq_length=256, on_bad_row=skip, workers=0)
+        preprocess(rows, tokenizer=TOKENIZER, output_prefix=tmp_path / "x", seq_length=256, on_bad_row=skip, workers=0)
     assert not [*tmp_path.glob("x.bin")]
-    preprocess(rows, tokenizer=TOKENIZER, tokenizer_backend="tokenizers", out=tmp_path / "y", seq_length=256, workers=0)
+    preprocess(
+        rows,
+        tokenizer=TOKENIZER,
+        tokenizer_backend="tokenizers",
+        output_prefix=tmp_path / "y",
+        seq_length=256,
+        workers=0,
+    )
     assert (tmp_path / "y.bin").exists()

@@ -535,7 +535,7 @@ def test_ignored_fields_are_counted_and_recorded(tmp_path: Path) -> None:
     header = read_header(str(tmp_path / "b/x"))
     assert header.metadata["options"]["ignore_fields"] == ["audit_mask", "weight"]
     summary = preprocess_rows(
-        FLAGGED, tokenizer=TOKENIZER, out=tmp_path / "c/x", seq_length=1024, workers=0,
+        FLAGGED, tokenizer=TOKENIZER, output_prefix=tmp_path / "c/x", seq_length=1024, workers=0,
         ignore_fields=["weight", "audit_mask"], source=False,
     )  # fmt: skip
     assert summary.corpus is not None

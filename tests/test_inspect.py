@@ -241,7 +241,7 @@ def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "empty", "--html", tmp_path / "x.html").code == 0
     write_samples(tmp_path / "x", demo_samples())
     Path(tmp_path / "x.seq.idx").unlink()
-    assert command("rebuild", tmp_path / "x", "--capacity", 64).code == 0
+    assert command("rebuild", tmp_path / "x", "--seq-length", 64).code == 0
     assert "rebuilt" in command("inspect", tmp_path / "x").out
 
 

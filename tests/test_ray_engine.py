@@ -108,7 +108,7 @@ def test_judged_answers_and_their_columns_are_the_same_bytes_as_here(nodes, tmp_
 def test_rows_that_are_chosen_are_those_chosen_here(nodes, case, tmp_path):
     _, options = case
     chosen = ("--max-rows", 250, "--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--shuffle")
-    options = (*options, *chosen, "--input-weight", f"{CHATS}=1.5", "--drop-untrained", *SHARDS)
+    options = (*options, *chosen, "--repeat", f"{CHATS}=1.5", "--drop-untrained", *SHARDS)
     assert preprocess(tmp_path / "local" / "x", *options).code == 0
     assert run_on(nodes, tmp_path / "ray" / "x", *options).code == 0
     for name in (*NAMES, "x.valid"):

@@ -265,12 +265,12 @@ def test_the_decision_is_one_of_the_options_of_a_run(tmp_path: Path) -> None:
 def test_the_same_from_python(tmp_path: Path) -> None:
     given: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "workers": 0, "earlier_reasoning": "drop"}
     with pytest.raises(SequenceError, match=r"^rows:1: a system message comes after an answer in this row"):
-        preprocess_rows(LINES, out=tmp_path / "x", **given)
-    preprocess_rows(LINES, out=tmp_path / "x", system_starts="conversation", **given)
+        preprocess_rows(LINES, output_prefix=tmp_path / "x", **given)
+    preprocess_rows(LINES, output_prefix=tmp_path / "x", system_starts="conversation", **given)
     assert preprocess(tmp_path / "y", *CONVERSATION, rows=LINES).code == 0
     assert files_of(tmp_path / "x")[".bin"] == files_of(tmp_path / "y")[".bin"]
     with pytest.raises(FormatError, match="system_starts"):
-        preprocess_rows(LINES, out=tmp_path / "z", system_starts="guess", **given)
+        preprocess_rows(LINES, output_prefix=tmp_path / "z", system_starts="guess", **given)
 
 
 def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:

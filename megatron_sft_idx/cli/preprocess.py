@@ -58,7 +58,7 @@ examples:
   make a shard to train on and one to validate with, without duplicates, with the rows of one file twice:
     megatron-sft-idx preprocess --input chats.jsonl more.parquet --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
-        --input-weight more.parquet=2
+        --repeat more.parquet=2
 
   continue after a kill, a power failure or Ctrl-C, with everything that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
@@ -247,7 +247,7 @@ def add_parser(verbs: Verbs) -> None:
             PREFIX.unpacked; not with options of which rows
         --source  write the column source, which says of every sequence which row of which file it was made from
             (default: %(default)s)
-        --source-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --input-weight; loss masks
+        --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
             become float32 if they hold other values than 0 and 1 (default: 1)
         --resume  continue a command that was interrupted or killed, with the same bytes; refused if input or options
             have changed, with what has
@@ -270,7 +270,7 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         """
         --source NAME  take only the sequences of this input file, by its name in the column source; may be repeated
-        --allow-loss  leave out columns that have one row for each pack
+        --lossy  leave out columns that have one row for each pack
         """,
         source={"dest": "sources", "action": "append", "default": []},
     )
@@ -288,7 +288,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
         --sample SHARE  take this share of the rows (default: all)
         --valid-fraction SHARE  put this share of the conversations, each whole, into a shard of its own at
             PREFIX.valid (default: none)
-        --input-weight FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
+        --repeat FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
             half of them again; FILE is a path as in --input, a file name, a glob or a folder (default: 1)
         --shuffle  shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
         """,
@@ -297,7 +297,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    values, rows = {**preprocess_arguments(arguments), "out": arguments.output_prefix}, arguments.input
+    values, rows = preprocess_arguments(arguments), arguments.input
     try:
         rows = downloaded(values, rows) if arguments.download else rows
         options = preprocess_options(values)
@@ -348,7 +348,7 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
         sources=arguments.sources,
-        allow_loss=arguments.allow_loss,
+        lossy=arguments.lossy,
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)

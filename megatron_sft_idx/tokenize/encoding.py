@@ -46,7 +46,7 @@ class EncodingOptions:
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
         source: make the column ``source``.
-        source_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
+        loss_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
     """
 
@@ -62,7 +62,7 @@ class EncodingOptions:
     straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
     source: bool = False
-    source_weights: tuple[float, ...] = ()
+    loss_weights: tuple[float, ...] = ()
     content: bool = False
 
     @property
@@ -201,7 +201,7 @@ class RowEncoder:
             "ignore_fields": [*rows.ignore_fields],
             "system_starts": rows.system_starts if rows.system_starts != "error" else "",
             "source": options.source,
-            "source_weights": [*options.source_weights],
+            "loss_weights": [*options.loss_weights],
             "content": options.content,
         }
         return {
@@ -247,7 +247,7 @@ class RowEncoder:
             if undecided or (bad_rows and options.on_bad_row == "error"):
                 break
         bad_rows.sort(key=lambda error: error.position or 0)
-        weight = options.source_weights[file] if options.source_weights else 1.0
+        weight = options.loss_weights[file] if options.loss_weights else 1.0
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
         done.undecided = undecided
         for row, _ in made:
@@ -325,7 +325,9 @@ class RowEncoder:
                         raise outcome
                     rendered += outcome
                 if self.options.rows.kind == "preference" and len(rendered) != 2:
-                    raise RowError("an answer makes several sequences with --earlier-reasoning split; a pair is one of each")
+                    raise RowError(
+                        "an answer makes several sequences with --earlier-reasoning split; a pair is one of each"
+                    )
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 if self.options.on_bad_row == "error":

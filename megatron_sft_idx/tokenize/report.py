@@ -15,8 +15,8 @@ _SELECTED = (
     ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
     ("not_sampled", "not sampled", "left out by --sample"),
     ("valid", "validation", "kept apart by --valid-fraction"),
-    ("weighted_out", "weighted out", "left out by --input-weight"),
-    ("repeats", "repeats", "of rows, by --input-weight"),
+    ("weighted_out", "weighted out", "left out by --repeat"),
+    ("repeats", "repeats", "of rows, by --repeat"),
     ("train", "to train on", "rows"),
     ("untrained_sequences", "untrained", "sequences, or cuts of them, left out: no token to train on"),
 )

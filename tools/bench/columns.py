@@ -67,7 +67,7 @@ def preprocessing(folder: Path, copies: int, source: bool) -> tuple[float, int]:
     took = timed(
         lambda: preprocess(
             rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, earlier_reasoning="drop", workers=0,
-            out=folder / f"source-{source}", source=source, overwrite=True,
+            output_prefix=folder / f"source-{source}", source=source, overwrite=True,
         )
     )  # fmt: skip
     return took.cpu, sum(path.stat().st_size for path in folder.glob(f"source-{source}.*"))

@@ -305,10 +305,15 @@ class TurnFinder:
         if options.earlier_reasoning == "drop" or not options.train_on_thinking:
             notes["reasoning_dropped"] = notes.get("reasoning_dropped", 0) + 1
             return
-        split = "" if options.earlier_reasoning == "split" else "--earlier-reasoning split makes a sequence of each turn, as the model sees it;"
+        split = (
+            ""
+            if options.earlier_reasoning == "split"
+            else "--earlier-reasoning split makes a sequence of each turn, as the model sees it;"
+        )
         raise unusable(
             f"the chat template {self._rules.name} leaves out the reasoning of assistant message {numbered(message)};"
-            f" {split} --earlier-reasoning drop trains without it and counts it; --no-train-on-thinking trains on no reasoning"
+            f" {split} --earlier-reasoning drop trains without it and counts it;"
+            " --no-train-on-thinking trains on no reasoning"
         )
 
     def _refused(self, message: int, what: str, how: tuple[str, str] = _LEAVES) -> SequenceError:
