@@ -152,7 +152,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_on": "user"}, "train_on: 'user', choose one of assistant, last-turn, all"),
+        ({"train_on": "user"}, "train_on: 'user', choose one of assistant, last-turn, markers, all"),
         ({"straddling": "exlude"}, "straddling: 'exlude', choose one of include, exclude"),
         ({"seq_length": 0}, "seq_length: 0, expected a whole number from 1"),
         ({"seq_length": True}, "seq_length: True, expected a whole number from 1"),
@@ -184,7 +184,7 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
     (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     parser: argparse.ArgumentParser = verbs.choices["preprocess"]
     options = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
-    for name, option in (("rows", "input"), ("out", "output_prefix"), ("tokenizer", "tokenizer_model")):
+    for name, option in (("inputs", "input"), ("tokenizer", "tokenizer_model")):
         options[name] = options.pop(option)
     del options["help"], options["dry_run"], options["full"]
     parameters = inspect.signature(preprocess).parameters

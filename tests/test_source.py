@@ -302,7 +302,7 @@ def test_weights_of_files(tmp_path, workers):
             assert np.array_equal(before[0], after[0])
             assert np.array_equal(before[1] * np.float32([0.25, 1, 0][file]), after[1])
     other = weighted(tmp_path, "--loss-weight", "a.jsonl=0.5", "--resume")
-    assert (other.code, "source weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
+    assert (other.code, "loss weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
 
 
 def test_weights_of_one_are_none(tmp_path):

@@ -206,7 +206,10 @@ class ChatTemplate:
         begun: list[_Form | ValueError] = []
         if not split:
             with self._lock:
-                begun = [self._begun(one) for one in forms]
+                for one in forms:
+                    begun.append(self._begun(one))
+                    if isinstance(begun[-1], ValueError) or isinstance(begun[-1].text, ValueError):
+                        break  # the caller may stop at the first conversation that fails
         for one, first in zip_longest(forms, begun):
             outcome: list[Rendered] | ValueError
             with self._lock:
