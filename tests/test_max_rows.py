@@ -52,7 +52,9 @@ def outcome(prefix: Path, done: Outcome) -> Any:
     """All that is made and said but paths and the fingerprint of the input, which covers whole pieces."""
     assert done.code == 0, done.err
     header = read_header(prefix).metadata
-    said = [line for line in done.out.splitlines() if not line.startswith(("wrote", "seconds", "  first", "  to train on"))]
+    said = [
+        line for line in done.out.splitlines() if not line.startswith(("wrote", "seconds", "  first", "  to train on"))
+    ]
     skipped = [line.partition("jsonl")[2] for line in done.err.splitlines() if line.startswith("skipped")]
     files = {
         suffix: raw for suffix, raw in files_of(prefix).items() if suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")
