@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
-from megatron_sft_idx.chat.values import settled
+from megatron_sft_idx.chat.values import read_values
 
 USER = {"role": "user", "content": "Q"}
 BOT = {"role": "assistant", "content": "A"}
@@ -213,7 +213,7 @@ def with_nulls(value, keys):
 def test_a_null_is_as_a_key_that_is_absent(keys):
     verdict = {"messages": CHAT, "label": 1}  # the class of a row, as nothing is completed
     for row in [TWO_STYLES, verdict, *(row for row, _ in GOOD.values())]:
-        without, given = (to_sequence_source(settled(each)[0]) for each in (row, with_nulls(row, keys)))
+        without, given = (to_sequence_source(read_values(each)[0]) for each in (row, with_nulls(row, keys)))
         assert json.dumps(given) == json.dumps(without)  # in the same order, too
 
 

@@ -24,7 +24,7 @@ from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.inputs import expand_inputs, iter_pieces
 from megatron_sft_idx.chat.tables import _Column, _values
 from megatron_sft_idx.chat.types import RowError
-from megatron_sft_idx.chat.values import JsonText, Undecoded, settled
+from megatron_sft_idx.chat.values import JsonText, Undecoded, read_values
 from megatron_sft_idx.shard import read_header
 
 ROWS = Path(__file__).parent / "rows"
@@ -530,13 +530,17 @@ def test_nulls_that_fill_missing_keys_change_no_text_and_are_counted(kind: str, 
 
 def test_nulls_of_json_text_stay() -> None:
     call = {"name": "f", "arguments": '{"limit": null}'}
-    row, notes = settled({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "system": None})
+    row, notes = read_values(
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "system": None}
+    )
     (message,) = to_sequence_source(row).messages
     assert message["tool_calls"][0]["function"]["arguments"] == {"limit": None}
     assert (row.keys(), notes) == ({"messages"}, {})
-    typed = settled({"tool_calls": [{"name": "f", "arguments": JsonText('{"limit": null}', "x")}]})
+    typed = read_values({"tool_calls": [{"name": "f", "arguments": JsonText('{"limit": null}', "x")}]})
     assert typed == ({"tool_calls": [{"name": "f", "arguments": {"limit": None}}]}, {})
-    filled = settled({"tool_calls": [{"name": "f", "arguments": {"limit": None, "deep": {"a": None}, "list": [None]}}]})
+    filled = read_values(
+        {"tool_calls": [{"name": "f", "arguments": {"limit": None, "deep": {"a": None}, "list": [None]}}]}
+    )
     assert filled == (
         {"tool_calls": [{"name": "f", "arguments": {"deep": {}, "list": [None]}}]},
         {"nulls_in_arguments": 2},

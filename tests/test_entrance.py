@@ -123,11 +123,19 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
+class Splits(dict[str, Any]):
+    """As DatasetDict of ``datasets``."""
+
+    def save_to_disk(self, path: str) -> None:
+        """Never called."""
+
+
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
         ({"messages": []}, FormatError, "rows: a dict, expected paths, an iterable of rows.*single row in a list"),
         (7, FormatError, "rows: a int, expected paths"),
+        (Splits(), FormatError, "rows: a Splits, expected .* one split of a dataset"),
         ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: is a str, expected a dict"),
         ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], SequenceError, "rows:1: .*float"),
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx._native import scan_json_array
 from megatron_sft_idx.chat.tables import table_pieces
 from megatron_sft_idx.chat.types import InputRow, Piece
-from megatron_sft_idx.chat.values import parse_json, settled
+from megatron_sft_idx.chat.values import parse_json, read_values
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
@@ -389,7 +389,7 @@ class JsonPiece(Piece):
                 try:
                     data = parse_json(raw)
                     if b"null" in raw:  # which most rows do not hold
-                        data, notes = settled(data)
+                        data, notes = read_values(data)
                 except ValueError as error:
                     data = SequenceError(self.path, position, str(error))
                 yield InputRow(position, data, notes)

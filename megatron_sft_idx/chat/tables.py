@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import InputRow, Piece
-from megatron_sft_idx.chat.values import JsonText, Undecoded, settled
+from megatron_sft_idx.chat.values import JsonText, Undecoded, read_values
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote.store import ObjectFile
@@ -47,7 +47,7 @@ class TablePiece(Piece):
                 for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     for row in _rows_of(batch.slice(start, _ROWS_AT_ONCE)):
                         try:
-                            data, notes = settled(row)
+                            data, notes = read_values(row)
                         except ValueError as error:
                             data, notes = SequenceError(self.path, position, str(error)), {}
                         yield InputRow(position, data, notes)
@@ -250,7 +250,7 @@ def _is(kind: pa.DataType, *names: str) -> bool:
 
 
 def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows, not yet ``settled``. Where two columns have one name, the last counts."""
+    """The rows, before ``read_values``. Where two columns have one name, the last counts."""
     columns = [
         _values(_Column.of(array, field, field.name)) for array, field in zip(batch.columns, batch.schema, strict=True)
     ]

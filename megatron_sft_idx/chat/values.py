@@ -85,7 +85,7 @@ class _ReadAsWholeError(Exception):
         self.value = value
 
 
-def settled(row: Any) -> tuple[Any, Mapping[str, int]]:
+def read_values(row: Any) -> tuple[Any, Mapping[str, int]]:
     """The row without the keys that are absent and with typed JSON parsed, and what to count of that by name.
 
     Tools, arguments and variables of templates that hold an undecoded value become that value.
@@ -102,7 +102,7 @@ def settled(row: Any) -> tuple[Any, Mapping[str, int]]:
             if key in _OF_ROWS:
                 value = _whole(given, counts, "nulls_in_tools" if key in _TOOLS else "")
             else:
-                value = _settled(given, counts, "", in_whole=False)
+                value = _read(given, counts, "", in_whole=False)
             if value is not None:
                 out[key] = value
     except RecursionError:
@@ -111,14 +111,14 @@ def settled(row: Any) -> tuple[Any, Mapping[str, int]]:
 
 
 def _whole(value: Any, counts: Counter[str], note: str) -> Any:
-    """See ``_settled``; the first undecoded value in it takes the place of all."""
+    """See ``_read``; the first undecoded value in it takes the place of all."""
     try:
-        return _settled(value, counts, note, in_whole=True)
+        return _read(value, counts, note, in_whole=True)
     except _ReadAsWholeError as error:
         return error.value
 
 
-def _settled(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any:
+def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any:
     """The value without absent keys and with typed JSON parsed; ``note`` is the name that counts the nulls, if any.
 
     Raises:
@@ -136,11 +136,11 @@ def _settled(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> 
             elif not in_whole and key in _OF_CALLS and "name" in value:
                 out[key] = _whole(item, counts, "nulls_in_arguments")
             else:
-                out[key] = _settled(item, counts, note, in_whole=in_whole)
+                out[key] = _read(item, counts, note, in_whole=in_whole)
         return out
     if kind is list:
         return [
-            item if type(item) is str or type(item) is int else _settled(item, counts, note, in_whole=in_whole)
+            item if type(item) is str or type(item) is int else _read(item, counts, note, in_whole=in_whole)
             for item in value
         ]
     if kind is JsonText:

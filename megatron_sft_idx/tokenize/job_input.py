@@ -109,16 +109,15 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
 
 def _entries_of(rows: Rows) -> Iterator[Any] | None:
     """The paths or rows one by one; None for a table as a whole."""
-    if hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream):
-        return None
-    if isinstance(rows, (str, os.PathLike)):
-        return iter([rows])
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+    is_table = hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream)
+    if isinstance(rows, Mapping) or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
         raise FormatError(
             f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, a table, or one split of a dataset;"
             " put a single row in a list"
         )
-    return iter(rows)
+    if is_table:
+        return None
+    return iter([rows] if isinstance(rows, (str, os.PathLike)) else rows)  # type: ignore[arg-type]
 
 
 def _write_table(path: str, rows: ArrowStream) -> None:
