@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_sft_idx.chat.template.messages import Ranges
-from megatron_sft_idx.chat.template.stand_in import Maker, Placed, StandIn, spellings
+from megatron_sft_idx.chat.template.stand_in import Maker, Occurrence, StandIn, spellings
 
 
 class Outline:
@@ -32,7 +32,7 @@ class Outline:
         own: the template's own text before each placeholder and, last, behind all of them.
     """
 
-    def __init__(self, text: str, placed: list[Placed]) -> None:
+    def __init__(self, text: str, placed: list[Occurrence]) -> None:
         self.text, self.placed = text, placed
         edges = [0, *(edge for one in self.placed for edge in one[:2]), len(text)]
         self.own = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
@@ -119,7 +119,7 @@ def by_marks(
         nonce += "Zq"
     pattern = re.compile(f"{nonce}([0-9]+)([az])")
     for gently in (False, True):
-        marker = _Marker(nonce, gently, row.tested)
+        marker = _RowMarker(nonce, gently, row.tested)
         altered = [marker.message(index, message) for index, message in enumerate(messages)]
         marked = render(altered)
         if marked is None or pattern.sub("", marked) != text:
@@ -148,7 +148,7 @@ def _margin(margin: str, text: str, stands: Callable[[str, str], bool]) -> int:
     return next((len(one) for one in (margin, json.dumps(margin, ensure_ascii=False)[1:-1]) if stands(text, one)), 0)
 
 
-class _Marker(Maker):
+class _RowMarker(Maker):
     """Puts marks around the strings of a row, numbered like the placeholders of its stand-in.
 
     Args:

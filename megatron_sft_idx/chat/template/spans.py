@@ -67,7 +67,7 @@ class _Spot(NamedTuple):
     offset: int
 
 
-class _Found(NamedTuple):
+class _InContext(NamedTuple):
     """What ``TurnFinder`` found in a context, also in spots; None where an edge lies inside a string."""
 
     generated: list[tuple[_Spot, _Spot]] | None
@@ -124,13 +124,13 @@ class Judge:
     def __init__(self, rules: Rules, marked: bool) -> None:
         self._rules, self._has_markers = rules, marked
         self._judged: dict[tuple[str, bytes], Judged | None] = {}
-        self._contexts: dict[tuple[str, bytes, int], _Found | SequenceError | None] = {}
+        self._contexts: dict[tuple[str, bytes, int], _InContext | SequenceError | None] = {}
 
     def judge(self, row: StandIn, renderer: Renderer) -> Judged | None:
         """The verdict on a stand-in; None where the template refuses it."""
         if row.words is not None:
             return self._render(row, renderer)
-        key = (renderer.key, orjson.dumps((row.messages, row.tools)))
+        key = (renderer.key, _key_of(row))
         if key not in self._judged:
             if len(self._judged) >= MAX_REMEMBERED:
                 self._judged.clear()
@@ -190,20 +190,20 @@ class Judge:
 
     def _in_context(
         self, row: StandIn, messages: list[dict[str, Any]], message: int, renderer: Renderer
-    ) -> _Found | SequenceError | None:
+    ) -> _InContext | SequenceError | None:
         """What the model generates of a message among others; None where the template refuses these messages."""
         if row.words is not None:
             own = as_it_is(messages, row.tools, "", _NOTHING)
             return None if own is None else self._find(own, message, renderer)
         context = make_stand_in(messages, row.tools, self._rules.spelt, row.tested)
-        key = (renderer.key, orjson.dumps((context.messages, context.tools)), message)
+        key = (renderer.key, _key_of(context), message)
         if key not in self._contexts:
             if len(self._contexts) >= MAX_REMEMBERED:
                 self._contexts.clear()
             self._contexts[key] = self._find(context, message, renderer)
         return self._contexts[key]
 
-    def _find(self, context: StandIn, message: int, renderer: Renderer) -> _Found | SequenceError | None:
+    def _find(self, context: StandIn, message: int, renderer: Renderer) -> _InContext | SequenceError | None:
         traced = renderer.traced(messages=context.messages, tools=context.tools)
         text = traced.text if traced is not None else renderer.plain(messages=context.messages, tools=context.tools)
         if text is None:
@@ -221,7 +221,7 @@ class Judge:
         generated, trained = (_in_spots(some, outline, context.holes) for some in (said.generated, said.trained))
         if self._rules.prompt_varies:
             said = said._replace(prompt=Prompt([*range(message)], False, finder.fed(message)))
-        return _Found(generated, trained, said)
+        return _InContext(generated, trained, said)
 
     def _checked(self, find: Callable[[int], Said], view: _View, message: int) -> Said | SequenceError:
         """What ``find`` finds, held to the words of the whole: those of the message are in it, no others are."""
@@ -267,6 +267,14 @@ class Judge:
             f" {numbered(message)}: put {{% generation %}} markers around what the assistant says, or train on all"
             " tokens"
         )
+
+
+def _key_of(row: StandIn) -> bytes:
+    """Bytes that are equal for equal stand-ins alone."""
+    try:
+        return orjson.dumps((row.messages, row.tools), default=repr, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # large numbers, and text that is no Unicode
+        return repr((row.messages, row.tools)).encode("utf-8", "surrogatepass")
 
 
 def _with_indices(error: SequenceError, indices: Sequence[int]) -> SequenceError:

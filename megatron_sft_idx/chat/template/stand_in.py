@@ -52,7 +52,7 @@ class Hole(NamedTuple):
     kind: Kind
 
 
-class Placed(NamedTuple):
+class Occurrence(NamedTuple):
     """A placeholder in a rendered text.
 
     Attributes:
@@ -89,18 +89,18 @@ class StandIn(NamedTuple):
     tested: re.Pattern[str] | None
     words: re.Pattern[str] | None = None
 
-    def placed_in(self, text: str) -> list[Placed]:
+    def placed_in(self, text: str) -> list[Occurrence]:
         """All placeholders in a text, in order."""
         if self.words is not None:
             numbers = {value.strip(): number for number, value in enumerate(self.owned) if isinstance(value, str)}
-            return [Placed(*match.span(), numbers[match[0]], False) for match in self.words.finditer(text)]
+            return [Occurrence(*match.span(), numbers[match[0]], False) for match in self.words.finditer(text)]
         found = []
         for match in PLACEHOLDER.finditer(text):
             number = match["owned"] or match["number"]
             if number is None:
-                found.append(Placed(match.start(), match.end(), int(match["shared"]), True))
+                found.append(Occurrence(match.start(), match.end(), int(match["shared"]), True))
             elif int(number) < len(self.owned):
-                found.append(Placed(match.start(), match.end(), int(number), False))
+                found.append(Occurrence(match.start(), match.end(), int(number), False))
         return found
 
 

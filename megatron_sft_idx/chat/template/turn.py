@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megatron_sft_idx.chat.template.cuts import Cuts, cut
 from megatron_sft_idx.chat.template.messages import Ranges, Utterance, unplaced, unusable, utterances_of
 from megatron_sft_idx.chat.template.scaffold import EdgeFinder, Rules, Turn, Written
-from megatron_sft_idx.chat.template.stand_in import PLACEHOLDER, Placed, StandIn
+from megatron_sft_idx.chat.template.stand_in import PLACEHOLDER, Occurrence, StandIn
 from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
 from megatron_sft_idx.errors import SequenceError
 
@@ -96,7 +96,7 @@ class TurnFinder:
         self._notes: defaultdict[str, int] = defaultdict(int)
         self._holes = row.holes
         self.placed = [one for one in row.placed_in(text) if not one.shared]
-        self._of_message: dict[int, list[Placed]] = {}
+        self._of_message: dict[int, list[Occurrence]] = {}
         for one in self.placed:
             self._of_message.setdefault(self._holes[one.number].message, []).append(one)
         self._called_with: dict[int, set[int]] = {}  # numbers of the values with which a message calls functions
@@ -113,7 +113,7 @@ class TurnFinder:
         fed = self._edges.fed(message)
         return None if fed is None else fed[max((one.stop for one in self._row.placed_in(fed)), default=0) :]
 
-    def _mine(self, message: int, kind: str = "") -> list[Placed]:
+    def _mine(self, message: int, kind: str = "") -> list[Occurrence]:
         """Where the strings of a message stand, or those of one kind."""
         placed = self._of_message.get(message, [])
         return [one for one in placed if kind in ("", self._holes[one.number].kind)]
@@ -257,7 +257,7 @@ class TurnFinder:
                 found.append(Stood(min(places)[0], max(places)[1], piece))
         return found
 
-    def _text_of(self, one: Placed, text: str) -> str:
+    def _text_of(self, one: Occurrence, text: str) -> str:
         return text[one.start : one.stop]
 
     def require_words(
