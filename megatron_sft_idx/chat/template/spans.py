@@ -269,10 +269,18 @@ class Judge:
         )
 
 
+def _name_of(value: object) -> str:
+    """What tells a value apart that JSON does not hold; one that refuses to be shown is told by its refusal."""
+    try:
+        return repr(value)
+    except ValueError as error:
+        return str(error)
+
+
 def _key_of(row: StandIn) -> bytes:
     """Bytes that are equal for equal stand-ins alone."""
     try:
-        return orjson.dumps((row.messages, row.tools), default=repr, option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps((row.messages, row.tools), default=_name_of, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:  # large numbers, and text that is no Unicode
         return repr((row.messages, row.tools)).encode("utf-8", "surrogatepass")
 
