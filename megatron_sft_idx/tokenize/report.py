@@ -41,7 +41,6 @@ _NOTES = {
     "ends_of_turn_alone": "answers without words: only their end of turn is trained",
     "thinking_tags_kept": "answers with tags of reasoning behind their first, trained on all the same",
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
-    "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
 _OVERLONG = {"error": "", "drop": "dropped", "truncate": "truncated", "split": "split"}
 # With the name of a field behind it.

@@ -42,14 +42,12 @@ class Style:
         text_arguments: whether arguments of calls may be JSON text: it is pasted, and not written as a JSON string.
         parsed_arguments: whether arguments of calls may be dicts: they are written as JSON, not as ``{'a': 1}``.
         in_parts: whether contents must be lists of content parts, because the template loses strings.
-        writes_arguments: whether the arguments of a made-up call are found in its rendering.
         null_forms: what may stand for the missing content of a call, as in ``NULL_FORMS``, in the order to try.
     """
 
     text_arguments: bool = True
     parsed_arguments: bool = True
     in_parts: bool = False
-    writes_arguments: bool = True
     null_forms: tuple[tuple[str, object], ...] = NULL_FORMS
 
 
@@ -140,7 +138,6 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     parsed, as_object = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
     text_fits = "zqvalue" in pasted and '\\"zqkey' not in pasted
     parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
-    written = "zqvalue" in pasted or "zqvalue" in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
     # Some templates leave out the calls of a message without a content, without an error.
@@ -148,7 +145,7 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     null_forms = NULL_FORMS
     if number == 2 or (number == 1 and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")):
         null_forms = (NULL_FORMS[number], NULL_FORMS[3 - number], NULL_FORMS[0])
-    return Style(text_fits, parsed_fits, in_parts, written, null_forms)
+    return Style(text_fits, parsed_fits, in_parts, null_forms)
 
 
 def _rendered_call(
