@@ -53,7 +53,7 @@ def outcome(folder: Path, order: list[int], made: list[dict[str, Any]], workers:
     lines = np.concatenate([shard[pack]["source"][:, 1] for pack in range(len(shard))]) if len(shard) else []
     found = dict.fromkeys(order)
     for pack, line in zip(range(len(shard)), lines, strict=True):
-        found[order[int(line) - 1]] = (shard[pack]["input_ids"].tobytes(), shard[pack]["loss_mask"].tobytes())
+        found[order[int(line)]] = (shard[pack]["input_ids"].tobytes(), shard[pack]["loss_mask"].tobytes())
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")], found
 
 
