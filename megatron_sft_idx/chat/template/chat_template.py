@@ -1,8 +1,7 @@
 """``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
 
-``style`` brings messages into a form that the template takes, ``stand_in`` replaces their strings by placeholders,
-``spans`` judges what the model must learn of these, ``align`` carries the verdict over to the row's own text. Whatever
-a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
+``style`` brings messages into a form that the template takes, ``row_masks`` finds what the model must learn of them.
+Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
-from megatron_sft_idx.chat.template.align import Alignment, by_marks, by_spelling
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.controls import ControlTokens
 from megatron_sft_idx.chat.template.cuts import cut
@@ -31,16 +29,15 @@ from megatron_sft_idx.chat.template.messages import (
     selected,
     short,
     strings_in,
-    unplaced,
     unusable,
     utterances_of,
 )
+from megatron_sft_idx.chat.template.row_masks import MaskFinder
 from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
-from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
+from megatron_sft_idx.chat.template.spans import Renderer
 from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, PRINTED_PART, Style, learn_style, prepared
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
-from megatron_sft_idx.chat.template.turn import Said, reworded
+from megatron_sft_idx.chat.template.turn import Said
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -48,7 +45,6 @@ REVISION = 9
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_FEW = 8  # messages that cost little to render once more for each answer among them
 _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
@@ -126,13 +122,11 @@ class ChatTemplate:
         self.has_generation_markers = self._template.has_generation
         tree = environment.parse(source)
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
-        # What a generation prompt looks for in the messages must stay in them.
-        self._stand_ins = (self._rules.tested,) if self._rules.prompt_varies else (None, self._rules.tested)
         if self.options.train_on == "markers" and not self.has_generation_markers:
             raise FormatError(
                 f"{name}: --train-on markers needs a template with {{% generation %}} markers, and this one has none"
             )
-        self._judge = Judge(self._rules, self.has_generation_markers)
+        self._masks = MaskFinder(self._rules, self.has_generation_markers, source)
         self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
         self._style: Style | None = None
         self._lock = Lock()
@@ -320,7 +314,8 @@ class ChatTemplate:
             chosen = speakers or selected(form.messages, weights, self.options.train_on)
         everything = self._learns_everything and all(weights[index] == 1 for index in speakers)
         try:
-            said = self._said(form, text, chosen) if chosen else {}
+            tools = form.conversation.tools
+            said = self._masks.said(form.messages, tools, text, chosen, self._renderer(form)) if chosen else {}
         except UnplacedError:
             if not everything:
                 raise
@@ -362,54 +357,6 @@ class ChatTemplate:
         literals = [] if self.options.allow_control_tokens else self._literals(traced.text, form)
         return Rendered(traced.text, sorted(spans), literals, form.notes)
 
-    def _said(self, form: _Form, text: str, chosen: Sequence[int]) -> dict[int, Said]:
-        """What the model generates of the ``chosen`` messages: found in a stand-in and carried over to ``text``.
-
-        Two stand-ins are tried, as ``make_stand_in`` makes them, the second one faithful; and two ways to show that the
-        row agrees with one.
-
-        Raises:
-            SequenceError: the template leaves out words, nothing tells where they are, or no stand-in agrees.
-        """
-        renderer = self._renderer(form)
-        rows: list[StandIn] = []
-        failed: SequenceError | None = None
-        judged: Judged | None = None
-        for by in (self._by_spelling, self._by_marks):
-            for number, tested in enumerate(self._stand_ins):
-                if number == len(rows):
-                    try:
-                        rows.append(make_stand_in(form.messages, form.conversation.tools, self._rules.spelt, tested))
-                    except ValueError as error:
-                        raise unusable(str(error)) from None
-                judged = self._judge.judge(rows[number], renderer)
-                for whole in (False, True) if self._rules.prompt_varies else (False,):
-                    found = None if judged is None else _all_said(judged, chosen, whole)
-                    if isinstance(found, SequenceError):
-                        failed = found
-                    elif found is not None and judged is not None:
-                        carried = _carried(
-                            found, not self.has_generation_markers, partial(by, judged, rows[number], form, text)
-                        )
-                        if carried is None:
-                            break
-                        if self._is_prompted(found, form, renderer):
-                            return carried
-        if failed is not None:
-            raise self._worded(failed, form.messages)
-        own_text = self._source if judged is None else "\n".join(judged.outline.own)
-        own = as_it_is(form.messages, form.conversation.tools, own_text, self._rules.loud)
-        judged = None if own is None else self._judge.judge(own, renderer)
-        if judged is not None and judged.outline.text == text:
-            found = _all_said(judged, chosen, whole=True)
-            if isinstance(found, SequenceError):
-                raise self._worded(found, form.messages)
-            return found
-        raise unplaced(
-            f"the chat template {self.name} treats what this row says in a way that cannot be followed; put"
-            " {% generation %} markers around what the assistant says, or train on all tokens",
-        )
-
     def _require_words(self, messages: Sequence[Mapping[str, Any]], speakers: Sequence[int], text: str) -> None:
         """Refuse the row unless all that these messages say stands in the text, no matter where."""
         whole = "".join(text.split())
@@ -420,46 +367,6 @@ class ChatTemplate:
                         f"the chat template {self.name} leaves out {short(piece.text)} of assistant message"
                         f" {index + 1}; use a template that keeps it, or give the message weight 0"
                     )
-
-    def _is_prompted(self, said: Mapping[int, Said], form: _Form, renderer: Renderer) -> bool:
-        """Whether the row itself is fed the prompts that its stand-in is fed, where they may differ from row to row.
-
-        Most are compared in the answer's context. The last one, and further ones at half the distance each, are
-        compared with all messages before the answer, so that a prompt that depends on messages far away is noticed.
-        """
-        far = 2 * len(form.messages)
-        for message in sorted(said, reverse=True):
-            prompt = said[message].prompt
-            if prompt is None:
-                continue
-            if 2 * message <= far or message < _FEW:
-                far = message
-                messages = form.messages[:message]
-            else:
-                messages = [form.messages[index] for index in prompt.before]
-                messages = [reduced(one) for one in messages] if prompt.cut_down else messages
-            fed = renderer.plain(messages=messages, add_generation_prompt=True)
-            if (fed is None) != (prompt.text is None) or not (fed or "").endswith(prompt.text or ""):
-                return False
-        return True
-
-    def _by_spelling(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
-        return by_spelling(judged.outline, row, text, needed)
-
-    def _by_marks(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
-        def render(messages: list[dict[str, Any]]) -> str | None:
-            return self._render_or_none({**form.variables, "messages": messages})
-
-        return by_marks(judged.outline, row, form.messages, text, needed, render)
-
-    def _worded(self, error: SequenceError, messages: Sequence[Mapping[str, Any]]) -> SequenceError:
-        """The error of a stand-in in the words of a row."""
-
-        def words(kind: str, message: int, call: int) -> str:
-            said = [one.text for one in utterances_of(messages[message]) if one.kind == kind]
-            return "a value" if call >= len(said) else said[call] if kind == "call" else short(said[call])
-
-        return reworded(error, lambda message: str(message + 1), words)
 
     def _split(self, form: _Form) -> list[Rendered]:
         """Render one text for each turn, as ``render_turns`` says."""
@@ -599,37 +506,6 @@ class ChatTemplate:
 
 def _has_words(content: object) -> bool:
     return type(content) is str and bool(content) and not content.isspace() and "</" not in content
-
-
-def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, Said] | SequenceError:
-    """What the model generates of the chosen messages, or the first error among them."""
-    found: dict[int, Said] = {}
-    for message in chosen:
-        said = judged.said(message, whole)
-        if isinstance(said, SequenceError):
-            return said
-        found[message] = said
-    return found
-
-
-def _carried(
-    said: Mapping[int, Said], trimmed: bool, align: Callable[[int], Alignment | None]
-) -> dict[int, Said] | None:
-    """What a stand-in's messages generate, in the text of the row; None where the row does not agree."""
-    starts = [start for one in said.values() for start, _ in one.generated]
-    if not starts:
-        return dict(said)
-    alignment = align(min(starts))
-    if alignment is None:
-        return None
-    result: dict[int, Said] = {}
-    for message, one in said.items():
-        generated = alignment.ranges(one.generated, trimmed=trimmed)
-        trained = generated if one.trained is one.generated else alignment.ranges(one.trained, trimmed=trimmed)
-        if generated is None or trained is None:
-            return None  # a cut inside a string
-        result[message] = Said(generated, trained, one.notes)
-    return result
 
 
 def _lacking(conversation: Conversation) -> list[int]:
