@@ -69,7 +69,7 @@ bool spell(const std::uint32_t* ids, std::size_t count, const std::uint8_t* text
 }  // namespace
 
 void weigh_tokens(const TokenizedTexts& texts, const TokenBytes& tokens, const CharacterSpans& spans,
-                  bool whole_characters, float* weights, std::int64_t* straddling, std::uint8_t* spelled) {
+                  float* weights, std::int64_t* straddling, std::uint8_t* spelled) {
   std::vector<std::int64_t> ends;
   for (std::size_t row = 0; row < texts.rows; ++row) {
     const std::int64_t first_id = texts.id_offsets[row];
@@ -90,14 +90,12 @@ void weigh_tokens(const TokenizedTexts& texts, const TokenBytes& tokens, const C
       if (start < previous || stop < start) refuse(row, start, stop, "descends or overlaps the one before");
       previous = stop;
       const std::int64_t begin_byte = cursor.seek(start);
-      const std::int64_t last_byte = stop > start ? cursor.seek(stop - 1) : begin_byte;
       const std::int64_t end_byte = cursor.seek(stop);
       if (begin_byte < 0 || end_byte < 0) refuse(row, start, stop, "ends past the text");
       if (stop == start || !spelled[row]) continue;
-      const std::int64_t limit = whole_characters ? end_byte : last_byte + 1;
       while (ends[token] <= begin_byte) ++token;
       if (spans.weights[s] != 0.0f && (token ? ends[token - 1] : 0) < begin_byte) ++straddling[row];
-      for (std::size_t t = token; t < count && (t ? ends[t - 1] : 0) < limit; ++t) {
+      for (std::size_t t = token; t < count && (t ? ends[t - 1] : 0) < end_byte; ++t) {
         row_weights[t] = std::max(row_weights[t], spans.weights[s]);
       }
     }

@@ -31,9 +31,7 @@ struct CharacterSpans {
   const float* weights;
 };
 
-// A token gets the largest weight among the spans it overlaps, 0 where there is none. Of a span's last character only
-// the first byte counts unless whole_characters: a character spelled by several tokens then ends the span at its
-// first one, which is where transformers ends it.
+// A token gets the largest weight among the spans of which it holds a byte, 0 where there is none.
 //
 // spelled[r] says whether the row's tokens, end to end, are exactly its text. Where they are not, byte positions mean
 // nothing: the row's weights are 0 and the caller must find another way. straddling[r] counts the weighted spans
@@ -42,6 +40,6 @@ struct CharacterSpans {
 // weights holds one value an id, spelled and straddling one a row. Throws std::invalid_argument on spans that
 // descend, overlap, or end past the text (the texts must be valid UTF-8).
 void weigh_tokens(const TokenizedTexts& texts, const TokenBytes& tokens, const CharacterSpans& spans,
-                  bool whole_characters, float* weights, std::int64_t* straddling, std::uint8_t* spelled);
+                  float* weights, std::int64_t* straddling, std::uint8_t* spelled);
 
 }  // namespace sft_idx

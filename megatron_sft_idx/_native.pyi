@@ -89,7 +89,6 @@ def weigh_tokens(
     span_edges: NDArray[np.int64],
     span_weights: NDArray[np.float32],
     span_offsets: NDArray[np.int64],
-    whole_characters: bool,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8]]: ...
 
 # ---- packing ----

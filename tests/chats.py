@@ -52,8 +52,10 @@ def preprocess(prefix: Path, *arguments: object, rows: Any = None, capacity: int
         given += ["--tokenizer-model", TOKENIZER]
     if "--seq-length" not in arguments:
         given += ["--seq-length", capacity]
-    if "--turns" not in arguments:  # the bundled template drops reasoning that some of the bundled chats have
-        given += ["--turns", "whole"]
+    if (
+        "--earlier-reasoning" not in arguments
+    ):  # the bundled template drops reasoning that some of the bundled chats have
+        given += ["--earlier-reasoning", "drop"]
     if "--workers" not in arguments:
         given += ["--workers", 0]
     if "--output-prefix" not in arguments:

@@ -42,7 +42,7 @@ RECIPES = (
     "split <c> --shards 2 --output-prefix [out]",
     "copy <c> [out]",
     "copy <c> <d> [into/]",
-    *(f"convert <s> [out] --allow-loss --to {name}" for name in WRITABLE),
+    *(f"convert <s> [out] --lossy --to {name}" for name in WRITABLE),
     "convert <stock> [out] --from megatron --mask-path <masks> --to sft-idx",
     "inspect <s> --tokenizer <tok> --html [page.html]",
     "inspect <s> --diff <t>",
@@ -61,7 +61,7 @@ TO_A_BUCKET = (
 )
 # What is free text and no path.
 WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address", "find", "row"}
-WORDS |= {"source_weight", "sources", "input_weight"}
+WORDS |= {"loss_weight", "sources", "repeat"}
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}
 # Slots for a folder that files are put into, beside what is there.

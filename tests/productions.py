@@ -18,7 +18,7 @@ from packs import opens
 from megatron_sft_idx.live import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
 from megatron_sft_idx.shard.shard_set import find_prefixes
 
-SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--turns", "whole")
+SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--earlier-reasoning", "drop")
 # Generous: what is waited for comes in a second, and on a busy machine in ten.
 PATIENCE = 300.0
 

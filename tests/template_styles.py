@@ -217,7 +217,8 @@ def _thinking_said(message: Message, last: bool) -> str:
     thought = message.get("reasoning_content") or ""
     if not last:
         return content(message) + "<|im_end|>"
-    return (thought + "\n</think>\n\n" if thought else "") + content(message) + "<|im_end|>"
+    # The prompt holds an empty block. With reasoning the model writes the block itself, opening tag included.
+    return ("<think>\n" + thought + "\n</think>\n\n" if thought else "") + content(message) + "<|im_end|>"
 
 
 def _channels_said(message: Message, last: bool) -> str:

@@ -197,7 +197,7 @@ def test_their_epochs_are_of_our_packs(bridge: Bridge, shards: Path) -> None:
 
 
 def padded(folder: Path, source: Path, name: str, bridge: Bridge, *options: object) -> Path:
-    padding = ("--pad-seq-to-mult", MULTIPLE, "--eos-id", bridge.tokenizer.eos_id)
+    padding = ("--pad-seq-to-mult", MULTIPLE, "--eod-id", bridge.tokenizer.eos_id)
     outcome = command("convert", source, folder / name, "--to", "parquet", "--no-columns", *padding, *options)
     assert outcome.code == 0, outcome.err
     return folder / name
@@ -218,7 +218,7 @@ def test_what_they_packed_without_padding_gets_the_padding_of_theirs(
 ) -> None:
     for multiple in (1, MULTIPLE):
         bridge.prepare(shards / "rows.jsonl", tmp_path / f"{multiple}.parquet", multiple)
-    ours = padded(tmp_path, tmp_path / "1.parquet", "ours.parquet", bridge, "--capacity", 2 * CAPACITY)
+    ours = padded(tmp_path, tmp_path / "1.parquet", "ours.parquet", bridge, "--seq-length", 2 * CAPACITY)
     expected = stored(bridge.dataset(tmp_path / f"{MULTIPLE}.parquet"))
     assert stored(bridge.dataset(ours)) == expected
     assert len(expected) == len(chats())

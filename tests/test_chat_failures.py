@@ -22,9 +22,9 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "words dropped": ("{% for m in messages %}{{ m.role }}{% endfor %}", PAIR, "leaves out the words 'words of mine' of assistant message 2"),
     "message dropped": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", PAIR, "leaves out assistant message 2"),
     "marked words dropped": ("{% for m in messages %}{% generation %}x{% endgeneration %}{% endfor %}", PAIR, "leaves out the words"),
-    "all, words dropped": ("{{ messages[0].content }}", PAIR, "leaves out the words"),
+    "all, words dropped": ("{{ messages[0].content }}", PAIR, "leaves out assistant message 2"),
     "all, undefined": ("{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n\n{{ nothing.at.all }}", PAIR, "line 5: 'nothing' is undefined"),
-    "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "leaves out the call of look_up"),
+    "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "leaves out 1 of 1 calls of look_up"),
     "calls dropped, function spoken of": (CHATML, talk(user("u"), said("I look_up it", tool_calls=[call("look_up", {})])), "leaves out 1 of 1 calls of look_up"),
     "calls dropped, name in a control token": (CHATML, talk(user("u"), said("a", tool_calls=[call("end", {})])), "leaves out 1 of 1 calls of end"),
     "second call dropped": (CHATML.replace("m.content", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"), talk(user("u"), said("a", tool_calls=[call("look_up", {}), call("look_up", {})])), "leaves out 1 of 2 calls of look_up"),
@@ -33,9 +33,9 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "content missing": (CHATML.replace("m.content", "m.content.text.strip()"), talk(user("u"), {"role": "assistant", "tool_calls": [call("f", {})]}), "has no attribute 'text' (messages[1].content is missing or null;"),
     "runs into itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", PAIR, "maximum recursion depth"),
     "reserved variable": (CHATML, talk(user("u"), said("a"), kwargs={"messages": []}), "messages cannot be given"),
-    "measures": (MEASURES, PAIR, "nothing tells what of the text of the chat template t.jinja assistant message 2 wrote"),
+    "measures": (MEASURES, PAIR, "t.jinja cannot be traced, and ends assistant message 2 in one way"),
     "mixes": ("{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{{ m.content }}{{ messages[0].content }}.{% endif %}{% endfor %}", talk(user("question"), said("words"), user("more")), "writes words of message 1 in what it writes for assistant message 2"),
-    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "outside every loop"),
+    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "encloses the loop over the messages or stands outside it"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
     "endless": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", PAIR, "loop iterations"),
     "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters for one conversation"),
@@ -70,7 +70,7 @@ def alone(template: ChatTemplate, conversation: Conversation) -> object:
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-@pytest.mark.parametrize("options", [{}, {"turns": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
+@pytest.mark.parametrize("options", [{}, {"earlier_reasoning": "split"}, {"train_on": "all"}], ids=["", "split", "all"])
 def test_many_rows_at_once_become_what_each_becomes_alone(name: str, options: dict[str, str]) -> None:
     source, bad, _ = BAD_ROWS[name]
     template, given = make(source, **options), [PAIR, talk(user("u"), said("a")), bad]
@@ -86,7 +86,9 @@ def test_rows_behind_one_that_fails_do_not_keep_its_error_waiting() -> None:
 
     def note(text: str) -> str:
         seen.append(text)
-        return {"good": "", "late": ""}[text]
+        if text == "bad":
+            raise ValueError(text)
+        return ""
 
     rows = [talk(user(text), said("a"), kwargs={"note": note}) for text in ("good", "bad", "late")]
     outcomes = make(CHATML + "{{ note(messages[0].content) }}").render_each(rows)
@@ -103,8 +105,8 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "unknown filter": (lambda: make("{{ x | nope }}"), "t.jinja: line 1: No filter named 'nope'"),
     "stray break": (lambda: make("\n{% break %}"), "t.jinja: line"),
     "too deep": (lambda: make("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "t.jinja: the chat template is nested too deeply"),
-    "train on": (lambda: MaskOptions(train_on="answers"), "train_on: 'answers', choose one of assistant, last-turn, all"),
-    "turns": (lambda: MaskOptions(turns="Split"), "turns: 'Split', choose one of error, whole, split"),
+    "train on": (lambda: MaskOptions(train_on="answers"), "train_on: 'answers', choose one of assistant, last-turn, markers, all"),
+    "turns": (lambda: MaskOptions(earlier_reasoning="Split"), "earlier_reasoning: 'Split', choose one of error, drop, split"),
     "markers": (lambda: MaskOptions(partial_markers=None), "partial_markers: None, choose one of error, keep"),
     "thinking": (lambda: MaskOptions(train_on_thinking="no"), "train_on_thinking: 'no', expected True or False"),
     "day": (lambda: MaskOptions(template_date="yesterday"), "--template-date: 'yesterday' is not a date like 2025-01-31"),

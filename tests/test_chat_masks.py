@@ -31,8 +31,8 @@ from template_styles import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.template import ChatTemplate
-from megatron_sft_idx.chat.types import Rendered, Span
-from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.chat.types import MaskOptions, Rendered, Span
+from megatron_sft_idx.errors import FormatError, SequenceError
 
 # Options and weights
 
@@ -170,10 +170,12 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
         user("v"),
         said("b", reasoning_content="kept thought"),
     )
-    rendered = make(STYLES["thinking"].source, turns="whole").render(conversation)
+    rendered = make(STYLES["thinking"].source, earlier_reasoning="drop").render(conversation)
     assert rendered.notes == {"reasoning_dropped": 1}
-    assert trained(rendered) == ["a<|im_end|>", "kept thought\n</think>\n\nb<|im_end|>"]
-    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2; --turns split makes"):
+    assert trained(rendered) == ["a<|im_end|>", "<think>\nkept thought\n</think>\n\nb<|im_end|>"]
+    with pytest.raises(
+        SequenceError, match="leaves out the reasoning of assistant message 2; --earlier-reasoning split makes"
+    ):
         make(STYLES["thinking"].source).render(conversation)
     assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
 
@@ -226,10 +228,10 @@ def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
         said("c", reasoning_content="third thought"),
         user("bye"),
     )
-    one, two = make(STYLES["thinking"].source, turns="split").render_turns(conversation)
-    assert trained(one) == ["first thought\n</think>\n\na<|im_end|>"]
+    one, two = make(STYLES["thinking"].source, earlier_reasoning="split").render_turns(conversation)
+    assert trained(one) == ["<think>\nfirst thought\n</think>\n\na<|im_end|>"]
     assert trained(two) == [
-        f"{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
+        f"<think>\n{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
     ]
     stock = [dict(message, thinking=message.get("reasoning_content")) for message in conversation.messages]
     assert [one.text, two.text] == [stock_text(STYLES["thinking"], stock[:count], None) for count in (2, 5)]
@@ -237,15 +239,17 @@ def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
 
 def test_turns_that_the_next_one_begins_with_are_one_sequence() -> None:
     conversation = talk(user("u"), said("a"), user("v"), said("b"), weights=[1, 1, 1, 0.5])
-    (whole,) = make(CHATML, turns="split").render_turns(conversation)
+    (whole,) = make(CHATML, earlier_reasoning="split").render_turns(conversation)
     assert whole == make(CHATML).render(conversation)
-    (unread,) = make(CHATML, turns="split").render_turns(talk(user("u"), said("a"), weights=[1, 0]))
+    (unread,) = make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a"), weights=[1, 0]))
     assert unread.spans == []
 
 
 def test_reasoning_that_no_turn_keeps_is_an_error_turn_by_turn() -> None:
-    with pytest.raises(SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--turns whole"):
-        make(CHATML, turns="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
+    with pytest.raises(
+        SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--earlier-reasoning drop"
+    ):
+        make(CHATML, earlier_reasoning="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
 
 
 def test_a_prompt_with_thinking_on_or_off_comes_from_the_row() -> None:
@@ -310,7 +314,7 @@ PARTIAL = """{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% if
     [
         (PARTIAL, said("a", reasoning_content="why"), "the reasoning 'why'"),
         (PARTIAL, said("a", tool_calls=[call("look", {})]), "1 of 1 calls of look"),
-        (MARKED_VARIANTS["some answers only"], said("a"), "the content 'a'"),
+        (MARKED_VARIANTS["some answers only"], said("a"), "the words 'a'"),
     ],
 )
 def test_markers_around_a_part_are_refused(source: str, answer: dict[str, Any], what: str) -> None:
@@ -462,6 +466,52 @@ def test_words_that_look_like_the_next_text_s_beginning_stay_words() -> None:
 def test_a_break_behind_the_else_of_a_loop_ends_the_loop_around_it() -> None:
     source = (
         "{% for m in messages %}{% for x in [] %}{% set y = x %}{% else %}{% if m.content == 'stop' %}{% break %}"
-        "{% endif %}{% endfor %}<{{ m.role }}>{% generation %}{{ m.content }}.{% endgeneration %}\n{% endfor %}"
+        "{% endif %}{% endfor %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}."
+        "{% endgeneration %}{% endif %}\n{% endfor %}"
     )
     assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"), user("stop"))) == ["a.", "b."]
+
+
+# Exactly what markers enclose
+
+EVERYONE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }};{% endgeneration %}{% endfor %}"
+AROUND_THE_LOOP = "{% generation %}{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}{% endgeneration %}"
+
+
+@pytest.mark.parametrize("source", [EVERYONE, AROUND_THE_LOOP, *MARKED_VARIANTS.values()])
+def test_markers_alone_are_trained_as_transformers_does(source: str) -> None:
+    messages = [user("one asks"), said("an answer"), user("two more"), said("another")]
+    text, spans = stock_spans(source, messages)
+    rendered = make(source, train_on="markers").render(talk(*messages))
+    assert rendered.text == text
+    joined = [rendered.text[one.start : one.stop] for one in rendered.spans]
+    assert "".join(joined) == "".join(text[start:stop] for start, stop in spans)
+
+
+def test_what_markers_enclose_has_the_weight_of_who_says_it() -> None:
+    messages = [user("one asks"), said("an answer"), user("two more"), said("another")]
+    rendered = make(EVERYONE, train_on="markers").render(talk(*messages, weights=[0, 0, 1, 0.5]))
+    spans = [(rendered.text[one.start : one.stop], one.weight) for one in rendered.spans]
+    assert spans == [("one asks;", 1.0), ("two more;", 1.0), ("another;", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (EVERYONE, "enclose what message 1 (user) says; mend the markers, or train on exactly what they enclose"),
+        (AROUND_THE_LOOP, "enclose what message 1 (user) says"),
+    ],
+)
+def test_markers_around_others_are_refused_by_name(source: str, reason: str) -> None:
+    with pytest.raises(SequenceError) as caught:
+        make(source).render(talk(user("one asks"), said("an answer")))
+    assert reason in caught.value.reason
+    assert "--train-on markers" in caught.value.reason
+
+
+def test_markers_alone_need_markers_and_no_other_choice() -> None:
+    with pytest.raises(FormatError, match="this one has none"):
+        make(CHATML, train_on="markers")
+    for options in ({"train_on_thinking": False}, {"train_on_tool_calls": False}, {"earlier_reasoning": "split"}):
+        with pytest.raises(FormatError, match="exactly what the markers enclose"):
+            MaskOptions(train_on="markers", **options)

@@ -455,13 +455,13 @@ def plain_json(value: Any) -> Any:
 def test_tables_of_python_are_read(tmp_path: Path) -> None:
     table = pq.read_table(ROWS / "typed_json_messages.parquet")
     given = {"tokenizer": TOKENIZER, "seq_length": 512, "workers": 0}
-    preprocess(ROWS / "typed_json_messages.parquet", out=tmp_path / "file", **given)
+    preprocess(ROWS / "typed_json_messages.parquet", output_prefix=tmp_path / "file", **given)
     for name, rows in (
         ("table", table),
         ("reader", table.to_reader()),
         ("batch", table.combine_chunks().to_batches()[0]),
     ):
-        preprocess(rows, out=tmp_path / name, **given)
+        preprocess(rows, output_prefix=tmp_path / name, **given)
         assert (tmp_path / f"{name}.bin").read_bytes() == (tmp_path / "file.bin").read_bytes()
 
 

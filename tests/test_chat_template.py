@@ -26,7 +26,7 @@ def test_each_style_is_learnt_exactly(name: str, count: int) -> None:
     messages = turns(style, count)
     tools = TOOLS if style.calls else None
     before = copy.deepcopy(messages)
-    rendered = make(style.source, turns="whole").render(Conversation(messages, [1.0] * len(messages), tools))
+    rendered = make(style.source, earlier_reasoning="drop").render(Conversation(messages, [1.0] * len(messages), tools))
     assert messages == before
     assert rendered.literals == []
     stock = [dict(m, thinking=m["reasoning_content"]) if "reasoning_content" in m else m for m in messages]
@@ -108,7 +108,7 @@ def conversations(draw: st.DrawFn, style: Style) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [name for name in STYLES if name not in ("brackets", "next tag")])
 def test_any_conversation_is_learnt_exactly(name: str) -> None:
     style = STYLES[name]
-    template = make(style.source, allow_control_tokens=True, turns="whole")
+    template = make(style.source, allow_control_tokens=True, earlier_reasoning="drop")
 
     @settings(max_examples=60, deadline=None)
     @given(conversations(style))

@@ -14,6 +14,7 @@ from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
 from megatron_sft_idx.chat.template.scaffold import prompt_varies
 from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.errors import SequenceError
 
 # Every answer begins with an empty block of thoughts; the model is fed it only where a condition holds.
 BODY = (
@@ -54,18 +55,13 @@ AROUND = (  # what stands before a condition on a name, by the condition
     ("{% set quiet = namespace(now=messages[-1].content[-1:] == 'k') %}", "quiet.now"),
 )  # fmt: skip
 LENGTHS = ("messages|length > 2", "messages|selectattr('role', 'eq', 'user')|list|length is odd")
-KNOWN = (
-    "enable_thinking is defined and not enable_thinking",
-    "messages[-1].role == 'tool'",
-    "messages[0]['role'] == 'system'",
-    "(messages|last).tool_calls",
-    "messages|selectattr('role', 'equalto', 'tool')|list",
-    "messages[-1].content is string",
-)
 
 
 def spans_of(template: ChatTemplate, conversation: Conversation) -> list[str]:
-    rendered = template.render(conversation)
+    try:
+        rendered = template.render(conversation)
+    except SequenceError as error:
+        return [error.reason]
     return [rendered.text[span.start : span.stop] for span in rendered.spans]
 
 
@@ -127,12 +123,22 @@ def test_any_two_conditions_decide_about_their_own_turns_alone(questions: list[s
     require_same_in_any_order(source, [asked(questions[0]), whole, asked(*reversed(questions)), whole])
 
 
-@pytest.mark.parametrize("condition", KNOWN)
-def test_edges_are_remembered_where_the_prompt_looks_at_nothing_but_the_kind_of_a_conversation(condition: str) -> None:
-    assert not prompt_varies(TemplateEnvironment(None).parse(BODY + PROMPT % condition))
+@pytest.mark.parametrize("condition", [*WORDS, *LENGTHS, "messages[-1].role == 'tool'", "(messages|last).tool_calls"])
+def test_a_prompt_that_reads_the_messages_may_vary(condition: str) -> None:
+    assert prompt_varies(TemplateEnvironment(None).parse(BODY + PROMPT % condition))
+    around = "{% if " + condition + " %}" + PROMPT % "true" + "{% endif %}"
+    assert prompt_varies(TemplateEnvironment(None).parse(BODY + around))
 
 
-def test_what_a_template_writes_elsewhere_by_the_words_makes_no_prompt_vary() -> None:
+@pytest.mark.parametrize("before", [before for before, _ in AROUND])
+def test_a_prompt_that_reads_what_was_made_of_messages_may_vary(before: str) -> None:
+    name = next(name for name in ("last", "words", "ns", "quiet") if f" {name}" in before)
+    assert prompt_varies(TemplateEnvironment(None).parse(BODY + before + PROMPT % f"{name} is defined"))
+
+
+def test_a_prompt_that_reads_what_every_row_is_given_cannot_vary() -> None:
     body = BODY.replace("{{ m.content }}</s>{% endif %}", "{{ m.content.split('/')[-1]|trim }}</s>{% endif %}")
     loop = "{% for m in messages %}{% if m.content == '' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
-    assert not prompt_varies(TemplateEnvironment(None).parse(loop + body + PROMPT % "enable_thinking"))
+    default = "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    for condition in ("enable_thinking", "enable_thinking is defined and not enable_thinking", "bos_token"):
+        assert not prompt_varies(TemplateEnvironment(None).parse(default + loop + body + PROMPT % condition))

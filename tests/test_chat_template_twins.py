@@ -118,7 +118,7 @@ def test_reasoning_that_is_not_written_changes_no_mask(name: str, turns: list[tu
 )
 def test_letters_that_stand_elsewhere_by_chance_are_no_edges(name: str, answers: list[dict[str, Any]]) -> None:
     row = talk(user("why"), *answers, user("what"), said("done"))
-    marked, plain = twins(name, turns="whole")
+    marked, plain = twins(name, earlier_reasoning="drop")
     assert outcome(plain, row) == outcome(marked, row)
 
 

@@ -195,7 +195,7 @@ def test_a_prompt_that_is_always_there_ends_no_answer_without_a_question(
     rendered = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls).render(talk(*messages))
     assert rendered.text.endswith(".<assistant>")
     assert trained(rendered) == expected
-    assert rendered.notes == {"no_end_of_turn": 1}
+    assert rendered.notes["no_end_of_turn"] == 1
 
 
 ENDS_BEFORE_HEADERS = """<|head|>
@@ -281,7 +281,9 @@ def test_where_tracing_cannot_follow_a_call_is_learnt_whole(arguments: dict[str,
         "'[ID]abc1[ARGS]' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>"
     )  # fmt: skip
     controls = ["<|im_end|>", "[CALL]", "[ID]", "[ARGS]"]
-    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(turns="whole"))
+    template = ChatTemplate(
+        source, special_tokens=SPECIAL, control_tokens=controls, options=MaskOptions(earlier_reasoning="drop")
+    )
     calls = {"tool_calls": [call("look", arguments)]}
     rendered = template.render(
         read(user("ask one"), {"role": "assistant", "content": "", **calls}, result("r"), said("a"))
@@ -293,9 +295,12 @@ def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> N
     ends = "{% if not loop.last %}{% set ns.out = ns.out + '<|im_end|>\n' %}{% endif %}{% endfor %}"
     source = COLLECTS.replace(" + '<|im_end|>\n' %}{% endfor %}", " %}" + ends)
     source = source.replace("{%- if add", "{% set ns.out = ns.out + '\nWas it good?\n' %}{% if add")
-    rendered = make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
-    assert rendered.text.endswith("assistant\nanswer two\nWas it good?\n")
-    assert trained(rendered) == ["answer one<|im_end|>", "answer two"]
+    with pytest.raises(SequenceError, match="in another way at the end of the conversation"):
+        make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
+    alike = source.replace("not loop.last", "true")
+    rendered = make(alike).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
+    assert rendered.text.endswith("answer two<|im_end|>\n\nWas it good?\n")
+    assert trained(rendered) == ["answer one<|im_end|>", "answer two<|im_end|>"]
 
 
 # What a function is called with
@@ -320,12 +325,12 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
     source = WRITES_IT.replace(" {{ c.function.arguments | tojson }}", "")
     for one in (
         source,
-        source.replace("{{ m.content }}", "{% generation %}{{ m.content }}").replace(
-            "<|im_end|>", "<|im_end|>{% endgeneration %}"
+        source.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}").replace(
+            "<|im_end|>", "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         ),
     ):
         with pytest.raises(
-            SequenceError, match="leaves out 'key' of the arguments of the calls of assistant message 2"
+            SequenceError, match="leaves out values of the arguments of the calls of assistant message 2"
         ):
             make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
         assert len(make(one).render(read(user("u"), said("a"))).spans) == 1
@@ -384,9 +389,9 @@ def test_words_of_a_question_in_an_answer_s_text_are_never_learnt(name: str) -> 
     )
     calls = {"tool_calls": [call("look", {"key": "value"})]} if name == "with calls" else {}
     template = make(source)
-    assert len(template.render(talk(user("short one"), said("", **calls) if calls else said("a"))).spans) == 1
+    assert len(template.render(talk(user("short one"), said("", **calls) if calls else said("indeed"))).spans) == 1
     for _ in range(2):
-        with pytest.raises(SequenceError, match="words of message 1 in what it writes for assistant message 2"):
+        with pytest.raises(SequenceError, match=r"words of message 1 in what it writes|cannot be followed"):
             template.render(
                 talk(user("a question of more than twenty letters"), said("", **calls) if calls else said("a"))
             )
@@ -448,7 +453,7 @@ def test_a_beginning_that_the_template_refuses_goes_with_the_next() -> None:
         "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('No question') }}{% endif %}{%- for m",
         1,
     )
-    rendered = make(source, turns="split").render_turns(talk(said("hello"), user("u"), said("a")))
+    rendered = make(source, earlier_reasoning="split").render_turns(talk(said("hello"), user("u"), said("a")))
     assert [trained(one) for one in rendered] == [["hello<|im_end|>", "a<|im_end|>"]]
 
 
@@ -574,7 +579,7 @@ def test_a_header_behind_a_call_is_nobody_s_where_nothing_is_said_beside_it(cont
 
 def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words() -> None:
     summary = "{% for m in messages %}{% if m.role == 'assistant' %}({{ m.content[:1] }}) {% endif %}{% endfor %}"
-    row = talk(user("u"), said("answer"), user("v"), said("another"))
+    row = talk(user("one asks"), said("answer"), user("two more"), said("another"))
     for source in (summary + CHATML, CHATML + summary):
         assert learnt(source, row) == ["answer<|im_end|>", "another<|im_end|>"]
 
@@ -582,7 +587,7 @@ def test_of_a_message_that_two_loops_write_that_is_learnt_which_holds_its_words(
 def test_a_turn_of_reasoning_alone_that_the_template_leaves_out_is_counted() -> None:
     source = CHATML.replace("for m in messages", "for m in messages if m.content")
     row = talk(user("u"), {"role": "assistant", "content": "", "reasoning_content": "thought"}, user("v"), said("b"))
-    rendered = make(source, turns="whole").render(row)
+    rendered = make(source, earlier_reasoning="drop").render(row)
     assert trained(rendered) == ["b<|im_end|>"]
     assert rendered.notes["reasoning_dropped"] == 1
     with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2"):
@@ -642,3 +647,75 @@ def test_later_reasoning_in_an_answer_is_counted() -> None:
     rendered = make(CHATML, train_on_thinking=False).render(row)
     assert trained(rendered) == ["first<think>two</think>second<|im_end|>"]
     assert rendered.notes == {"thinking_tags_kept": 1}
+
+
+# What stops a model behind a call, and answers that say nothing
+
+STOPS_BEHIND_CALLS = """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|tool_response>{{ m.content }}<tool_response|>
+{%- else %}{% if not (m.role == 'assistant' and loop.index0 and messages[loop.index0 - 1].role == 'tool') %}<|turn>{{ m.role }}\n{% endif %}
+{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{{ m.content }}
+{%- if not m.tool_calls %}<turn|>\n{% elif loop.last %}<|tool_response>{% endif %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"""
+
+
+def test_what_stops_a_model_behind_a_call_is_learnt_wherever_a_call_ends_a_turn() -> None:
+    controls = ["<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"]
+    template = ChatTemplate(STOPS_BEHIND_CALLS, special_tokens=SPECIAL, control_tokens=controls)
+    called = asked("look", content="") | {"tool_calls": [call("look", {})]}
+    ended = "<call>look</call><|tool_response>"
+    assert trained(template.render(read(user("u"), called))) == [ended]
+    messages = [user("u"), called, result("r"), called, result("s"), said("a"), user("v"), said("b")]
+    assert trained(template.render(read(*messages))) == [ended, ended, "a<turn|>", "b<turn|>"]
+
+
+def test_answers_without_words_whose_end_of_turn_is_learnt_are_counted() -> None:
+    rendered = make(CHATML).render(talk(user("u"), said(""), user("v"), said("b")))
+    assert trained(rendered) == ["<|im_end|>", "b<|im_end|>"]
+    assert rendered.notes == {"ends_of_turn_alone": 1}
+
+
+def test_an_answer_may_quote_a_list_of_content_parts() -> None:
+    only_parts = CHATML.replace("m.content", "m.content[0].text")
+    quoted = "Print it: [{'type': 'text', 'text': 'x'}]"
+    assert learnt(only_parts, talk(user("u"), said(quoted))) == [quoted + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("footer", ["Was it good?\n", "<|note|>said"])
+def test_words_behind_an_end_of_turn_are_learnt_in_no_turn(footer: str) -> None:
+    source = CHATML.replace("<|im_end|>\n'", "<|im_end|>\n' + (FOOTER if m.role == 'assistant' else '')")
+    source = source.replace("FOOTER", repr(footer))
+    assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_template_that_prints_a_message_in_each_iteration_trains_no_other_s_words() -> None:
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ messages[0] }}</s>{% endfor %}"
+    with pytest.raises(SequenceError, match="writes words of message 1 in what it writes for assistant message 2"):
+        learnt(source, talk(user("ask me"), said("answer you")))
+
+
+HEADER_BEHIND_CALLS = """
+{%- for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'tool' %}<|Tool|>{{ m.content }}
+{%- else %}{% if m.tool_calls %}<|Assistant|>{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}</s>{% endif %}
+{%- if m.content is string and not (loop.index0 and messages[loop.index0 - 1].role == 'tool') %}<|Assistant|>{{ m.content }}</s>{% elif m.content %}{{ m.content }}</s>{% endif %}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"""
+
+
+def test_a_call_without_arguments_is_learnt_where_a_header_follows_it() -> None:
+    row = talk(
+        user("u"), {"role": "assistant", "content": "", "tool_calls": [call("look", {})]}, result("r"), said("a")
+    )
+    found = "".join(trained(make(HEADER_BEHIND_CALLS).render(row)))
+    assert found.startswith("<call>look {}</call></s>")
+
+
+CLOSES_THINKING = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n</think>' }}").replace(
+    "{{- '<|im_start|>' + m.role + '\n'",
+    "{{- '<|im_start|>' + m.role + '\n' + ('</think>' if m.role == 'assistant' else '')",
+)
+
+
+def test_a_closing_tag_that_an_answer_quotes_does_not_move_its_beginning() -> None:
+    quotes = "first </think> second"
+    assert learnt(CLOSES_THINKING, talk(user("u"), said(quotes))) == [quotes + "<|im_end|>"]

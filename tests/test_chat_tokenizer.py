@@ -41,7 +41,7 @@ def forgotten() -> Iterator[None]:
     library.cache_clear()
 
 
-def twin(kind: str, row: Rendered, whole: bool) -> tuple[list[int], list[float], int]:
+def twin(kind: str, row: Rendered) -> tuple[list[int], list[float], int]:
     """By looking at every token's offsets for every span."""
     encoding = library(kind).encode(row.text, add_special_tokens=False)
     weights = [0.0] * len(encoding.ids)
@@ -54,16 +54,15 @@ def twin(kind: str, row: Rendered, whole: bool) -> tuple[list[int], list[float],
         if not held:
             continue
         last = max(held)
-        end = holders[last][-1] if whole else holders[last][0]
-        for token in range(holders[min(held)][0], end + 1):
+        for token in range(holders[min(held)][0], holders[last][-1] + 1):
             weights[token] = max(weights[token], span.weight)
         straddling += bool(span.weight) and encoding.offsets[holders[min(held)][0]][0] < span.start
     return encoding.ids, weights, straddling
 
 
-def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded], whole: bool) -> None:
+def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded]) -> None:
     for row, found in zip(rows, encoded, strict=True):
-        ids, weights, straddling = twin(kind, row, whole)
+        ids, weights, straddling = twin(kind, row)
         assert found.input_ids.tolist() == ids
         assert found.loss_mask.tolist() == weights
         assert found.notes.get("straddling", 0) == straddling
@@ -75,11 +74,11 @@ def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded], 
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "auto") for kind in zoo.FAST), *((kind, "tokenizers") for kind in zoo.KINDS)]
 )
-@given(rows=st.lists(zoo.rendered(CONTROL), max_size=3), whole=st.booleans())
+@given(rows=st.lists(zoo.rendered(CONTROL), max_size=3))
 @settings(deadline=None, max_examples=60)
-def test_masks_equal_the_twin(kind: str, backend: str, rows: list[Rendered], whole: bool) -> None:
-    encoded = load(kind, backend).encode(rows, whole_characters=whole)
-    check_against_twin(kind, rows, encoded, whole)
+def test_masks_equal_the_twin(kind: str, backend: str, rows: list[Rendered]) -> None:
+    encoded = load(kind, backend).encode(rows)
+    check_against_twin(kind, rows, encoded)
 
 
 @pytest.mark.parametrize("kind", zoo.FAST)
@@ -277,16 +276,33 @@ def test_token_rows_are_checked() -> None:
             tokenizer.from_token_row(wrong)
 
 
-def test_the_end_of_document_is_trained_when_the_token_before_it_is() -> None:
-    def encoded(weights: list[float]) -> Encoded:
-        return Encoded(np.arange(len(weights), dtype=np.int32), np.array(weights, np.float32), {"straddling": 1})
+@pytest.mark.parametrize("kind", ["qwen2", "llama3", "metaspace"])
+def test_the_end_of_document_is_trained_where_the_sequence_ends_in_a_trained_answer(kind: str) -> None:
+    tokenizer = load(kind)
+    eod = tokenizer.eos_id
+    assert eod is not None
+    end = tokenizer.decode([eod])
 
-    for weights in ([0.0, 1.0], [1.0, 0.0], [0.5], []):
-        longer = append_eod(encoded(weights), 7)
-        assert longer.input_ids.tolist() == [*range(len(weights)), 7]
-        assert longer.loss_mask.tolist() == [*weights, weights[-1] if weights else 0.0]
+    def ends(text: str, *spans: Span) -> tuple[str, list[float]]:
+        """The text of a sequence with its end of document, and the weights of the tokens for it at the end."""
+        longer = append_eod(tokenizer.encode([Rendered(text, list(spans), (), {"straddling": 1})])[0], tokenizer)
         assert (longer.input_ids.dtype, longer.loss_mask.dtype) == (np.int32, np.float32)
-        assert longer.notes == {"straddling": 1}
+        at = np.flatnonzero(longer.input_ids == eod).tolist()
+        return tokenizer.decode(longer.input_ids), longer.loss_mask[at].tolist()
+
+    assert ends("ask answer", Span(4, 10)) == (f"ask answer{end}", [1.0])
+    assert ends("ask answer", Span(4, 10, 0.25)) == (f"ask answer{end}", [0.25])
+    assert ends("ask answer") == (f"ask answer{end}", [0.0])
+    assert ends("ask answer ask", Span(4, 10)) == (f"ask answer ask{end}", [0.0])
+    for space in ("\n", " \n\n", " "):
+        assert ends(f"ask answer{space}", Span(4, 10)) == (f"ask answer{space}{end}", [1.0])
+        # There is one already: as the end of the turn, or behind it.
+        assert ends(f"ask answer{end}{space}", Span(4, 10 + len(end))) == (f"ask answer{end}{space}", [1.0])
+        assert ends(f"ask answer{space}{end}", Span(4, 10)) == (f"ask answer{space}{end}", [1.0])
+        assert ends(f"ask answer{end}{space}") == (f"ask answer{end}{space}", [0.0])
+        assert ends(f"a{end}answer{space}", Span(1, 1 + len(end))) == (f"a{end}answer{space}{end}", [1.0, 0.0])
+    empty = append_eod(Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32)), tokenizer)
+    assert (empty.input_ids.tolist(), empty.loss_mask.tolist()) == ([eod], [0.0])
 
 
 def test_a_pickled_tokenizer_is_small_and_the_same() -> None:

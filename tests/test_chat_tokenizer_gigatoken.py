@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,6 +34,8 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
     settled,
 )
 from megatron_sft_idx.chat.types import Rendered
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.tokenize import preprocess
 
 pytest.importorskip("gigatoken")
 
@@ -309,3 +311,66 @@ def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(t
 def test_no_texts_are_no_rows() -> None:
     fast, _ = engines(zoo.spec_of("gpt2"))
     assert fast.ids([]) == []
+
+
+# One young library does not decide ids alone
+
+
+class WrongAtTimes:
+    """gigatoken that gives wrong ids for texts that end with an odd word."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def encode(self, text: str) -> Any:
+        ids = np.asarray(self.engine.encode(text), np.uint32)
+        return np.append(ids[:-1], (ids[-1] + 1) % 100) if "zqwrong" in text else ids
+
+
+def sampled(number: int) -> str:
+    """A text with the odd word that is compared, wherever it stands."""
+    texts = (f"zqwrong {number} {more}" for more in range(10_000))
+    return next(one for one in texts if xxhash.xxh3_64_intdigest(one.encode()) % engine_module.COMPARED_LATER == 0)
+
+
+@pytest.mark.parametrize("at", [0, 500, 999, 1000, 2500])
+def test_a_text_of_which_gigatoken_gives_other_ids_is_an_error(at: int) -> None:
+    fast, tokenizer = engines(zoo.spec_of("qwen2"))
+    wrong = FastEngine(lambda: WrongAtTimes(fast._make()), tokenizer, nfc=fast._nfc)
+    texts = [f"the text of number {number}" for number in range(3000)]
+    texts[at] = "zqwrong text" if at < engine_module.COMPARED_FIRST else sampled(at)
+
+    def encode() -> None:
+        for first in range(0, 3000, 128):
+            wrong.ids(texts[first : first + 128])
+
+    with pytest.raises(FormatError, match=r"give different ids .* --tokenizer-backend tokenizers"):
+        encode()
+    assert len(fast.ids(texts)) == 3000
+
+
+@pytest.mark.parametrize("skip", ["error", "skip"])
+def test_such_a_text_stops_the_job_and_is_no_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Literal["error", "skip"]
+) -> None:
+    right = FastEngine.raw_ids
+
+    def wrong(self: FastEngine, texts: list[str]) -> list[Any]:
+        ids = right(self, texts)
+        return [one[::-1] if "zqwrong" in text else one for text, one in zip(texts, ids, strict=True)]
+
+    monkeypatch.setattr(FastEngine, "raw_ids", wrong)
+    answers = ["zqwrong it is" if number == 40 else "It is." for number in range(200)]
+    rows = [{"prompt": f"Number {number}", "completion": answer} for number, answer in enumerate(answers)]
+    with pytest.raises(FormatError, match=r"rows 1 to .*give different ids"):
+        preprocess(rows, tokenizer=TOKENIZER, output_prefix=tmp_path / "x", seq_length=256, on_bad_row=skip, workers=0)
+    assert not [*tmp_path.glob("x.bin")]
+    preprocess(
+        rows,
+        tokenizer=TOKENIZER,
+        tokenizer_backend="tokenizers",
+        output_prefix=tmp_path / "y",
+        seq_length=256,
+        workers=0,
+    )
+    assert (tmp_path / "y.bin").exists()

@@ -14,7 +14,7 @@ import pytest
 from tokenizer_probe import probe
 
 from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer
-from megatron_sft_idx.chat.types import Rendered
+from megatron_sft_idx.chat.types import InputRow, Rendered
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 mistral_common = pytest.importorskip("mistral_common")
@@ -125,4 +125,6 @@ def test_without_mistral_common_a_template_is_asked_for(monkeypatch: pytest.Monk
     encoder = RowEncoder(EncodingOptions(str(DATA / "tekken_240911.json")))
     assert encoder.template is None
     with pytest.raises(ValueError, match=r"no chat template; name one with --chat-template FILE"):
-        encoder._read(0, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        encoder._read(
+            InputRow(1, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        )

@@ -247,7 +247,7 @@ def held(kind: str, row: Rendered, ids: list[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def masked(kind: str, row: Rendered, ids: list[int], whole: bool) -> list[float]:
+def masked(kind: str, row: Rendered, ids: list[int]) -> list[float]:
     tokens = held(kind, row, ids)
     weights = [0.0] * len(ids)
     for span in row.spans:
@@ -255,7 +255,7 @@ def masked(kind: str, row: Rendered, ids: list[int], whole: bool) -> list[float]
             continue
         begin = next(t for t, (a, b) in enumerate(tokens) if a <= span.start < b)
         end = next(t for t, (a, b) in enumerate(tokens) if a <= span.stop - 1 < b)
-        while whole and end + 1 < len(ids) and tokens[end + 1][0] < span.stop:
+        while end + 1 < len(ids) and tokens[end + 1][0] < span.stop:
             end += 1
         for token in range(begin, end + 1):
             weights[token] = max(weights[token], span.weight)
@@ -286,13 +286,13 @@ def without_literals(kind: str, row: Rendered) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["llama", *RANKED])
-@given(row=zoo.rendered(CONTROL, literals=True), whole=st.booleans())
+@given(row=zoo.rendered(CONTROL, literals=True))
 @settings(deadline=None, max_examples=150)
-def test_masks_and_literals_equal_the_twin(kind: str, row: Rendered, whole: bool) -> None:
-    encoded = load(kind).encode([row], whole_characters=whole)[0]
+def test_masks_and_literals_equal_the_twin(kind: str, row: Rendered) -> None:
+    encoded = load(kind).encode([row])[0]
     ids = encoded.input_ids.tolist()
     assert ids == without_literals(kind, row)
-    assert encoded.loss_mask.tolist() == masked(kind, row, ids, whole)
+    assert encoded.loss_mask.tolist() == masked(kind, row, ids)
     assert encoded.notes.get("literals", 0) == len(row.literals)
     text = load(kind).decode(ids)
     assert text == (row.text.replace("\u2581", " ") if kind == "llama" else row.text)

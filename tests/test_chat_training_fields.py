@@ -262,6 +262,7 @@ def test_parts_with_flags() -> None:
             to_sequence_source({"conversations": turns})
     with pytest.raises(RowError, match=r"messages\[1\].content\[0\] has train"):
         to_sequence_source(row("user", {"train": True}))
+    assert to_sequence_source(row("user", {"train": False}, {"weight": 0})).weights == [1, 1]
 
 
 # ---- words in fields that are not read ----
@@ -295,6 +296,10 @@ def test_an_answer_whose_words_stand_elsewhere_is_refused(content: Any) -> None:
 
 
 def test_words_beside_calls_and_reasoning() -> None:
+    result = {"role": "tool", "content": "", "command": "ls of the folder"}
+    assert len(to_sequence_source({"messages": [*CHAT, result, BOT]}).messages) == 4
+    with pytest.raises(RowError, match=r"messages\[0\] has no words in content, but some in text"):
+        to_sequence_source({"messages": [{"role": "user", "content": "", "text": "Q"}, BOT]})
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
     assert len(to_sequence_source({"messages": [USER, call | {"note": "a long note"}]}).messages) == 2
     with pytest.raises(RowError, match=r"messages\[1\] has no words in content, but some in text"):
@@ -352,6 +357,11 @@ def test_a_prompt_of_messages_with_an_answer(key: str) -> None:
         assert to_sequence_source({key: json.dumps(before), "output": "A"}).messages == [*before, BOT]
         with pytest.raises(RowError, match=rf"{key} is a list, expected a string"):
             to_sequence_source({"instruction": "I", key: before, "output": "A"})
+
+
+def test_a_prompt_of_one_message() -> None:
+    assert to_sequence_source({"input": USER, "output": "A"}).weights == [0, 1]
+    assert to_sequence_source({"input": {"from": "User", "value": "Q"}, "output": BOT}).messages == CHAT
 
 
 def trained_turns(row: dict[str, Any]) -> list[bool] | None:
@@ -454,6 +464,46 @@ def test_a_token_is_trained_where_every_mask_says_so() -> None:
     assert to_sequence_source(weighed).loss_mask.tolist() == [0, 0, 0, 0, 1, 0.5, 0, 2]
 
 
+def test_a_mask_of_tokens_under_another_name_is_told_its_name() -> None:
+    for columns in ({"mask": [0, 1]}, {"response_mask": [0, 1], "labels": [-100, 2]}, {"token_weights": [0, 0.5]}):
+        with pytest.raises(RowError, match="call it loss_mask if it is a mask of the tokens, or --ignore-field"):
+            to_sequence_source({"input_ids": [1, 2], **columns})
+
+
+# ---- rows of any kind ----
+
+
+NAMES = (*FIELDS, *SOUND_LIKE_TRAINING[:6], "role", "content", "from", "value", "text", "type", "label", "tool_calls")
+COLUMNS = ("messages", "conversations", "prompt", "completion", "input", "output", "input_ids", "loss_mask", "labels")
+
+
+def any_value(draw: Random, depth: int = 0) -> Any:
+    leaves: list[Any] = [None, True, 0, 1, 0.5, "", "user", "assistant", "User", "A b", [0, 1], np.array([0, 1])]
+    if depth > 3 or draw.random() < 0.5:
+        return draw.choice([*leaves, np.float32(1), np.bool_(True), "TEXT_TO_VALUE", '[{"role": "user", "mask": 1}]'])
+    if draw.random() < 0.5:
+        return [any_value(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    names = [draw.choice(NAMES) for _ in range(draw.randint(0, 4))]
+    return {**draw.choice([{}, USER, BOT]), **{name: any_value(draw, depth + 1) for name in names}}
+
+
+def test_rows_of_any_kind_are_read_or_refused_with_a_reason() -> None:
+    draw = Random(11)
+    for _ in range(20_000):
+        names = [draw.choice((*COLUMNS, *NAMES)) for _ in range(draw.randint(1, 5))]
+        row = {name: any_value(draw) for name in names}
+        if draw.random() < 0.5:
+            row["messages"] = [dict(each) | {draw.choice(NAMES): any_value(draw)} for each in CHAT]
+        for ignored in ((), ("train", "mask"), NAMES[:8]):
+            for kind in ("auto", "preference", "kto"):
+                options = RowOptions(kind=kind, ignore_fields=ignored)
+                try:
+                    sources = [to_sequence_source(row, options)] if kind == "auto" else read_judged(row, options)[0]
+                except RowError:
+                    continue
+                assert all(getattr(source, "weights", None) != [] for source in sources)
+
+
 # ---- --train-on all ----
 
 
@@ -485,7 +535,7 @@ def test_ignored_fields_are_counted_and_recorded(tmp_path: Path) -> None:
     header = read_header(str(tmp_path / "b/x"))
     assert header.metadata["options"]["ignore_fields"] == ["audit_mask", "weight"]
     summary = preprocess_rows(
-        FLAGGED, tokenizer=TOKENIZER, out=tmp_path / "c/x", seq_length=1024, workers=0,
+        FLAGGED, tokenizer=TOKENIZER, output_prefix=tmp_path / "c/x", seq_length=1024, workers=0,
         ignore_fields=["weight", "audit_mask"], source=False,
     )  # fmt: skip
     assert summary.corpus is not None
@@ -524,3 +574,10 @@ def test_the_table_in_the_docs_has_every_field() -> None:
     text = DOCS.read_text(encoding="utf-8")
     named = {name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([\w]+)`", row)}
     assert {*FIELDS, "mask", "type", "label", "kto_tag", "loss_scale", "loss_weights", "assistant_masks"} <= named
+
+
+def test_labels_of_numpy_are_verdicts_too() -> None:
+    with pytest.raises(RowError, match="label is false: a row of KTO"):
+        to_sequence_source({"messages": CHAT, "label": np.bool_(False)})
+    with pytest.raises(RowError, match="label is 0: a row of KTO"):
+        to_sequence_source({"prompt": "Q", "completion": "A", "label": np.int64(0)})

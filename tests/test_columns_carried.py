@@ -237,10 +237,10 @@ def test_columns_that_do_not_go_together_are_refused_and_left_out_with_leave(
     with pytest.raises(FormatError, match="column note"):
         merge(sources[::-1], tmp_path / "x", durable=False)
     assert not list(tmp_path.glob("x.*"))
-    report = merge(sources, tmp_path / "x", allow_loss=True, durable=False)
+    report = merge(sources, tmp_path / "x", lossy=True, durable=False)
     assert [said for said in report.notes if said.startswith("column note left out, as was allowed: ")]
     assert list(Shard(tmp_path / "x").columns) == ["source"]
-    done = command("merge", *map(str, sources), "--output-prefix", str(tmp_path / "y"), "--allow-loss")
+    done = command("merge", *map(str, sources), "--output-prefix", str(tmp_path / "y"), "--lossy")
     assert "note            column note left out, as was allowed: " in done.out
 
 
@@ -278,7 +278,7 @@ def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
     # What is left of a shard is no less for columns that are lost.
     late = tmp_path / "s.late.col"
     late.write_bytes(late.read_bytes()[:60])
-    report = merge([tmp_path / "s"], tmp_path / "x", allow_loss=True, durable=False)
+    report = merge([tmp_path / "s"], tmp_path / "x", lossy=True, durable=False)
     assert sorted(Shard(tmp_path / "x").columns) == ["grade", "source"]
     assert len([note for note in report.notes if re.match("column (topk|late) left out", note)]) == 2
 

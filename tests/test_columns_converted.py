@@ -102,13 +102,13 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
     if not packs and name == "padded parquet":
         pytest.skip("Megatron-Bridge reads no file without packs")
     write_columned(tmp_path / "x", packs, {"source": SOURCE, "grade": ColumnSpec("pack", "f4")}, capacity=256)
-    options = ConvertOptions(padding=Padding(8, 2), allow_loss=False) if "padded" in name else ConvertOptions()
+    options = ConvertOptions(padding=Padding(8, 2), lossy=False) if "padded" in name else ConvertOptions()
     to, there = name.removeprefix("padded "), str(tmp_path / "there")
     # Masks and packs are let go here too, in another sentence.
     with pytest.raises(FormatError, match=r"columns grade, source: .* has no place for them|keeps neither"):
         convert(str(tmp_path / "x"), there, to, options)
     assert not (tmp_path / "there").exists()
-    report = convert(str(tmp_path / "x"), there, to, dataclasses.replace(options, allow_loss=True))
+    report = convert(str(tmp_path / "x"), there, to, dataclasses.replace(options, lossy=True))
     assert "columns grade, source: the format has no place for them" in report.lost
     if packs and to != "pbin":
         assert len(open_reader(there, to)) == len(packs)
@@ -117,7 +117,7 @@ def test_formats_without_a_place_refuse_or_say_what_is_lost(tmp_path: Path, name
 @pytest.mark.parametrize("name", [name for name in OTHERS if name in READABLE])
 def test_columns_are_asked_for_in_vain_of_formats_that_have_none(tmp_path: Path, name: str) -> None:
     write_samples(tmp_path / "x", PACKS)
-    convert(str(tmp_path / "x"), there := str(tmp_path / "there"), name, ConvertOptions(allow_loss=True))
+    convert(str(tmp_path / "x"), there := str(tmp_path / "there"), name, ConvertOptions(lossy=True))
     for columns, back in (("source",), None), ((), "none"), (None, "all"):
         options = ConvertOptions(reader={"columns": columns} | ({"mask_rule": "all"} if name == "pbin" else {}))
         if back is None:
@@ -152,7 +152,7 @@ def test_several_sources_are_one_where_their_columns_are(tmp_path: Path) -> None
     for to in CARRYING:
         with pytest.raises(FormatError, match="column grade is not that of all sources"):
             convert(both, str(tmp_path / to), to)
-        report = convert(both, str(tmp_path / to), to, ConvertOptions(allow_loss=True))
+        report = convert(both, str(tmp_path / to), to, ConvertOptions(lossy=True))
         assert any("column grade is not that of all sources" in sentence for sentence in report.lost)
         convert(str(tmp_path / to), str(tmp_path / f"{to}-back"), "sft-idx")
         assert list(Shard(tmp_path / f"{to}-back").columns) == ["source"]

@@ -126,7 +126,7 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     found = states(tmp_path / "x", dry_run=dry_run)
     assert (found[".idx"], found[f".{name}.col"]) == ("rebuilt", "lost")
     if name == "topk" and not dry_run:
-        new = command("merge", tmp_path / "x", "--allow-loss", "--output-prefix", tmp_path / "new")
+        new = command("merge", tmp_path / "x", "--lossy", "--output-prefix", tmp_path / "new")
         assert (new.code, "column topk left out" in new.out) == (0, True), new.err
         assert sorted(Shard(tmp_path / "new").columns) == ["late", "source"]
 

@@ -118,9 +118,9 @@ def test_columns_of_packs_are_lost_only_aloud(tmp_path: Path, capsys: pytest.Cap
     assert main(words) == 1
     said = capsys.readouterr().err
     assert "columns grade, mood: they have a row a pack, and these packs will be others" in said
-    assert "--allow-loss" in said
+    assert "--lossy" in said
     assert not list(tmp_path.glob("y.*"))
-    assert main([*words, "--allow-loss", "--summary", str(tmp_path / "summary.json")]) == 0
+    assert main([*words, "--lossy", "--summary", str(tmp_path / "summary.json")]) == 0
     assert "lost            columns grade, mood: they have a row a pack" in capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["packing"]["lost_columns"] == ["grade", "mood"]
     assert list(Shard(tmp_path / "y").columns) == ["source"]
@@ -130,7 +130,7 @@ def test_columns_of_packs_are_lost_only_aloud(tmp_path: Path, capsys: pytest.Cap
 
 def test_nothing_is_said_to_be_lost_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_columned(tmp_path / "x", demo_samples(), {"source": SOURCE})
-    words = ["pack", str(tmp_path / "x"), "--seq-length", "64", "--output-prefix", str(tmp_path / "y"), "--allow-loss"]
+    words = ["pack", str(tmp_path / "x"), "--seq-length", "64", "--output-prefix", str(tmp_path / "y"), "--lossy"]
     assert main(words) == 0
     assert "lost" not in capsys.readouterr().out
     write_columned(tmp_path / "z", demo_samples(), {"source": SOURCE})

@@ -93,9 +93,9 @@ def test_what_a_format_has_no_place_for_is_let_go_only_on_request(tmp_path: Path
     packs = CORNERS[corner]
     write_samples(tmp_path / "x", packs, token_dtype=np.uint16)
     target = place(tmp_path, name, "y")
-    with pytest.raises(FormatError, match="--allow-loss"):
+    with pytest.raises(FormatError, match="--lossy"):
         convert(str(tmp_path / "x"), target, name)
-    report = convert(str(tmp_path / "x"), target, name, ConvertOptions(allow_loss=True))
+    report = convert(str(tmp_path / "x"), target, name, ConvertOptions(lossy=True))
     assert report.lost
     with pytest.raises(FormatError, match="--mask-rule all"):
         convert(target, str(tmp_path / "z"), "sft-idx")
@@ -115,10 +115,10 @@ def test_weights_survive_where_a_format_has_them(tmp_path: Path, name: str, pack
 def test_weights_are_refused_where_a_format_has_none(tmp_path: Path, name: str) -> None:
     packs = [Sample([1, 2, 3], [0, 0.5, 1], [0])]
     write_samples(tmp_path / "x", packs, mask_dtype=np.float32)
-    with pytest.raises(FormatError, match="--allow-loss"):
+    with pytest.raises(FormatError, match="--lossy"):
         convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name)
     assert not Path(place(tmp_path, name, "y")).exists()
-    report = convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(allow_loss=True))
+    report = convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(lossy=True))
     assert report.lost
     assert open_dataset(place(tmp_path, name, "y"))[0]["loss_mask"].tolist() == [1, 1, 0]
 
@@ -133,7 +133,7 @@ def test_what_is_kept_beside_a_loss_is_compared(
     source = open_reader(str(tmp_path / "other"), "sft-idx")
     monkeypatch.setattr(registry._module(name).Writer, "reread", lambda self: source)
     with pytest.raises(FormatError, match=f"its .*{wrong} are not those"):
-        convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(allow_loss=True))
+        convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(lossy=True))
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -187,8 +187,8 @@ def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
         str(demo / "tokenizer"),
         "--workers",
         "0",
-        "--turns",
-        "whole",
+        "--earlier-reasoning",
+        "drop",
     ]
     assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
     before = Shard(source)
@@ -346,7 +346,7 @@ def test_a_disk_that_says_no_is_named_and_nothing_is_left(tmp_path: Path, name: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            convert(str(tmp_path / "x"), place(tmp_path / "out", name, "y"), name, ConvertOptions(allow_loss=True))
+            convert(str(tmp_path / "x"), place(tmp_path / "out", name, "y"), name, ConvertOptions(lossy=True))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(tmp_path / "out") in str(caught.value.filename)
@@ -390,9 +390,9 @@ def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> Non
     convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", ConvertOptions(capacity=99))
     assert Shard(tmp_path / "y").header.capacity == 99
     for capacity in (0, -5, True, 12.0, 2**31):
-        with pytest.raises(FormatError, match=f"--capacity: {capacity}, expected a whole number from 1 to"):
+        with pytest.raises(FormatError, match=f"--seq-length: {capacity}, expected a whole number from 1 to"):
             ConvertOptions(capacity=capacity)  # type: ignore[arg-type]
-    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --capacity is 11"):
+    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --seq-length is 11"):
         convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
     write_samples(tmp_path / "m", demo_samples(5), sequence_multiple=8)
     with pytest.raises(SequenceError, match=r"m:2: 24 positions .* multiples of 8, the capacity is 16 .rule P5"):
@@ -437,13 +437,13 @@ def test_the_script_in_tools_is_the_verb(tmp_path: Path) -> None:
 # ---- padding for Megatron-Bridge ----
 
 
-def padded(pack: Sample, multiple: int, eos_id: int) -> Sample:
+def padded(pack: Sample, multiple: int, eod_id: int) -> Sample:
     """Sequences of n tokens filled up to 1 more than a multiple."""
     tokens, mask, starts = [], [], []
     for a, b in pairwise(pack.bounds):
         more = -(b - a - 1) % multiple
         starts.append(len(tokens))
-        tokens += [*pack.tokens[a:b], *[eos_id] * more]
+        tokens += [*pack.tokens[a:b], *[eod_id] * more]
         mask += [*pack.mask[a:b], *[0] * more]
     return Sample(tokens, mask, starts)
 
@@ -496,7 +496,7 @@ def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
     write_samples(tmp_path / "none", [])
     target = str(tmp_path / "y.parquet")
     for source, padding, message in (
-        ("x", Padding(4), "--eos-id"),
+        ("x", Padding(4), "--eod-id"),
         ("x", Padding(4, 1 << 16), "found 65536, expected one that uint16 holds"),
         ("x", Padding(4, -1), "found -1"),
         ("none", Padding(4, 1), "no packs"),
@@ -506,7 +506,7 @@ def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="parquet alone"):
         convert(str(tmp_path / "x"), target, "memmap", ConvertOptions(padding=Padding(4, 1)))
     assert not list(tmp_path.glob("*y.parquet*"))
-    for wrong in (["--to", "npy", "--pad-seq-to-mult", "4"], ["--to", "parquet", "--eos-id", "4"]):
+    for wrong in (["--to", "npy", "--pad-seq-to-mult", "4"], ["--to", "parquet", "--eod-id", "4"]):
         with pytest.raises(SystemExit):
             main(["convert", str(tmp_path / "x"), target, *wrong])
 
@@ -612,7 +612,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("padding", [["--pad-seq-to-mult", "4", "--eos-id", "1"], []])
+@pytest.mark.parametrize("padding", [["--pad-seq-to-mult", "4", "--eod-id", "1"], []])
 def test_a_kill_leaves_no_file_beside_the_summary_of_another(
     overwrite: bool, padding: list[str], tmp_path: Path
 ) -> None:

@@ -30,7 +30,13 @@ from megatron_sft_idx.shard import Pack, Shard, ShardWriter
 from megatron_sft_idx.tokenize import Summary, available_cpus
 
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
-USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "whole", "workers": 0, "log_interval": 0}
+USUAL: dict[str, Any] = {
+    "tokenizer": TOKENIZER,
+    "seq_length": 1024,
+    "earlier_reasoning": "drop",
+    "workers": 0,
+    "log_interval": 0,
+}
 
 
 # ---- preprocess ----
@@ -70,7 +76,7 @@ def test_files_and_rows_make_the_bytes_of_the_command(
     monkeypatch.setattr(sys, "stdin", piped)
     rows: Any = {"path": path, "paths": [str(path)], "list": ROWS, "rows": iter(ROWS), "pipe": "-"}
     rows |= {"array": np.array(ROWS), "pipe's path": [Path("-")]}
-    made = preprocess(rows[given], out=tmp_path / "new/x", **USUAL)
+    made = preprocess(rows[given], output_prefix=tmp_path / "new/x", **USUAL)
     assert all_in(tmp_path / "new") == by_command
     assert str(made).startswith(f"wrote {tmp_path}/new/x\nrows            318")
     assert made.packing.tokens == made.to_dict()["packing"]["tokens"] > 0
@@ -83,10 +89,10 @@ def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_folder(tmp_path: 
     saved = datasets.Dataset.from_list([{"messages": row["messages"]} for row in plain]).select(range(0, 90, 2))
     saved.save_to_disk(tmp_path / "saved")
     assert run_command(tmp_path / "there/x", "--input", tmp_path / "saved").code == 0
-    preprocess(saved, out=tmp_path / "here/x", **USUAL)
+    preprocess(saved, output_prefix=tmp_path / "here/x", **USUAL)
     assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
     with pytest.raises(FormatError, match=r"rows: a DatasetDict, expected .* one split of a dataset"):
-        preprocess(datasets.DatasetDict(train=saved), out=tmp_path / "other", **USUAL)
+        preprocess(datasets.DatasetDict(train=saved), output_prefix=tmp_path / "other", **USUAL)
 
 
 @pytest.mark.parametrize("by_command", ["stdin"], indirect=True)
@@ -107,8 +113,8 @@ def test_a_plain_script_with_worker_processes_and_no_guard(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(
         "from megatron_sft_idx import preprocess\n"
-        f"print(preprocess({str(path)!r}, tokenizer={str(TOKENIZER)!r}, out='x', seq_length=1024, turns='whole',"
-        " workers=2))\n"
+        f"print(preprocess({str(path)!r}, tokenizer={str(TOKENIZER)!r}, output_prefix='x', seq_length=1024,"
+        " earlier_reasoning='drop', workers=2))\n"
     )
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
@@ -140,21 +146,21 @@ class Splits(dict[str, Any]):
 )
 def test_what_are_no_rows_is_said(rows: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
-        preprocess(rows, out=tmp_path / "x", **USUAL)
+        preprocess(rows, output_prefix=tmp_path / "x", **USUAL)
     assert remains(tmp_path) == []
 
 
 def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
     ids, mask = [5, 6, 7, 8], [0, 0, 1, 1]
     for name, kind in (("lists", list), ("arrays", np.array)):
-        preprocess([{"input_ids": kind(ids), "loss_mask": kind(mask)}], out=tmp_path / name, **USUAL)
+        preprocess([{"input_ids": kind(ids), "loss_mask": kind(mask)}], output_prefix=tmp_path / name, **USUAL)
     assert files_of(tmp_path / "lists") == files_of(tmp_path / "arrays")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_on": "user"}, "train_on: 'user', choose one of assistant, last-turn, all"),
+        ({"train_on": "user"}, "train_on: 'user', choose one of assistant, last-turn, markers, all"),
         ({"straddling": "exlude"}, "straddling: 'exlude', choose one of include, exclude"),
         ({"seq_length": 0}, "seq_length: 0, expected a whole number from 1"),
         ({"seq_length": True}, "seq_length: True, expected a whole number from 1"),
@@ -167,8 +173,8 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"template_date": 5}, "template_date: 5, expected a string"),
         ({"messages_key": 5}, "messages_key: 5, expected a string"),
         ({"chat_template_kwargs": "a"}, "chat_template_kwargs: 'a', expected a dict"),
-        ({"input_weight": "rows=2"}, "input_weight: 'rows=2', expected a list of strings"),
-        ({"source_weight": [5]}, "source_weight: 5, expected a string"),
+        ({"repeat": "rows=2"}, "repeat: 'rows=2', expected a list of strings"),
+        ({"loss_weight": [5]}, "loss_weight: 5, expected a string"),
         ({"workers": -1}, "workers: -1, expected a whole number from 0"),
         ({"packing": "best"}, "packing: 'best', choose one of auto, "),
         ({"resume": True, "overwrite": True}, "choose one"),
@@ -178,7 +184,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
 )
 def test_a_value_that_is_none_of_the_choices(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=message):
-        preprocess(ROWS, out=tmp_path / "x", **{**USUAL, **options})
+        preprocess(ROWS, output_prefix=tmp_path / "x", **{**USUAL, **options})
     assert remains(tmp_path) == []
 
 
@@ -186,7 +192,7 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
     (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     parser: argparse.ArgumentParser = verbs.choices["preprocess"]
     options = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
-    for name, option in (("rows", "input"), ("out", "output_prefix"), ("tokenizer", "tokenizer_model")):
+    for name, option in (("inputs", "input"), ("tokenizer", "tokenizer_model")):
         options[name] = options.pop(option)
     del options["help"], options["dry_run"], options["full"]
     parameters = inspect.signature(preprocess).parameters
@@ -202,7 +208,9 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
 
 def test_the_summary_says_what_the_run_went_by(tmp_path: Path) -> None:
     summary = tmp_path / "s.json"
-    preprocess([str(CHATS)], out=tmp_path / "x", summary=summary, **{**USUAL, "workers": None}, train_on="last-turn")
+    preprocess(
+        [str(CHATS)], output_prefix=tmp_path / "x", summary=summary, **{**USUAL, "workers": None}, train_on="last-turn"
+    )
     options = json.loads(summary.read_text())["options"]
     assert (
         options.items()
@@ -210,7 +218,7 @@ def test_the_summary_says_what_the_run_went_by(tmp_path: Path) -> None:
             "inputs": [str(CHATS)],
             "tokenizer": str(TOKENIZER),
             "train_on": "last-turn",
-            "turns": "whole",
+            "earlier_reasoning": "drop",
             "overlong": "error",
             "capacity": 1024,
             "workers": available_cpus(),
@@ -235,7 +243,7 @@ def test_both_names_of_the_tokenizer_are_taken_and_one_is_shown(tmp_path: Path) 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     prefix = tmp_path_factory.mktemp("demo") / "chats"
-    preprocess(ROWS, out=prefix, **USUAL)
+    preprocess(ROWS, output_prefix=prefix, **USUAL)
     return str(prefix)
 
 
@@ -433,7 +441,9 @@ def test_a_bad_row_is_named_by_what_was_given_and_not_by_a_file_that_is_gone(
     def run(on_bad_row: Literal["error", "skip"]) -> Summary:
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
-        return preprocess(rows if given == "rows" else "-", out=tmp_path / "x", on_bad_row=on_bad_row, **USUAL)
+        return preprocess(
+            rows if given == "rows" else "-", output_prefix=tmp_path / "x", on_bad_row=on_bad_row, **USUAL
+        )
 
     with pytest.raises(SequenceError, match=f"^{name}:1: messages is empty"):
         run("error")

@@ -246,10 +246,10 @@ CARRIES = {"sft-idx": True, "npy": False, "memmap": True, "parquet": True, "pbin
 @pytest.mark.parametrize("name", [name for name in WRITABLE if name != "parquet" or find_spec("pyarrow")])
 def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: Path, name: str) -> None:
     if CARRIES[name]:  # columns are announced to it, and others are no loss but a mistake
-        for allow_loss in (False, True):
+        for lossy in (False, True):
             with (
                 pytest.raises(FormatError, match="other columns than were announced"),
-                create(str(tmp_path / "x"), name, spec_of(PACKS), allow_loss=allow_loss) as writer,
+                create(str(tmp_path / "x"), name, spec_of(PACKS), lossy=lossy) as writer,
             ):
                 writer.write(with_columns(PACKS))
             assert os.listdir(tmp_path) == []
@@ -261,7 +261,7 @@ def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: P
         ):
             writer.write(with_columns(PACKS))
         assert os.listdir(tmp_path) == []
-    with create(str(tmp_path / "x"), name, spec_of(PACKS), allow_loss=True) as writer:
+    with create(str(tmp_path / "x"), name, spec_of(PACKS), lossy=True) as writer:
         writer.write(with_columns(PACKS))
     assert writer.lost["columns"] == "columns number, place, source: the format has no place for them"
 

@@ -303,7 +303,7 @@ def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"pack 1 has a loss weight of 0\.5"):
         write_packs(Writer, tmp_path / "x", packs, spec=spec)
     assert folder_of(tmp_path) == []
-    with Writer(tmp_path / "x", spec_of(packs), allow_loss=True) as out:
+    with Writer(tmp_path / "x", spec_of(packs), lossy=True) as out:
         out.write(run_of(packs, mask_dtype=np.float32))
     assert dict(out.lost) == {"masks": "2 loss weights other than 0 and 1 became 1"}
     assert Reader(tmp_path / "x").read(1)["loss_mask"].tolist() == [1, 1, 0]

@@ -241,10 +241,10 @@ def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"pack 1 has a loss weight of 0\.5"):
         write_packs(Writer, tmp_path / "x", packs, spec=spec)
     assert folder_of(tmp_path) == []
-    write_packs(Writer, tmp_path / "x", packs, spec=spec, allow_loss=True)
+    write_packs(Writer, tmp_path / "x", packs, spec=spec, lossy=True)
     assert Reader(tmp_path / "x").read(1)["loss_mask"].tolist() == [1, 1, 0]
     with pytest.raises(SequenceError, match="nothing is truncated"):
-        write_packs(Writer, tmp_path / "y", packs, spec={**spec, "capacity": 2}, allow_loss=True)
+        write_packs(Writer, tmp_path / "y", packs, spec={**spec, "capacity": 2}, lossy=True)
 
 
 def test_nothing_is_left_where_the_source_ends_early(tmp_path: Path) -> None:

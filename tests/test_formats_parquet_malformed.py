@@ -88,7 +88,7 @@ def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"pack 1 has a loss weight of 0\.5.*allow-loss"):
         write_packs(Writer, tmp_path / "x", packs, spec=spec)
     assert folder_of(tmp_path) == []
-    write_packs(Writer, tmp_path / "x", packs, spec=spec, allow_loss=True)
+    write_packs(Writer, tmp_path / "x", packs, spec=spec, lossy=True)
     assert Reader(tmp_path / "x").read(1)["loss_mask"].tolist() == [1, 1, 0]
 
 

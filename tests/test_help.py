@@ -158,7 +158,15 @@ def test_verbs_are_listed_by_what_they_are_for() -> None:
 
 def test_arguments_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = ["--input", str(CHATS), "", f"--tokenizer={TOKENIZER}", "--seq-length", "1024", "--turns=whole\r"]
+    lines = [
+        "--input",
+        str(CHATS),
+        "",
+        f"--tokenizer={TOKENIZER}",
+        "--seq-length",
+        "1024",
+        "--earlier-reasoning=drop\r",
+    ]
     Path("some args").write_bytes("\n".join(lines).encode())
     assert command("preprocess", "@some args", "--output-prefix", "@x", "--workers", 0).code == 0
     assert Path("@x.seq.idx").exists()

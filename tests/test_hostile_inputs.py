@@ -145,7 +145,7 @@ def full_world() -> Iterator[World]:
         yield World(disk)
 
 
-TO = "convert <s> [out] --allow-loss --to "
+TO = "convert <s> [out] --lossy --to "
 # Whose output cannot be known to be larger than nothing: compressed, or made of input that is small or has no end. And
 # padded arrays are reserved on the disk before they are written, which is no guess.
 UNKNOWN_SIZE = ("produce", "inspect", "create-raw-index", "rebuild", *(TO + name for name in ("parquet", "memmap")))

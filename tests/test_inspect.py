@@ -105,7 +105,7 @@ def test_color_is_for_terminals_that_have_it(
     with contextlib.redirect_stdout(Terminal()) as out:
         assert main(["inspect", str(chats), "--pack", "0"]) == 0
         inputs = ["--input", str(CHATS), "--tokenizer", str(TOKENIZER), "--seq-length", "1024", "--output-prefix", "x"]
-        assert main(["preprocess", *inputs, "--turns", "whole", "--dry-run"]) == 0
+        assert main(["preprocess", *inputs, "--earlier-reasoning", "drop", "--dry-run"]) == 0
     assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 
@@ -241,14 +241,14 @@ def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "empty", "--html", tmp_path / "x.html").code == 0
     write_samples(tmp_path / "x", demo_samples())
     Path(tmp_path / "x.seq.idx").unlink()
-    assert command("rebuild", tmp_path / "x", "--capacity", 64).code == 0
+    assert command("rebuild", tmp_path / "x", "--seq-length", 64).code == 0
     assert "rebuilt" in command("inspect", tmp_path / "x").out
 
 
 def test_what_was_lost_is_counted(tmp_path: Path) -> None:
     metadata = {
         "sources": {"skipped": 2},
-        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "untrained_by_cut": 7},
+        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "lost_trained_tokens": 7},
     }
     write_samples(tmp_path / "x", [], capacity=8, metadata=metadata)
     out = command("inspect", tmp_path / "x").out
@@ -256,7 +256,7 @@ def test_what_was_lost_is_counted(tmp_path: Path) -> None:
         "rows skipped          2",
         "overlong sequences    1,234",
         "dropped tokens        56,789",
-        "labels lost to cuts   7",
+        "lost trained tokens   7",
     ):
         assert f"\n{line}\n" in out
 

@@ -79,7 +79,17 @@ def test_processes_of_ours_take_nothing_from_the_current_folder(
     # Python 3.10 has no way to keep the current folder out of what multiprocessing starts.
     workers = 1 if sys.version_info >= (3, 11) else 0
     made = command(
-        *("preprocess", "--input", CHATS, "--tokenizer-model", TOKENIZER, "--seq-length", 1024, "--turns", "whole"),
+        *(
+            "preprocess",
+            "--input",
+            CHATS,
+            "--tokenizer-model",
+            TOKENIZER,
+            "--seq-length",
+            1024,
+            "--earlier-reasoning",
+            "drop",
+        ),
         *("--output-prefix", "x", "--workers", workers),
     )
     assert made.code == 0, made.err

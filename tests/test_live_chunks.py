@@ -206,7 +206,7 @@ def test_each_turn_of_a_chat_is_a_sequence_of_its_pack(tmp_path: Path) -> None:
     folder = tmp_path / "chunks"
     folder.mkdir()
     raw = write_rows(folder / "chunk_00000.jsonl", [{"messages": turns}]).read_bytes()
-    encoding = EncodingOptions(str(TOKENIZER), masks=MaskOptions(turns="split"))
+    encoding = EncodingOptions(str(TOKENIZER), masks=MaskOptions(earlier_reasoning="split"))
     encoded = RowEncoder(encoding).encode(JsonPiece("x", 1, 0, raw, np.array([len(raw)]), is_array=False))
     assert len(encoded.lengths) == 2
     chunks = LiveChunks(str(folder), Limits(128, 2), encoding, num_chunks=1)

@@ -62,7 +62,7 @@ def documents_and_index(documents: Sequence[Sequence[int]], token_nbytes: int) -
 def test_written_files_are_those_of_the_plain_construction(tmp_path: Path, dtype: Any) -> None:
     packs = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8], [250, 9]]]
     path = tmp_path / "out.pbin"
-    with Writer(path, spec_of(packs, dtype), allow_loss=True) as writer:
+    with Writer(path, spec_of(packs, dtype), lossy=True) as writer:
         writer.write(run_of(packs[:2], dtype))
         writer.write(run_of([], dtype))
         writer.write(run_of(packs[2:], dtype))
@@ -84,21 +84,21 @@ def test_indexes_are_those_of_pickle(count: int, scale: int) -> None:
 
 def test_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "empty.pbin"
-    with Writer(path, spec_of([]), allow_loss=True):
+    with Writer(path, spec_of([]), lossy=True):
         pass
     assert unpickled(path) == documents_and_index([], 2)
     assert documents_of(str(path)) == []
 
 
 def test_loss_is_refused_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"neither loss masks nor packs.*--allow-loss"):
+    with pytest.raises(FormatError, match=r"neither loss masks nor packs.*--lossy"):
         Writer(tmp_path / "out.pbin", spec_of([]))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_that_do_not_fit_are_named_and_nothing_is_left(tmp_path: Path) -> None:
     def write() -> None:
-        with Writer(tmp_path / "out.pbin", spec_of([]), allow_loss=True) as writer:
+        with Writer(tmp_path / "out.pbin", spec_of([]), lossy=True) as writer:
             writer.write(run_of([[[1]]], np.int32))
             writer.write(run_of([[[1], [2]], [[3, 65536]]], np.int32))
 
@@ -112,15 +112,15 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     path.write_bytes(b"mine")
     for overwrite in (False, True):
         with pytest.raises(FormatError, match=r"out\.pbin: holds a file of 4 bytes that begins with b'mine'; expe"):
-            Writer(path, spec_of([]), overwrite=overwrite, allow_loss=True)
+            Writer(path, spec_of([]), overwrite=overwrite, lossy=True)
     assert path.read_bytes() == b"mine"
     path.unlink()
-    with Writer(path, spec_of([[[2]]]), allow_loss=True) as writer:
+    with Writer(path, spec_of([[[2]]]), lossy=True) as writer:
         writer.write(run_of([[[2]]]))
     with pytest.raises(FormatError, match="exists already"):
-        Writer(path, spec_of([]), allow_loss=True)
+        Writer(path, spec_of([]), lossy=True)
     assert documents_of(str(path)) == [[2]]
-    with Writer(path, spec_of([[[1]]]), overwrite=True, allow_loss=True) as writer:
+    with Writer(path, spec_of([[[1]]]), overwrite=True, lossy=True) as writer:
         writer.write(run_of([[[1]]]))
     assert documents_of(str(path)) == [[1]]
 
@@ -136,7 +136,7 @@ def test_writing_does_not_hold_the_index_as_objects(tmp_path: Path) -> None:
     )
     spec = PackedSpec(1, sequences, sequences, sequences, np.dtype(np.uint16), np.dtype(np.uint8), sequences)
     tracemalloc.start()
-    with Writer(tmp_path / "out.pbin", spec, allow_loss=True) as writer:
+    with Writer(tmp_path / "out.pbin", spec, lossy=True) as writer:
         writer.write(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -167,8 +167,8 @@ def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     write_samples(tmp_path / "shard", packs)
     pbin = str(tmp_path / "out.pbin")
     assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin"]) == 1
-    assert "--allow-loss" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin", "--allow-loss"]) == 0
+    assert "--lossy" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin", "--lossy"]) == 0
     said = capsys.readouterr().out
     assert "lost: loss masks" in said
     assert "lost: which sequences share a pack" in said

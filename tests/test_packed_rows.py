@@ -535,7 +535,7 @@ def test_the_same_bytes_from_python_and_from_parquet(tmp_path: Path) -> None:
     done = preprocess(tmp_path / "x", "--input", tmp_path / "rows.parquet", capacity=64)
     assert done.code == 0, done.err
     arrays = [{key: np.array(value) if key == "input_ids" else value for key, value in row.items()} for row in rows]
-    preprocess_rows(iter(arrays), tokenizer=TOKENIZER, out=tmp_path / "y", seq_length=64, workers=0)
+    preprocess_rows(iter(arrays), tokenizer=TOKENIZER, output_prefix=tmp_path / "y", seq_length=64, workers=0)
     expected = trained([one for of_row in sequences for one in of_row])
     assert stored(tmp_path / "x") == stored(tmp_path / "y") == expected
 
@@ -635,7 +635,7 @@ def test_a_file_of_our_packs_is_refused_with_commands_that_work(tmp_path: Path, 
     assert not list(tmp_path.glob("y*"))
     if form == "jsonl-chunks":  # lines that a program passes are rows of packs
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-        preprocess_rows(lines, tokenizer=TOKENIZER, out=tmp_path / "z", seq_length=64, workers=0)
+        preprocess_rows(lines, tokenizer=TOKENIZER, output_prefix=tmp_path / "z", seq_length=64, workers=0)
         assert stored(tmp_path / "z") == trained([one for of_row in sequences for one in of_row])
     done = command("convert", file, "PREFIX", "--to", "sft-idx")
     assert done.code == 0, done.err

@@ -152,7 +152,7 @@ def test_another_seed_is_another_order_of_the_same_sequences(tmp_path):
     assert sorted(a.tobytes() for a, _ in zero) == sorted(a.tobytes() for a, _ in one)
 
 
-def test_append_eod_is_trained_exactly_when_the_token_before_it_is(tmp_path, tokenizer):
+def test_append_eod_is_trained_where_a_sequence_ends_in_a_trained_answer(tmp_path, tokenizer):
     rows = [
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]},
@@ -163,7 +163,9 @@ def test_append_eod_is_trained_exactly_when_the_token_before_it_is(tmp_path, tok
     eod = tokenizer.eos_token_id
     assert (first.tolist(), one.tolist()) == ([5, 6, 7, eod], [0, 1, 1, 1])
     assert (second.tolist(), two.tolist()) == ([5, 6, 7, eod], [0, 1, 0, 0])
-    assert (third[-1], three[-1]) == (eod, 0)  # the newline after the turn is not trained on
+    # The template's end of turn is the end of document, with a newline behind it that is not trained on.
+    assert (third == eod).sum() == 2  # of the question and of the answer
+    assert three[np.flatnonzero(third == eod)].tolist() == [0, 1]
 
 
 def test_weights_make_the_mask_float32_from_the_first_row_on(tmp_path):
@@ -247,11 +249,11 @@ def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
 def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     thoughtful = [chat for chat in chats if sum("reasoning_content" in message for message in chat["messages"]) > 1]
     assert len(thoughtful) > 10
-    refused = preprocess(tmp_path / "a/x", "--turns", "error", rows=thoughtful)
+    refused = preprocess(tmp_path / "a/x", "--earlier-reasoning", "error", rows=thoughtful)
     assert refused.code == 1
     assert "rows.jsonl:1: " in refused.err
     assert "leaves out the reasoning of assistant message" in refused.err
-    done = preprocess(tmp_path / "b/x", "--turns", "split", rows=thoughtful)
+    done = preprocess(tmp_path / "b/x", "--earlier-reasoning", "split", rows=thoughtful)
     assert done.code == 0, done.err
     texts, said = [], ""
     for ids, mask in sequences_of(tmp_path / "b/x"):
@@ -269,7 +271,7 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     assert len(texts) > len(thoughtful)
     assert set(texts) <= beginnings
     assert f"rows            {len(thoughtful)}\nsequences       {len(texts)}" in done.out
-    split = preprocess(tmp_path / "c/x", "--turns", "split", "--workers", 2, rows=thoughtful)
+    split = preprocess(tmp_path / "c/x", "--earlier-reasoning", "split", "--workers", 2, rows=thoughtful)
     assert split.code == 0
     assert files_of(tmp_path / "b/x") == files_of(tmp_path / "c/x")
 

@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, home: Path, *given: str) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, "-m", "megatron_sft_idx", "preprocess", *given, "--seq-length", "1024"]
-    script += ["--turns", "whole", "--workers", "0", "--output-prefix", "x"]
+    script += ["--earlier-reasoning", "drop", "--workers", "0", "--output-prefix", "x"]
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
     return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
 
 import numpy as np
@@ -67,12 +68,13 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     dropped, counts = run("drop")
     assert [ids.tolist() for ids, _ in dropped] == [short.tolist()]
     assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long))
+    assert counts["lost_trained_tokens"] == np.count_nonzero(long_mask[1:])
 
     truncated, counts = run("truncate")
     assert [ids.tolist() for ids, _ in truncated] == [long[:limit].tolist(), short.tolist()]
     assert truncated[0][1].tolist() == long_mask[:limit].tolist()
     assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long) - limit)
-    assert counts["untrained_by_cut"] == int(long_mask[limit] != 0)
+    assert counts["lost_trained_tokens"] == np.count_nonzero(long_mask[limit:])
 
     split, counts = run("split")
     assert np.concatenate([ids for ids, _ in split]).tolist() == [*long.tolist(), *short.tolist()]
@@ -81,7 +83,51 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     expected[list(cuts)] = 0  # nothing in the same sequence predicts the first token after a cut
     assert np.concatenate([mask for _, mask in split]).tolist() == [*expected.tolist(), *short_mask.tolist()]
     assert (counts["overlong"], counts["dropped_tokens"]) == (1, 0)
-    assert counts["untrained_by_cut"] == sum(int(long_mask[cut] != 0) for cut in cuts)
+    assert counts["lost_trained_tokens"] == sum(int(long_mask[cut] != 0) for cut in cuts)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, overlong, workers):
+    words = random.Random(workers)
+    rows = [{"prompt": "Say it.", "completion": "So be it."}]
+    for _ in range(60):
+        ids = [words.randrange(3, 200) for _ in range(words.randrange(2, 90))]
+        rows.append({"input_ids": ids, "loss_mask": [words.choice([0, 1, 1, 0.5]) for _ in ids]})
+    rest = ("--overlong", overlong, "--on-bad-row", "skip")
+
+    def trained(name, *more, capacity=4096):
+        done = preprocess(tmp_path / name, *more, "--summary", tmp_path / f"{name}.json", rows=rows, capacity=capacity)
+        assert done.code == 0, done
+        counts = json.loads((tmp_path / f"{name}.json").read_text())["packing"]
+        stored = sum(np.count_nonzero(mask) for _, mask in sequences_of(tmp_path / name))
+        return stored, counts, done
+
+    whole, counts, _ = trained("whole", "--packing", "none", "--on-bad-row", "skip")
+    assert counts["lost_trained_tokens"] == 0
+    for capacity in (16, 33, 64):
+        stored, counts, done = trained(f"cut{capacity}", *rest, "--workers", workers, capacity=capacity)
+        assert stored + counts["lost_trained_tokens"] == whole
+        assert counts["lost_trained_tokens"] > 0
+        assert f"{counts['lost_trained_tokens']:,} trained tokens lost" in done.out
+        # The same of packs that are made of an unpacked shard.
+        prefix = tmp_path / f"packed{capacity}"
+        summary = ("--summary", tmp_path / "packed.json", "--overwrite")
+        done = command(
+            "pack",
+            tmp_path / "whole",
+            "--seq-length",
+            capacity,
+            "--output-prefix",
+            prefix,
+            "--overlong",
+            overlong,
+            *summary,
+        )
+        assert done.code == 0, done
+        packed = sum(np.count_nonzero(mask) for _, mask in sequences_of(prefix))
+        lost = json.loads((tmp_path / "packed.json").read_text())["packing"]["lost_trained_tokens"]
+        assert (packed, lost) == (stored, counts["lost_trained_tokens"])
 
 
 def test_pack_repacks_packs_without_tokens_lost(tmp_path):

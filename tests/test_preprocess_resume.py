@@ -218,7 +218,7 @@ def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, tmp_path, workers):
-    case = Case(tmp_path, some_rows(48), "--turns", "split")
+    case = Case(tmp_path, some_rows(48), "--earlier-reasoning", "split")
     rows = case.counts["corpus"]["rows"] - case.counts["corpus"]["skipped"]
     assert case.counts["packing"]["sequences"] > rows  # or no row would be several
     prefix = tmp_path / "killed" / "x"

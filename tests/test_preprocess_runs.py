@@ -58,7 +58,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(tmp_path, name):
     assert [(done.code, done.err.splitlines()[-1]) for done in refused] == [(1, refused[0].err.splitlines()[-1])] * 2
 
 
-@pytest.mark.parametrize("options", [("--input-weight", "other.jsonl=2"), ("--output-shards", 2)])
+@pytest.mark.parametrize("options", [("--repeat", "other.jsonl=2"), ("--output-shards", 2)])
 def test_dry_run_refuses_options_that_the_run_would_refuse(tmp_path, options):
     assert preprocess(tmp_path / "x", "--output-shards", 3).code == 0
     refused = [preprocess(tmp_path / "x", *options, *more) for more in ((), ("--dry-run",))]
@@ -131,8 +131,8 @@ def test_interrupted_runs_keep_what_is_done(tmp_path, long, sent, code):
     given, calm = long
     arguments = [
         "preprocess",
-        "--turns",
-        "whole",
+        "--earlier-reasoning",
+        "drop",
         "--input",
         given,
         "--tokenizer-model",
@@ -164,8 +164,8 @@ def test_a_killed_worker_changes_no_byte(tmp_path, long):
     given, calm = long
     arguments = [
         "preprocess",
-        "--turns",
-        "whole",
+        "--earlier-reasoning",
+        "drop",
         "--input",
         given,
         "--tokenizer-model",

@@ -78,7 +78,7 @@ def test_same_bytes_and_counts_as_here_with_a_worker_and_a_node_killed(nodes, ca
 
 def test_a_sequence_a_turn_is_the_same_bytes_as_here(nodes, case, tmp_path):
     _, options = case
-    options = (*options, "--turns", "split")
+    options = (*options, "--earlier-reasoning", "split")
     assert preprocess(tmp_path / "local" / "x", *options, "--summary", tmp_path / "l.json").code == 0
     assert run_on(nodes, tmp_path / "ray" / "x", *options, "--summary", tmp_path / "r.json").code == 0
     assert files_of(tmp_path / "ray" / "x") == files_of(tmp_path / "local" / "x")
@@ -108,7 +108,7 @@ def test_judged_answers_and_their_columns_are_the_same_bytes_as_here(nodes, tmp_
 def test_rows_that_are_chosen_are_those_chosen_here(nodes, case, tmp_path):
     _, options = case
     chosen = ("--max-rows", 250, "--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--shuffle")
-    options = (*options, *chosen, "--input-weight", f"{CHATS}=1.5", "--drop-untrained", *SHARDS)
+    options = (*options, *chosen, "--repeat", f"{CHATS}=1.5", "--drop-untrained", *SHARDS)
     assert preprocess(tmp_path / "local" / "x", *options).code == 0
     assert run_on(nodes, tmp_path / "ray" / "x", *options).code == 0
     for name in (*NAMES, "x.valid"):
@@ -208,7 +208,7 @@ def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_p
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     rows = write_rows(tmp_path / "rows.jsonl", chats * 60)
     there = tmp_path / "ray" / "x"
-    arguments = ["preprocess", "--turns", "whole", "--input", rows, "--tokenizer-model", TOKENIZER,
+    arguments = ["preprocess", "--earlier-reasoning", "drop", "--input", rows, "--tokenizer-model", TOKENIZER,
                  "--seq-length", 1024, "--output-prefix", there, "--engine", "ray",
                  "--ray-address", nodes.address]  # fmt: skip
     script = "import sys; from megatron_sft_idx.tokenize import cut; cut.PIECE_NBYTES = 20_000\n"

@@ -281,7 +281,7 @@ def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
         (GivenFacts(mask_dtype=np.dtype("f4")), r"do not go together as int32, float32 \(rule F2\)"),
         (
             GivenFacts(capacity=5),
-            r"x: pack 2: found 12 tokens, expected at most the capacity 5 \(rule P1\); pass the --capacity",
+            r"x: pack 2: found 12 tokens, expected at most the capacity 5 \(rule P1\); pass the --seq-length",
         ),
         (
             GivenFacts(capacity=12, sequence_multiple=8),

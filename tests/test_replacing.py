@@ -42,7 +42,7 @@ def write_packs(path: Path, name: str, count: int = 5, **options: Any) -> None:
     """So many packs in a format."""
     source = path.with_name(f"source-{count}")
     write_samples(source, demo_samples(count), overwrite=True)
-    convert(str(source), str(path), name, ConvertOptions(allow_loss=True, **options))
+    convert(str(source), str(path), name, ConvertOptions(lossy=True, **options))
 
 
 # ---- foreign formats ----
@@ -139,7 +139,7 @@ def test_a_conversion_does_not_leave_its_folder(
     before = bytes_below(tmp_path)
     for target in ("", ".", "..", "../sub", "../", "../notes.txt", "../pipe", "../link", "../../x.bin", "/"):
         with pytest.raises(FormatError):
-            convert(str(tmp_path / "x"), target, name, ConvertOptions(overwrite=overwrite, allow_loss=True))
+            convert(str(tmp_path / "x"), target, name, ConvertOptions(overwrite=overwrite, lossy=True))
         assert bytes_below(tmp_path) == before
 
 
@@ -158,7 +158,7 @@ def test_a_folder_of_folders_is_not_one_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_appears_meanwhile_stays_and_nothing_else_does(tmp_path: Path, name: str) -> None:
     (tmp_path / "d").mkdir()
-    writer = registry.create(str(tmp_path / "d" / "x"), name, spec_of([]), allow_loss=True)
+    writer = registry.create(str(tmp_path / "d" / "x"), name, spec_of([]), lossy=True)
     write_packs(tmp_path / "d" / "x", name)
     before = bytes_below(tmp_path / "d" / "x") or (tmp_path / "d" / "x").read_bytes()
     with pytest.raises(FormatError, match="x: "):

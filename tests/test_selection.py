@@ -22,7 +22,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.tokenize.selection import Selection, draw_lots, file_weights, row_hash, select_rows
 
-ALL = ("--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--input-weight", "*.jsonl=1.5", "--shuffle")
+ALL = ("--dedup", "exact", "--sample", 0.8, "--valid-fraction", 0.2, "--repeat", "*.jsonl=1.5", "--shuffle")
 
 
 def contents_of(rows: list[tuple[int, int]]) -> np.ndarray:
@@ -221,7 +221,7 @@ def test_a_run_counts_what_a_naive_set_counts_and_splits_without_a_leak(tmp_path
 
 
 def test_the_turns_of_a_conversation_stay_on_one_side(tmp_path):
-    turns = ("--turns", "split", "--overlong", "split", "--seq-length", 200)
+    turns = ("--earlier-reasoning", "split", "--overlong", "split", "--seq-length", 200)
     assert preprocess(tmp_path / "x", *turns, "--valid-fraction", 0.3, "--packing", "none").code == 0
     assert preprocess(tmp_path / "y", *turns, "--packing", "none").code == 0
     everything = [ids.tobytes() for ids, _ in sequences_of(tmp_path / "y")]
@@ -301,7 +301,7 @@ def test_pairs_are_chosen_as_a_whole(tmp_path):
         assert (pairs[::2, 0] == pairs[1::2, 0]).all()
         assert (pairs[:, 1] == np.arange(len(pairs)) % 2).all()
     assert not set(numbers[0][:, 0].tolist()) & set(numbers[1][:, 0].tolist())
-    refused = preprocess(tmp_path / "y", "--row-kind", "preference", "--input-weight", "*=2", rows=rows)
+    refused = preprocess(tmp_path / "y", "--row-kind", "preference", "--repeat", "*=2", rows=rows)
     assert (refused.code, "a preference pair is trained on once" in refused.err) == (1, True)
 
 
@@ -335,7 +335,7 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
         (("--valid-fraction", 1e-9), "no row is left to validate with"),
         (("--sample", 1e-9), "no row is left to train on"),
         (("--max-rows", 5, "--keep-corpus"), "--keep-corpus keeps all that is tokenised"),
-        (("--input-weight", "other.jsonl=2"), "no file of the input is called so"),
+        (("--repeat", "other.jsonl=2"), "no file of the input is called so"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(options, said, tmp_path):

@@ -37,7 +37,7 @@ def _small_parts():
 
 @pytest.fixture(scope="module")
 def encoder():
-    return RowEncoder(EncodingOptions(str(TOKENIZER), masks=MaskOptions(turns="whole"), on_bad_row="skip"))
+    return RowEncoder(EncodingOptions(str(TOKENIZER), masks=MaskOptions(earlier_reasoning="drop"), on_bad_row="skip"))
 
 
 @pytest.mark.parametrize("given", [{"x": object()}, {1: 2}, {"x": "\ud800"}])
@@ -289,25 +289,25 @@ def weighted(folder: Path, *options: object):
 def test_weights_of_files(tmp_path, workers):
     (tmp_path / "plain").mkdir()
     assert weighted(tmp_path / "plain").code == 0
-    options = ("--source-weight", "a.jsonl=0.25", f"{tmp_path / 'c.jsonl'}=0", "--workers", workers)
+    options = ("--loss-weight", "a.jsonl=0.25", f"{tmp_path / 'c.jsonl'}=0", "--workers", workers)
     assert weighted(tmp_path, *options).code == 0
     assert weighted(tmp_path, *options, "--resume").out.startswith("found ")
     plain, shard = Shard(tmp_path / "plain/x"), Shard(tmp_path / "x", columns=["source"])
     assert (plain.header.mask_dtype.name, shard.header.mask_dtype.name) == ("uint8", "float32")
-    assert shard.header.metadata["options"]["source_weights"] == [0.25, 1.0, 0.0]
+    assert shard.header.metadata["options"]["loss_weights"] == [0.25, 1.0, 0.0]
     for number in range(len(shard)):
         for file, before, after in zip(
             shard[number]["source"][:, 0].tolist(), plain.sequences(number), shard.sequences(number), strict=True
         ):
             assert np.array_equal(before[0], after[0])
             assert np.array_equal(before[1] * np.float32([0.25, 1, 0][file]), after[1])
-    other = weighted(tmp_path, "--source-weight", "a.jsonl=0.5", "--resume")
-    assert (other.code, "source weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
+    other = weighted(tmp_path, "--loss-weight", "a.jsonl=0.5", "--resume")
+    assert (other.code, "loss weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
 
 
 def test_weights_of_one_are_none(tmp_path):
     (tmp_path / "plain").mkdir()
-    assert weighted(tmp_path / "plain").code == weighted(tmp_path, "--source-weight", "b.jsonl=1.0").code == 0
+    assert weighted(tmp_path / "plain").code == weighted(tmp_path, "--loss-weight", "b.jsonl=1.0").code == 0
     assert files_of(tmp_path / "x") == files_of(tmp_path / "plain/x")
 
 
@@ -324,7 +324,7 @@ def test_weights_of_one_are_none(tmp_path):
     ],
 )
 def test_weights_that_are_none(tmp_path, given, message):
-    said = weighted(tmp_path, "--source-weight", *given)
+    said = weighted(tmp_path, "--loss-weight", *given)
     assert (said.code, message in said.err) == (1, True), said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
 
@@ -332,9 +332,9 @@ def test_weights_that_are_none(tmp_path, given, message):
 def test_a_name_that_two_files_have_is_no_name(tmp_path):
     (tmp_path / "more").mkdir()
     some = [write_rows(folder / "a.jsonl", [ROW]) for folder in (tmp_path, tmp_path / "more")]
-    said = preprocess(tmp_path / "x", "--input", *some, "--source-weight", "a.jsonl=2")
+    said = preprocess(tmp_path / "x", "--input", *some, "--loss-weight", "a.jsonl=2")
     assert (said.code, "are called so, name one by its path" in said.err) == (1, True)
-    assert preprocess(tmp_path / "x", "--input", *some, "--source-weight", f"{some[1]}=2").code == 0
+    assert preprocess(tmp_path / "x", "--input", *some, "--loss-weight", f"{some[1]}=2").code == 0
 
 
 # ---- pack --source ----

@@ -263,14 +263,14 @@ def test_the_decision_is_one_of_the_options_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_same_from_python(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "workers": 0, "turns": "whole"}
+    given: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "workers": 0, "earlier_reasoning": "drop"}
     with pytest.raises(SequenceError, match=r"^rows:1: a system message comes after an answer in this row"):
-        preprocess_rows(LINES, out=tmp_path / "x", **given)
-    preprocess_rows(LINES, out=tmp_path / "x", system_starts="conversation", **given)
+        preprocess_rows(LINES, output_prefix=tmp_path / "x", **given)
+    preprocess_rows(LINES, output_prefix=tmp_path / "x", system_starts="conversation", **given)
     assert preprocess(tmp_path / "y", *CONVERSATION, rows=LINES).code == 0
     assert files_of(tmp_path / "x")[".bin"] == files_of(tmp_path / "y")[".bin"]
     with pytest.raises(FormatError, match="system_starts"):
-        preprocess_rows(LINES, out=tmp_path / "z", system_starts="guess", **given)
+        preprocess_rows(LINES, output_prefix=tmp_path / "z", system_starts="guess", **given)
 
 
 def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
@@ -301,7 +301,7 @@ def test_it_is_taught(capsys: Any) -> None:
 def test_a_conversation_may_become_a_sequence_for_each_turn(tmp_path: Path) -> None:
     thinks = {"role": "assistant", "content": "A", "reasoning_content": "R"}
     rows = [{"messages": [*said("su"), thinks, *said("u"), thinks, *said("su"), thinks]}, *FEW]
-    done = preprocess(tmp_path / "x", *CONVERSATION, "--turns", "split", "--dedup", "exact", rows=rows)
+    done = preprocess(tmp_path / "x", *CONVERSATION, "--earlier-reasoning", "split", "--dedup", "exact", rows=rows)
     assert done.code == 0, done.err
     assert len(texts_of(tmp_path / "x")) == 3 + len(FEW)
     shard = Shard(tmp_path / "x", columns=("source",))

@@ -89,6 +89,8 @@ def missing_package() -> str:
 
 OUT = ("--output-prefix", "x/out")
 MEASURES = "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ all }}{{ all | length }}"
+COUNTS = "{% for m in messages %}[{{ m.role }} {{ m.content | length }}]{{ m.content }}{% endfor %}"
+MARKS_ALL = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 PART = "{% for m in messages %}{{ m.content }}{% generation %}!{% endgeneration %}{% endfor %}"
 NO_SYSTEM = "{% for m in messages %}{{ raise_exception('System role not supported') }}{% endfor %}"
 NO_CONTENT = "{% for m in messages %}{{ m.role }}{% endfor %}"
@@ -97,9 +99,15 @@ DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor 
 PREPARING: Scenes = {
     "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
     "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
-    "nothing tells what of the text": lambda: prepare(template=MEASURES),
+    "cannot be traced, and ends assistant message": lambda: prepare(template=MEASURES),
+    "treats what this row says": lambda: prepare(template=COUNTS),
+    "the generation markers enclose": lambda: prepare(template=MARKS_ALL),
     "writes outside its generation markers": lambda: prepare(template=PART),
-    "leaves out the reasoning of": lambda: prepare("--turns", "error", rows=[thoughtful()]),
+    "leaves out the reasoning of": lambda: prepare("--earlier-reasoning", "error", rows=[thoughtful()]),
+    "which may say what is trained on": lambda: prepare(rows=[chat() | {"turn_mask": [0, 1]}]),
+    "has no words in content": lambda: prepare(
+        rows=[{"messages": [{"role": "assistant", "content": "", "text": "a"}]}]
+    ),
     "a preference row": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
     "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),

@@ -39,8 +39,7 @@ void check_offsets(const Array<T>& offsets, std::int64_t end, const char* name) 
 py::tuple weigh_tokens(const Array<std::uint32_t>& ids, const Array<std::int64_t>& id_offsets, const py::bytes& text,
                        const Array<std::int64_t>& text_offsets, const py::bytes& token_bytes,
                        const Array<std::int64_t>& token_offsets, const Array<std::int64_t>& span_edges,
-                       const Array<float>& span_weights, const Array<std::int64_t>& span_offsets,
-                       bool whole_characters) {
+                       const Array<float>& span_weights, const Array<std::int64_t>& span_offsets) {
   const std::string_view utf8 = text;
   const std::string_view spellings = token_bytes;
   if (ids.ndim() != 1) throw std::invalid_argument("ids must be one-dimensional");
@@ -72,7 +71,7 @@ py::tuple weigh_tokens(const Array<std::uint32_t>& ids, const Array<std::int64_t
   auto* spelled_out = spelled.mutable_data();
   {
     py::gil_scoped_release unlocked;
-    sft_idx::weigh_tokens(texts, tokens, spans, whole_characters, weights_out, straddling_out, spelled_out);
+    sft_idx::weigh_tokens(texts, tokens, spans, weights_out, straddling_out, spelled_out);
   }
   return py::make_tuple(weights, straddling, spelled);
 }
@@ -85,5 +84,5 @@ void bind_chat(py::module_& m) {
   m.def("weigh_tokens", &weigh_tokens, py::arg("ids").noconvert(), py::arg("id_offsets").noconvert(), "text"_a,
         py::arg("text_offsets").noconvert(), "token_bytes"_a, py::arg("token_offsets").noconvert(),
         py::arg("span_edges").noconvert(), py::arg("span_weights").noconvert(), py::arg("span_offsets").noconvert(),
-        "whole_characters"_a, "Weights of the tokens under character spans: (weights, straddling, spelled).");
+        "Weights of the tokens under character spans: (weights, straddling, spelled).");
 }

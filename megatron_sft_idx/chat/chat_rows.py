@@ -61,6 +61,7 @@ Turns = tuple[list[_Message], list[float]]
 TURNS = ("messages", "conversations", "conversation")
 PROMPTS = ("instruction", "prompt", "query", "question")
 INPUTS = ("input", "context")
+_ASKING = (*PROMPTS, *INPUTS)
 _ANSWERS = ("output", "response", "completion", "answer")
 _SYSTEMS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
@@ -173,7 +174,8 @@ def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
     for key in VERDICTS:
         verdict, judges = data.get(key), data.get("completion") is not None
         # A number may be the class of a row; beside a completion it is a verdict on that.
-        if isinstance(verdict, bool) or (verdict in (0, 1) and judges and isinstance(verdict, int)):
+        is_number = isinstance(verdict, (int, np.integer))
+        if isinstance(verdict, (bool, np.bool_)) or (is_number and judges and verdict in (0, 1)):
             raise RowError(
                 f"{key} is {str(verdict).lower()}: a row of KTO, whose answer may be bad, but supervised fine-tuning"
                 " trains on every one: keep the column with --row-kind kto, or the good rows without it"
@@ -205,7 +207,7 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
         return "messages"
     if "prompt" in has and "completion" in has:
         return "prompt-completion"
-    if not (has.isdisjoint((*PROMPTS, *INPUTS)) or has.isdisjoint(_ANSWERS)):
+    if not (has.isdisjoint(_ASKING) or has.isdisjoint(_ANSWERS)):
         return "alpaca"
     listed = ", ".join(sorted(map(str, has))[:12]) or "none"
     raise RowError(
@@ -263,7 +265,7 @@ def _read_plain(turn: Any, is_sharegpt: bool) -> _Message | None:
         or type(turn.get(speaker)) is not str
     ):
         return None
-    role = _role_of(turn[speaker], roles)
+    role = roles.get(turn[speaker]) or roles.get(turn[speaker].lower())
     return None if role is None or role == "function_call" else {"role": role, "content": turn[text]}
 
 
@@ -296,9 +298,11 @@ def _read_prompt_completion(data: dict[str, Any], options: RowOptions) -> Turns:
 
 
 def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
-    given = [key for key in (*PROMPTS, *INPUTS) if _is_filled(data.get(key))]
+    given = [key for key in _ASKING if key in data and _is_filled(data[key])]
     if len(given) == 1 and not _is_filled(data.get("history")):
         prompt = messages_of_json(data[given[0]]) if given[0] in INPUTS else data[given[0]]
+        if isinstance(prompt, dict) and first_given(prompt, ("role", "from")):
+            prompt = [prompt]
         if isinstance(prompt, list):
             return _read_answered(prompt, given[0], data, options)
     history, asked = read_prompt(data)
@@ -483,9 +487,10 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     weight = 1.0
     if names := training_names(message):
         weight = weight_of(message, names, role, what)
-    refuse_flagged_parts(message.get("content"), role, f"{what}.content")
-    if role == "assistant" and isinstance(message.get("content"), list):
-        message = _with_fields(message, what)
+    if isinstance(message.get("content"), list):
+        refuse_flagged_parts(message["content"], role, f"{what}.content")
+        if role == "assistant":
+            message = _with_fields(message, what)
     calls = _tool_calls_of(message, what)
     if calls and role != "assistant":
         raise RowError(f"{what} has tool calls and the role {given!r}; only the assistant makes them")
@@ -493,8 +498,8 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     out: dict[str, Any] = {"role": role}
     if message.get("content") is not None:
         out["content"] = _text_of(message["content"], f"{what}.content")
-    if weight and not out.get("content", "").strip():
-        says_more = bool(calls or reasoning.get("reasoning_content"))
+    if weight and not (out.get("content") and not out["content"].isspace()):
+        says_more = bool(role != "assistant" or calls or reasoning.get("reasoning_content"))
         refuse_unread_words(message, what, _READ, says_more=says_more)
     if "content" not in out and not calls and not reasoning.get("reasoning_content"):
         lacks = "neither content nor reasoning nor tool calls" if given == "assistant" else "no content"
@@ -602,9 +607,11 @@ def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
     """The reasoning of an assistant message, under each key that the message has it under."""
+    texts = {}
     for key in _REASONING_KEYS:
-        refuse_flagged_parts(message.get(key), "assistant", f"{what}.{key}")
-    texts = {key: _text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
+        if (given := message.get(key)) is not None:
+            refuse_flagged_parts(given, "assistant", f"{what}.{key}")
+            texts[key] = _text_of(given, f"{what}.{key}")
     if len(set(filter(None, texts.values()))) > 1:
         raise RowError(f"{what} has {' and '.join(texts)} that differ; keep one")
     return texts | {"reasoning_content": max(texts.values(), key=len)} if texts else {}

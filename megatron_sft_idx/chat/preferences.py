@@ -190,7 +190,7 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if not given:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
     for key in given:
-        if data[key] not in (0, 1) or not isinstance(data[key], int):
+        if not isinstance(data[key], int) or data[key] not in (0, 1):
             raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
         if data[key] != data[given[0]]:
             raise RowError(f"the row has {' and '.join(given)} that differ; keep one")

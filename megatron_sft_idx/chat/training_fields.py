@@ -161,7 +161,7 @@ def refuse_verdict(message: Mapping[str, Any], what: str) -> None:
 def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
     """RowError where a content part says that it is not trained on, as axolotl reads ``train`` and ``weight`` of parts.
 
-    A mask has no place for a part of a message. Parts of the assistant's that all say yes change nothing.
+    A message has one weight. Parts of the assistant's that say yes, and parts of others that say no, change nothing.
     """
     if not isinstance(content, list):
         return
@@ -170,9 +170,12 @@ def refuse_flagged_parts(content: Any, role: str, what: str) -> None:
             continue
         for name in training_names(part):
             value = part[name]
-            says_yes = value in (0, 1) and isinstance(value, (int, float)) and bool(value) != (name in INVERTED)
-            if value is None or (name in _READ and says_yes and role == "assistant"):
+            if value is None:
                 continue
+            if name in _READ and isinstance(value, (int, float)) and value in (0, 1):
+                is_trained = bool(value) != (name in INVERTED)
+                if is_trained == (role == "assistant"):
+                    continue
             if name in _READ or name in _OF_PARTS or _may_be_flag(name, value):
                 raise RowError(
                     f"{what}[{i}] has {name}, and a part of a message cannot be trained by itself; say {name} for the"
@@ -215,8 +218,8 @@ def refuse_unread_words(message: Mapping[str, Any], what: str, read: Iterable[st
         message: as the row has it, without words in ``content``.
         what: what errors call it.
         read: names of fields that are read.
-        says_more: whether it has reasoning or tool calls. It then needs no other words, so that only fields that are
-            known to hold content count.
+        says_more: whether it may well have no other words: it has reasoning or tool calls, or is not the assistant's.
+            Then only fields that are known to hold content count.
     """
     read = frozenset(read)
     for name in message:
@@ -246,9 +249,12 @@ def refuse_row_fields(data: Mapping[str, Any], read: Iterable[str]) -> None:
     """RowError where a row has a field that may say what is trained on, and that is not in ``read``."""
     for name in training_names(data):
         if name not in read and _may_be_row_flag(name, data[name]):
+            remedy = "say weight or train in the messages"
+            if data.get("input_ids") is not None:
+                remedy = "call it loss_mask if it is a mask of the tokens"
             raise RowError(
-                f"the row has {name} ({data[name]!r:.40}), which may say what is trained on and is not read here; say"
-                f" weight or train in the messages, or {_ignoring(name)}"
+                f"the row has {name} ({data[name]!r:.40}), which may say what is trained on and is not read here;"
+                f" {remedy}, or {_ignoring(name)}"
             )
 
 
@@ -308,12 +314,12 @@ def read_speaker_mask(
     Raises:
         RowError: the mask is not what can be trained on here.
     """
-    if data.get("type") == "TEXT_TO_VALUE":
+    kind, mask = data.get("type"), data.get("mask")
+    if isinstance(kind, str) and kind == "TEXT_TO_VALUE":
         raise RowError(
             "type is TEXT_TO_VALUE: such rows train the labels of turns, not what the assistant says, which is not read"
             f" here; {_ignoring('type')} and trains on what the assistant says"
         )
-    mask = data.get("mask")
     if isinstance(mask, Undecoded):
         raise mask.error("the speakers that are not trained on, joined by commas")
     if not isinstance(mask, str):

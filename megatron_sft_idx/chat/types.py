@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
 
-TrainOn: TypeAlias = Literal["assistant", "last-turn", "all"]
-ReasoningTurns: TypeAlias = Literal["error", "whole", "split"]
+TrainOn: TypeAlias = Literal["assistant", "last-turn", "markers", "all"]
+EarlierReasoning: TypeAlias = Literal["error", "drop", "split"]
 PartialMarkers: TypeAlias = Literal["error", "keep"]
 
 
@@ -146,32 +146,41 @@ class MaskOptions:
 
     Attributes:
         train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
-            last user message (tool results between them do not end a turn); ``"all"``, every character.
+            last user message (tool results between them do not end a turn); ``"markers"``, exactly what the template's
+            ``{% generation %}`` markers enclose, whoever says it; ``"all"``, every character.
         train_on_thinking: whether reasoning, with the tags around it, is trained on.
         train_on_tool_calls: whether tool calls are trained on. Those that are not are left out from the end of the
             words before them to the start of the words after them, or to the end of the turn where none follow.
-        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"`` refuses it;
-            ``"whole"`` makes one sequence without that reasoning; ``"split"`` makes a sequence of each turn, as the
-            model would see it there.
+        earlier_reasoning: what becomes of a row if the template leaves out the reasoning of earlier turns: ``"error"``
+            refuses it; ``"drop"`` makes one sequence without that reasoning; ``"split"`` makes a sequence of each turn,
+            as the model would see it there.
         partial_markers: what becomes of a row of which the template's generation markers leave out something that the
             assistant says: ``"error"`` refuses it, ``"keep"`` trains on what the markers enclose.
         allow_control_tokens: whether text of the data that spells a control token becomes that token.
         template_date: the day, ``YYYY-MM-DD``, that a template is given when it asks for the date.
 
     Raises:
-        FormatError: an option is none of its choices, or ``template_date`` is no date.
+        FormatError: an option is none of its choices, ``template_date`` is no date, or ``train_on="markers"`` goes with
+            an option that trains on something else than the markers enclose.
     """
 
     train_on: TrainOn = "assistant"
     train_on_thinking: bool = True
     train_on_tool_calls: bool = True
-    turns: ReasoningTurns = "error"
+    earlier_reasoning: EarlierReasoning = "error"
     partial_markers: PartialMarkers = "error"
     allow_control_tokens: bool = False
     template_date: str | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.train_on == "markers" and not (
+            self.train_on_thinking and self.train_on_tool_calls and self.earlier_reasoning != "split"
+        ):
+            raise FormatError(
+                "--train-on markers trains exactly what the markers enclose: leave out --no-train-on-thinking,"
+                " --no-train-on-tool-calls and --earlier-reasoning split"
+            )
         if self.template_date is not None:
             try:
                 datetime.strptime(self.template_date, "%Y-%m-%d")

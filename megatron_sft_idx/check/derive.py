@@ -165,7 +165,7 @@ def _measured(repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs
         check_ids(tokens, dtypes[0], 1 << 32, findings, pack_of)
     for finding in findings.kept:
         if finding.path == paths.seq_idx:  # not written yet, so only its limits can be wrong
-            remedy = "pass the --capacity and --sequence-multiple that it was packed with, or none"
+            remedy = "pass the --seq-length and --sequence-multiple that it was packed with, or none"
             raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
         where = f"{finding.path}: byte {finding.offset}"
         raise FormatError(f"{where}: {finding.what}; the files are not of one shard, or one is damaged: restore it")

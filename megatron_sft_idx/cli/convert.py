@@ -24,14 +24,14 @@ examples:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx
 
   the same for a file that was packed for 4096 tokens, whose masks say which token is trained on:
-    megatron-sft-idx convert old/train.npy data/train --to sft-idx --capacity 4096 --mask-alignment token
+    megatron-sft-idx convert old/train.npy data/train --to sft-idx --seq-length 4096 --mask-alignment token
 
   many Parquet files to one shard, and back to one Parquet file:
     megatron-sft-idx convert 'data/part-*.parquet' data/train --to sft-idx
     megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
 
   packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the end-of-sequence id is 2:
-    megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eos-id 2 --no-columns
+    megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eod-id 2 --no-columns
 
   a stock Megatron dataset, to train on every token, or with the masks that a second dataset holds:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
@@ -50,7 +50,7 @@ before stays there. A conversion that was killed leaves a hidden file or folder 
 .DST.*.tmp: remove it; the same command takes a file of the first name over. If it was writing a shard, pass --overwrite
 to start anew.
 
-loss: it is an error if DST has no place for something in SRC. --allow-loss leaves that out instead, and prints what it
+loss: it is an error if DST has no place for something in SRC. --lossy leaves that out instead, and prints what it
 was. .pbin has no place for loss masks and packs; memmap, parquet and jsonl-chunks have none for weights other than 0
 and 1; npy, pbin, and parquet padded for Megatron-Bridge have none for columns. A column that some of several sources
 lack is left out too. --no-columns leaves out all columns and nothing else. npy, pbin and jsonl-chunks do not keep the
@@ -96,14 +96,14 @@ def add_parser(verbs: Verbs) -> None:
         --mask-rule  for an SRC without masks: all trains on every token
         --mask-path PREFIX  for a stock dataset: another stock dataset, which holds its masks
         --repair-merge  for .pbin whose index a merge has damaged: place documents by their lengths
-        --capacity N  most token positions a pack may hold (default: what SRC says, or its longest pack)
+        --seq-length N  most token positions a pack may hold (default: what SRC says, or its longest pack)
         --row-group-size N  for --to parquet: packs in a row group, fewer where they are long (default: 1000)
-        --pad-seq-to-mult N  for --to parquet: fill sequences up with --eos-id, as Megatron-Bridge expects them for
+        --pad-seq-to-mult N  for --to parquet: fill sequences up with --eod-id, as Megatron-Bridge expects them for
             pad_seq_to_mult=N, and write DST.json for its packed_metadata_path; with 1, only DST.json is added
-        --eos-id ID  the tokenizer's end-of-sequence id, which sequences are filled up with
+        --eod-id ID  the tokenizer's end-of-sequence id, which sequences are filled up with
         --samples-per-chunk N  for --to jsonl-chunks: packs in a file (default: 100)
         --no-columns  leave out all columns
-        --allow-loss  leave out what the format of --to has no place for, and print what it was
+        --lossy  leave out what the format of --to has no place for, and print what it was
         --overwrite  replace what is at DST, if it is of the format of --to
         --no-verify  do not read the result again to compare it
         """,
@@ -113,7 +113,8 @@ def add_parser(verbs: Verbs) -> None:
         mask_alignment={"choices": MASK_ALIGNMENTS, "default": "label"},
         mask_rule={"choices": ("all",)},
         repair_merge={"action": "store_const", "const": True},
-        eos_id=int,
+        seq_length={"dest": "capacity"},
+        eod_id=int,
         **named_as_a_keyword,
     )
     add_log_interval(parser, "packs")
@@ -136,15 +137,15 @@ def add_parser(verbs: Verbs) -> None:
 def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.pad_seq_to_mult is not None and arguments.to != "parquet":
         parser.error("--pad-seq-to-mult is for --to parquet")
-    if arguments.eos_id is not None and arguments.pad_seq_to_mult is None:
-        parser.error("--eos-id is for --pad-seq-to-mult")
-    padding = arguments.pad_seq_to_mult and Padding(arguments.pad_seq_to_mult, arguments.eos_id)
+    if arguments.eod_id is not None and arguments.pad_seq_to_mult is None:
+        parser.error("--eod-id is for --pad-seq-to-mult")
+    padding = arguments.pad_seq_to_mult and Padding(arguments.pad_seq_to_mult, arguments.eod_id)
     options = ConvertOptions(
         source_format=arguments.source_format,
         mask_alignment=arguments.mask_alignment,
         capacity=arguments.capacity,
         overwrite=arguments.overwrite,
-        allow_loss=arguments.allow_loss,
+        lossy=arguments.lossy,
         verify=not arguments.no_verify,
         padding=padding,
         reader=_passed_options(arguments, _READER) | ({"columns": ()} if arguments.no_columns else {}),

@@ -89,7 +89,7 @@ def add_parser(verbs: Verbs) -> None:
         sources SOURCE...  prefixes, folders of shards, or globs, in the order of their packs
         --mixed-capacity  accept shards of different capacities; the merged shard has the largest
         --mixed-templates  accept shards of different chat templates
-        --allow-loss  leave out columns that some shards lack, have of another kind, or that are damaged
+        --lossy  leave out columns that some shards lack, have of another kind, or that are damaged
         """,
         sources=local_path,
     )
@@ -139,7 +139,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         overwrite=arguments.overwrite,
         mixed_capacity=arguments.mixed_capacity,
         mixed_templates=arguments.mixed_templates,
-        allow_loss=arguments.allow_loss,
+        lossy=arguments.lossy,
         watch=show_progress(arguments.log_interval),
     )
     output.publish()

@@ -58,7 +58,7 @@ examples:
   make a shard to train on and one to validate with, without duplicates, with the rows of one file twice:
     megatron-sft-idx preprocess --input chats.jsonl more.parquet --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
-        --input-weight more.parquet=2
+        --repeat more.parquet=2
 
   continue after a kill, a power failure or Ctrl-C, with everything that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
@@ -131,6 +131,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """
         --tokenizer, --tokenizer-model PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
+        --tokenizer-backend  which library tokenises: gigatoken where its ids are known to be those of tokenizers, held
+            to these on the first texts and on samples, or tokenizers alone (default: %(default)s)
         --tokenizer-type  of Megatron
         --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
             in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,
@@ -144,7 +146,8 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         --mask-alignment  in tokenised rows, the mask marks the trained token itself, or the token before it
             (default: %(default)s)
         --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
-        --append-eod  end every sequence with the end-of-sequence token
+        --append-eod  end every sequence with the end-of-sequence token, unless it ends with one; it is trained where
+            the sequence ends in a trained answer
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},
@@ -161,10 +164,10 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
         --chat-template-kwargs JSON  variables for the template, as a JSON object
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
-        --train-on  what the assistant says, only its answer to the last user message, or everything
-            (default: %(default)s)
-        --turns  if the template drops the reasoning of earlier turns: stop, make one sequence without it, or make a
-            sequence for each turn, as the model would see it (default: %(default)s)
+        --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
+            generation markers enclose, or everything (default: %(default)s)
+        --earlier-reasoning  if the template removes the reasoning of earlier turns: stop, make one sequence without it,
+            or make a sequence for each turn, as the model would see it (default: %(default)s)
         --no-train-on-thinking  leave reasoning out of the loss
         --no-train-on-tool-calls  leave tool calls out of the loss
         --allow-control-tokens  let text in the data that spells a control token, such as <|im_end|>, become that token
@@ -244,7 +247,7 @@ def add_parser(verbs: Verbs) -> None:
             PREFIX.unpacked; not with options of which rows
         --source  write the column source, which says of every sequence which row of which file it was made from
             (default: %(default)s)
-        --source-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --input-weight; loss masks
+        --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
             become float32 if they hold other values than 0 and 1 (default: 1)
         --resume  continue a command that was interrupted or killed, with the same bytes; refused if input or options
             have changed, with what has
@@ -267,7 +270,7 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         """
         --source NAME  take only the sequences of this input file, by its name in the column source; may be repeated
-        --allow-loss  leave out columns that have one row for each pack
+        --lossy  leave out columns that have one row for each pack
         """,
         source={"dest": "sources", "action": "append", "default": []},
     )
@@ -285,7 +288,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
         --sample SHARE  take this share of the rows (default: all)
         --valid-fraction SHARE  put this share of the conversations, each whole, into a shard of its own at
             PREFIX.valid (default: none)
-        --input-weight FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
+        --repeat FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
             half of them again; FILE is a path as in --input, a file name, a glob or a folder (default: 1)
         --shuffle  shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
         """,
@@ -294,7 +297,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    values, rows = {**preprocess_arguments(arguments), "out": arguments.output_prefix}, arguments.input
+    values, rows = preprocess_arguments(arguments), arguments.input
     try:
         rows = downloaded(values, rows) if arguments.download else rows
         options = preprocess_options(values)
@@ -345,7 +348,7 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
         sources=arguments.sources,
-        allow_loss=arguments.allow_loss,
+        lossy=arguments.lossy,
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)

@@ -59,7 +59,7 @@ examples:
 
   a lost or damaged .idx is made again, byte for byte; a lost .seq.idx is made again from .idx and the data, and marked
   as rebuilt; pass what only the lost file knew:
-    megatron-sft-idx rebuild data/train --capacity 4096 --sequence-multiple 8 --pad-id 151643
+    megatron-sft-idx rebuild data/train --seq-length 4096 --sequence-multiple 8 --pad-id 151643
 
   both indexes are lost: where the mask is 0, and the token that every sequence ends with, tell where packs end, if they
   allow one answer only; pass the id only if every sequence was written with it at its end:
@@ -106,13 +106,14 @@ def add_parser(verbs: Verbs) -> None:
         parser.add_argument_group("what the files that are left do not say"),
         """
         --eod-id N  id of the token that every sequence ends with
-        --capacity N  most token positions a pack may hold (default: those of the longest pack, marked as unknown)
+        --seq-length N  most token positions a pack may hold (default: those of the longest pack, marked as unknown)
         --sequence-multiple M  what sequences were rounded up to when they were packed (default: 1, marked as unknown)
         --pad-id N  the tokenizer's padding id (default: unknown)
         --token-dtype  dtype of token ids (default: what .idx says, or the sizes of the files)
         --mask-dtype  dtype of loss masks (default: what the sizes of the files say)
         """,
         eod_id=natural,
+        seq_length={"dest": "capacity"},
         pad_id=natural,
         token_dtype={"choices": ("uint16", "int32")},
         mask_dtype={"choices": ("uint8", "float32")},
@@ -204,7 +205,7 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
         rest = "the rest is whole" if report.compared else "the rest keeps every rule"
         raise FormatError(
             f"{report.prefix}: columns are lost, {rest}; see the lines above, or write it without them:"
-            f" megatron-sft-idx merge {report.prefix} --allow-loss --output-prefix NEW"
+            f" megatron-sft-idx merge {report.prefix} --lossy --output-prefix NEW"
         )
 
 

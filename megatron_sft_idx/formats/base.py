@@ -230,7 +230,7 @@ class PackedWriter(ABC):
         path: what is written.
         spec: what is going to be written, which ``complete`` compares with what came; None where that is not known.
         overwrite: replace what is at ``path``, where it is of ``kind``.
-        allow_loss: leave out what the format cannot hold, and note it in ``lost``; without it that is an error.
+        lossy: leave out what the format cannot hold, and note it in ``lost``; without it that is an error.
         options: of the format, keywords of its ``_begin``.
 
     Attributes:
@@ -264,10 +264,10 @@ class PackedWriter(ABC):
         spec: PackedSpec | None = None,
         *,
         overwrite: bool = False,
-        allow_loss: bool = False,
+        lossy: bool = False,
         **options: Any,
     ) -> None:
-        self._path, self._spec, self._overwrite, self._allow_loss = os.fspath(path), spec, overwrite, allow_loss
+        self._path, self._spec, self._overwrite, self._allow_loss = os.fspath(path), spec, overwrite, lossy
         self._counts, self._changed_weights = PackCounts(), 0
         self._is_complete = self._is_published = False
         self.lost: dict[str, str] = {}
@@ -299,7 +299,7 @@ class PackedWriter(ABC):
         if not self._allow_loss:
             raise FormatError(
                 f"{self._path}: columns {names}: {self.format} has no place for them; leave them out (--no-columns),"
-                " or pass allow_loss (--allow-loss)"
+                " or pass lossy (--lossy)"
             )
         self.lost["columns"] = f"columns {names}: the format has no place for them"
 
@@ -332,7 +332,7 @@ class PackedWriter(ABC):
                 pack = self._pack_of_token(run, at)
                 raise FormatError(
                     f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0"
-                    " and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
+                    " and 1; pass lossy (--lossy) to make every weight above 0 a 1"
                 )
             self._changed_weights += int(np.count_nonzero(weights))
             self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"

@@ -36,12 +36,12 @@ class Padding:
     Attributes:
         multiple: each sequence takes a multiple of so many positions of a batch: 2 x context parallel size, times the
             tensor parallel size under sequence parallelism. 1 stores sequences as they are.
-        eos_id: the id that sequences are filled up with, the tokenizer's end of sequence, by which Bridge finds where
+        eod_id: the id that sequences are filled up with, the tokenizer's end of sequence, by which Bridge finds where
             padding begins. It may be None only where ``multiple`` is 1.
     """
 
     multiple: int
-    eos_id: int | None = None
+    eod_id: int | None = None
 
     def positions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions of a batch that sequences of so many tokens take, padding included: int64, as ``lengths``."""
@@ -54,7 +54,7 @@ class Padding:
         padded_starts = np.cumsum(padded_lengths) - padded_lengths
         moved_by = padded_starts - (np.cumsum(lengths) - lengths)
         targets = np.arange(len(run.tokens)) + np.repeat(moved_by, lengths)
-        tokens = np.full(int(padded_lengths.sum()), self.eos_id or 0, run.tokens.dtype)
+        tokens = np.full(int(padded_lengths.sum()), self.eod_id or 0, run.tokens.dtype)
         tokens[targets] = run.tokens
 
         def spread(values: NDArray[Any]) -> NDArray[Any]:
@@ -100,13 +100,13 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
         FormatError: there are no packs, or no id to pad with.
         SequenceError: a pack does not fit the capacity once its sequences are padded.
     """
-    multiple, eos_id = padding.multiple, padding.eos_id
+    multiple, eod_id = padding.multiple, padding.eod_id
     if not spec.num_packs:
         raise FormatError(f"{path}: it has no packs, and Megatron-Bridge reads no file without any")
-    if multiple > 1 and (eos_id is None or not 0 <= eos_id <= np.iinfo(spec.token_dtype).max):
+    if multiple > 1 and (eod_id is None or not 0 <= eod_id <= np.iinfo(spec.token_dtype).max):
         raise FormatError(
-            f"{path}: padding needs the tokenizer's end-of-sequence id, found {eos_id}, expected one that"
-            f" {spec.token_dtype} holds; pass --eos-id"
+            f"{path}: padding needs the tokenizer's end-of-sequence id, found {eod_id}, expected one that"
+            f" {spec.token_dtype} holds; pass --eod-id"
         )
     num_packs = num_positions = longest = longest_pack = max_sequences = 0
     shortest_pack = spec.capacity

@@ -86,7 +86,7 @@ class ConvertOptions:
         mask_alignment: of the source's loss masks, where its format does not say.
         capacity: most token positions a pack may hold, for sources that do not know it; None takes what they say.
         overwrite: replace what is at the destination.
-        allow_loss: leave out what the destination's format cannot hold; without it that is an error.
+        lossy: leave out what the destination's format cannot hold; without it that is an error.
         verify: read the result again and compare it with what was read from the source.
         padding: for ``parquet`` alone: store sequences as Megatron-Bridge wants them under context parallelism, and
             write the summary that it reads to ``bridge.summary_path``.
@@ -102,7 +102,7 @@ class ConvertOptions:
     mask_alignment: MaskAlignment = "label"
     capacity: int | None = None
     overwrite: bool = False
-    allow_loss: bool = False
+    lossy: bool = False
     verify: bool = True
     padding: Padding | None = None
     reader: Mapping[str, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.capacity is not None:
-            check_option("--capacity", self.capacity, int)
+            check_option("--seq-length", self.capacity, int)
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def convert(
         name, paths, mask_alignment=options.mask_alignment, max_open=1, options=_reader_options(name, paths[0], options)
     )
     unjoinable = reader_of_all.unjoinable_columns
-    if unjoinable and not options.allow_loss:
-        raise FormatError(f"{next(iter(unjoinable.values()))}; pass allow_loss (--allow-loss) to leave it out")
+    if unjoinable and not options.lossy:
+        raise FormatError(f"{next(iter(unjoinable.values()))}; pass lossy (--lossy) to leave it out")
     spec, summary = _spec_for_output(reader_of_all, options), None
 
     def runs_of_pass(runs: Iterable[PackRun], pass_name: str) -> Iterator[PackRun]:
@@ -182,9 +182,7 @@ def convert(
 
     if padding is not None:
         spec, summary = measure_padded(paths[0], runs_of_pass(reader_of_all.runs(), "measuring"), padding, spec)
-    with create(
-        destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
-    ) as writer:
+    with create(destination, to, spec, overwrite=options.overwrite, lossy=options.lossy, **options.writer) as writer:
         # Padded only in the dtype of the output: that of a single source may not hold the id that is padded with.
         runs = (_as_written(run, spec) for run in reader_of_all.runs())
         for run in runs_of_pass(runs if padding is None else map(padding.pad, runs), "converting"):
@@ -261,7 +259,7 @@ def _spec_for_output(source: JoinedReader, options: ConvertOptions) -> PackedSpe
         raise SequenceError(
             source.paths[0],
             None,
-            f"the longest pack has {spec.longest_pack} tokens, --capacity is {options.capacity}; raise it, or pack"
+            f"the longest pack has {spec.longest_pack} tokens, --seq-length is {options.capacity}; raise it, or pack"
             " the result again (the pack verb)",
         )
     return dataclasses.replace(spec, capacity=options.capacity)
@@ -285,7 +283,7 @@ def _require_room(run: PackRun, spec: PackedSpec, path: str, first_pack: int) ->
             path,
             first_pack + pack,
             f"{positions[pack]} positions with sequences rounded up to multiples of {multiple}, the capacity is"
-            f" {spec.capacity} (rule P5); raise --capacity, or pack the result again (the pack verb)",
+            f" {spec.capacity} (rule P5); raise --seq-length, or pack the result again (the pack verb)",
         )
 
 

@@ -225,9 +225,9 @@ class LegacyPickleWriter(PackedWriter):
         spec: PackedSpec | None = None,
         *,
         overwrite: bool = False,
-        allow_loss: bool = False,
+        lossy: bool = False,
     ) -> None:
-        super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+        super().__init__(path, spec, overwrite=overwrite, lossy=lossy)
 
     def _begin(self, spec: PackedSpec | None) -> None:
         # At least an opcode and a byte for each id and each mask value.

@@ -375,7 +375,7 @@ class Reader(PackedReader):
 class Writer(PackedWriter):
     """A ``.pbin`` of the current generation; every sequence becomes a document.
 
-    It keeps 8 bytes a sequence in memory until the index is written. It must be given ``allow_loss``: loss masks, and
+    It keeps 8 bytes a sequence in memory until the index is written. It must be given ``lossy``: loss masks, and
     which sequences share a pack, are always lost.
     """
 
@@ -386,7 +386,7 @@ class Writer(PackedWriter):
         if not self._allow_loss:
             raise FormatError(
                 f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
-                " document trained as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
+                " document trained as a whole; pass lossy=True (--lossy) if that is what you want"
             )
         token_nbytes = spec.token_dtype.itemsize
         self._dtype = np.dtype(f"<u{token_nbytes}")

@@ -81,7 +81,7 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
 
 
 def create(
-    path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False, **options: Any
+    path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, lossy: bool = False, **options: Any
 ) -> PackedWriter:
     """Begin to write one file, folder or shard; options are those of its format's ``Writer``.
 
@@ -92,7 +92,7 @@ def create(
     writer_class = _writer_class(path, name)
     if unknown := sorted(options.keys() - _keywords(writer_class) - _keywords(writer_class._begin)):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
-    writer: PackedWriter = writer_class(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
+    writer: PackedWriter = writer_class(path, spec, overwrite=overwrite, lossy=lossy, **options)
     return writer
 
 

@@ -29,7 +29,7 @@ _MAX_REMARKS = 4
 _LOSSES = {
     "overlong_sequences": "overlong sequences",
     "dropped_tokens": "dropped tokens",
-    "untrained_by_cut": "labels lost to cuts",
+    "lost_trained_tokens": "lost trained tokens",
 }
 
 

@@ -59,7 +59,7 @@ _LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("num-workers", int, 0, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
 )
 _END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
-_MOST_SEQUENCES = "of packed lines, or of chats with --turns split; 64, or 1 in 32 tokens where not given"
+_MOST_SEQUENCES = "of packed lines, or of chats with --earlier-reasoning split; 64, or 1 in 32 tokens where not given"
 _CHUNK_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("max-sequences-per-pack", int, 1, None, "N", _MOST_SEQUENCES),
     ("samples-per-chunk", int, 1, None, "N", "stop where a chunk, but for the last one, has others"),
@@ -126,7 +126,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     multiple = parallel_multiple(getattr(args, "context_parallel_size", 1), tensor)
     shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
     if chunks:
-        alone = encoding is not None and encoding.masks.turns != "split"
+        alone = encoding is not None and encoding.masks.earlier_reasoning != "split"
         most = 1 if alone else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
         shards = LiveChunks(
             folder,

@@ -85,7 +85,7 @@ class _Found(NamedTuple):
 class JoinedColumns:
     """The columns of shards that are merged, by prefixes and headers. Call ``renumber`` for each shard, in order.
 
-    ``allow_loss`` leaves out columns that do not go together, and those that are among the ``broken`` of their shard,
+    ``lossy`` leaves out columns that do not go together, and those that are among the ``broken`` of their shard,
     instead of an error.
 
     Attributes:
@@ -105,9 +105,9 @@ class JoinedColumns:
         headers: Sequence[Header],
         broken: Sequence[Mapping[str, Finding]],
         *,
-        allow_loss: bool,
+        lossy: bool,
     ) -> None:
-        self._allow_loss = allow_loss
+        self._allow_loss = lossy
         self._reasons: dict[str, str] = {}  # why a column is left out, by its name
         self._table = _FileTable()
         self._first_pair = 0  # what is added to the numbers of pairs of this shard
@@ -123,7 +123,7 @@ class JoinedColumns:
                     if has_column(paths, header, name):
                         columns[name] = self._find(paths, name, header)
                 except SFTIndexError as error:
-                    if not allow_loss:
+                    if not lossy:
                         raise
                     self._reasons.setdefault(name, f"{error}")
             self._found.append(columns)
@@ -171,7 +171,7 @@ class JoinedColumns:
         if not self._allow_loss:
             raise FormatError(
                 f"{why}; a merged shard has the columns that all have: attach it there (write_column), or pass"
-                " allow_loss (--allow-loss) to leave it out"
+                " lossy (--lossy) to leave it out"
             )
         self._reasons[name] = why
 

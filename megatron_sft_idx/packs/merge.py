@@ -141,14 +141,14 @@ def merge(
     overwrite: bool = False,
     mixed_capacity: bool = False,
     mixed_templates: bool = False,
-    allow_loss: bool = False,
+    lossy: bool = False,
     durable: bool = True,
     watch: Watch = unwatched,
 ) -> MergeReport:
     """Write the packs of many shards, in the order given, as one shard.
 
     Everything is compared before the first byte is written: token and mask dtype, capacity, sequence multiple, pad id,
-    tokenizer and chat template. Every byte of the sources is read once and held to its checksum; with ``allow_loss``,
+    tokenizer and chat template. Every byte of the sources is read once and held to its checksum; with ``lossy``,
     columns are read before that too. The merged shard's JSON block keeps what the sources have in common and lists
     where its packs come from (``origin``). Memory is a few MiB for any number of packs, and the headers of all sources;
     one source is open at a time.
@@ -164,7 +164,7 @@ def merge(
         overwrite: replace what is at the prefix.
         mixed_capacity: let capacities differ; the largest is that of the merged shard.
         mixed_templates: let chat templates differ.
-        allow_loss: leave out columns that some of the shards lack, have of another kind, or that break a rule.
+        lossy: leave out columns that some of the shards lack, have of another kind, or that break a rule.
         durable: False skips fsync, for files that are thrown away anyway.
         watch: called as the reading begins, with the bytes there are to read.
 
@@ -183,8 +183,8 @@ def merge(
     headers, runs = _read_headers(prefixes)
     like, notes = _agree(prefixes, headers, {name for name, is_allowed in allowed.items() if is_allowed})
     like.metadata[ORIGIN] = list(map(dataclasses.asdict, runs))
-    broken = _broken_columns(prefixes, headers, watch) if allow_loss else [{} for _ in prefixes]
-    columns = JoinedColumns(prefixes, headers, broken, allow_loss=allow_loss)
+    broken = _broken_columns(prefixes, headers, watch) if lossy else [{} for _ in prefixes]
+    columns = JoinedColumns(prefixes, headers, broken, lossy=lossy)
     total = sum(map(nbytes_of, headers)) + columns.nbytes
     new = begin_copy(paths.prefix, like, columns.specs, overwrite=overwrite, durable=durable, nbytes=total)
     with new as writer, watch("merging", total) as advance:

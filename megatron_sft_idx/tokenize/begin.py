@@ -65,8 +65,8 @@ class PreprocessOptions:
         resume: go on with an interrupted job of the same input and options.
         keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
-        source_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
-        input_weights: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
+        loss_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
+        repeats: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
     """
 
     inputs: Sequence[str]
@@ -81,26 +81,24 @@ class PreprocessOptions:
     resume: bool = False
     keep_corpus: bool = False
     log_interval: int = 0
-    source_weights: Sequence[str] = ()
-    input_weights: Sequence[str] = ()
+    loss_weights: Sequence[str] = ()
+    repeats: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
         """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""
-        if not self.source_weights:
+        if not self.loss_weights:
             return self.encoding
-        weights = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
-        return replace(self.encoding, source_weights=weights if set(weights) != {1.0} else ())
+        weights = tuple(file_weights("--loss-weight", self.loss_weights, [file.path for file in files]))
+        return replace(self.encoding, loss_weights=weights if set(weights) != {1.0} else ())
 
     def packing_of(self, files: Sequence[InputFile]) -> PackOptions:
         """How sequences of these files become packs, their weights included; errors as of ``file_weights``."""
-        if not self.input_weights:
+        if not self.repeats:
             return self.packing
         # By the numbers of the files: headers of shards must not hold paths.
-        weights = file_weights("--input-weight", self.input_weights, [file.path for file in files])
+        weights = file_weights("--repeat", self.repeats, [file.path for file in files])
         if self.encoding.rows.kind == "preference" and max(weights) > 1:
-            raise FormatError(
-                "--input-weight: a preference pair is trained on once, as its number says; ask for 1 at most"
-            )
+            raise FormatError("--repeat: a preference pair is trained on once, as its number says; ask for 1 at most")
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
     def expanded(self) -> tuple[list[InputFile], PreprocessOptions]:

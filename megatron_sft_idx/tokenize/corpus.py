@@ -33,7 +33,7 @@ def pack_shard(
     resume: bool = False,
     log_interval: int = 0,
     sources: Sequence[str] = (),
-    allow_loss: bool = False,
+    lossy: bool = False,
 ) -> PackReport:
     """Pack the sequences of a shard into a new shard at ``prefix``, or into several.
 
@@ -48,7 +48,7 @@ def pack_shard(
         resume: go on with an interrupted job; shards that it finished are not written again.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
         sources: names of input files; sequences made from other files are left out. Empty for all sequences.
-        allow_loss: leave out columns with a row a pack; without it they are an error.
+        lossy: leave out columns with a row a pack; without it they are an error.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
@@ -58,7 +58,7 @@ def pack_shard(
     for path in (source.prefix, prefix):
         require_local(path, "packing")
     chosen, header = sequences_of(source, sources) if sources else None, source.header
-    reader, groups = CorpusReader(source, chosen, allow_loss=allow_loss), pair_numbers(source)
+    reader, groups = CorpusReader(source, chosen, lossy=lossy), pair_numbers(source)
     if chosen is not None and groups is not None:
         groups = groups[chosen]
     reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
@@ -110,7 +110,7 @@ class CorpusReader(SequenceReader):
     Args:
         source: the shard.
         chosen: numbers in the shard of the sequences that the reader calls 0, 1 and so on; None for all.
-        allow_loss: leave out columns with a row a pack; without it they are an error.
+        lossy: leave out columns with a row a pack; without it they are an error.
 
     Attributes:
         lengths: tokens of each sequence, int64 [sequences].
@@ -121,7 +121,7 @@ class CorpusReader(SequenceReader):
     mask_alignment: MaskAlignment = "label"
     window_tokens = 1 << 20
 
-    def __init__(self, source: Shard, chosen: NDArray[np.int64] | None = None, *, allow_loss: bool = False) -> None:
+    def __init__(self, source: Shard, chosen: NDArray[np.int64] | None = None, *, lossy: bool = False) -> None:
         self._prefix, self._tokens, self._loss = source.prefix, source.files.tokens[:], source.files.loss[:]
         self.mask_dtype = self._loss.dtype
         self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
@@ -129,10 +129,10 @@ class CorpusReader(SequenceReader):
         self.lengths = lengths[self._chosen]
         columns = dict(source.columns)
         self.lost_columns = sorted(name for name, column in columns.items() if column.spec.per == "pack")
-        if self.lost_columns and not allow_loss:
+        if self.lost_columns and not lossy:
             raise FormatError(
                 f"{source.prefix}: columns {', '.join(self.lost_columns)}: they have a row a pack, and these packs will"
-                " be others; pass allow_loss (--allow-loss) to leave them out"
+                " be others; pass lossy (--lossy) to leave them out"
             )
         self.columns = {name: column for name, column in columns.items() if name not in self.lost_columns}
         specs = {name: column.spec for name, column in self.columns.items()}

@@ -19,7 +19,7 @@ from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import Backend, Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Conversation, Encoded, InputRow, Piece, Rendered, RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
@@ -34,22 +34,24 @@ class EncodingOptions:
 
     Attributes:
         tokenizer: folder or vocabulary file of the tokenizer.
+        tokenizer_backend: ``tokenizers`` leaves gigatoken out.
         chat_template: template text that replaces the tokenizer's own.
         template_name: what errors call the template, such as its file.
         template_kwargs: extra variables for the template.
         masks: which tokens are trained on.
         rows: how input rows are read.
-        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained exactly when the token before
-            it is.
+        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained where the sequence ends in a
+            trained answer, unless it ends with that id already.
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
         source: make the column ``source``.
-        source_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
+        loss_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
     """
 
     tokenizer: str
+    tokenizer_backend: Backend = "auto"
     chat_template: str | None = None
     template_name: str = "chat template"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class EncodingOptions:
     straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
     source: bool = False
-    source_weights: tuple[float, ...] = ()
+    loss_weights: tuple[float, ...] = ()
     content: bool = False
 
     @property
@@ -156,15 +158,17 @@ class RowEncoder:
     def __init__(self, options: EncodingOptions) -> None:
         # One thread a process: workers share the cores, and the library's threads do not survive a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, backend=options.tokenizer_backend)
         if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
             options = replace(options, chat_template=generated, template_name=options.tokenizer)
         self.options = options
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
-        if options.rows.kind in ("preference", "kto") and options.masks.train_on == "all":
-            raise FormatError(f"--row-kind {options.rows.kind} judges answers; leave out --train-on all")
+        if options.rows.kind in ("preference", "kto") and options.masks.train_on in ("markers", "all"):
+            raise FormatError(
+                f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}"
+            )
         named = self.tokenizer.chat_templates
         if options.chat_template is not None:
             named = {"default": options.chat_template}
@@ -197,7 +201,7 @@ class RowEncoder:
             "ignore_fields": [*rows.ignore_fields],
             "system_starts": rows.system_starts if rows.system_starts != "error" else "",
             "source": options.source,
-            "source_weights": [*options.source_weights],
+            "loss_weights": [*options.loss_weights],
             "content": options.content,
         }
         return {
@@ -243,7 +247,7 @@ class RowEncoder:
             if undecided or (bad_rows and options.on_bad_row == "error"):
                 break
         bad_rows.sort(key=lambda error: error.position or 0)
-        weight = options.source_weights[file] if options.source_weights else 1.0
+        weight = options.loss_weights[file] if options.loss_weights else 1.0
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
         done.undecided = undecided
         for row, _ in made:
@@ -321,7 +325,9 @@ class RowEncoder:
                         raise outcome
                     rendered += outcome
                 if self.options.rows.kind == "preference" and len(rendered) != 2:
-                    raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+                    raise RowError(
+                        "an answer makes several sequences with --earlier-reasoning split; a pair is one of each"
+                    )
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 if self.options.on_bad_row == "error":
@@ -338,7 +344,11 @@ class RowEncoder:
         for row in batch:
             if row.template is not None:
                 texts.setdefault(row.template, []).extend(row.rendered)
-        encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+        try:
+            encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+        except FormatError as error:
+            rows = f"rows {batch[0].position} to {batch[-1].position}"
+            raise FormatError(f"{piece.path}: {rows}: {error}") from None
         for row in batch:
             try:
                 if row.template is None:
@@ -356,8 +366,8 @@ class RowEncoder:
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, row.position))
                 continue
-            if self.options.append_eod and self.tokenizer.eos_id is not None:
-                made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
+            if self.options.append_eod:
+                made = [append_eod(sequence, self.tokenizer) for sequence in made]
             # What columns need is kept; the texts of a whole piece are not.
             yield row._replace(conversations=(), tokenized=None, rendered=()), made
 
@@ -367,8 +377,6 @@ class RowEncoder:
             self.tokenizer.encode,
             span_by_span=self.options.span_by_span,
             straddling=self.options.straddling == "include",
-            # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
-            whole_characters=not template.has_generation_markers,
         )
         try:
             return [*encode(rendered)]

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
-from megatron_sft_idx.chat.types import MaskOptions, PartialMarkers, ReasoningTurns, TrainOn
+from megatron_sft_idx.chat.tokenizer import Backend
+from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
@@ -44,16 +45,17 @@ _MAX_INPUT_PER_OUTPUT = 256
 
 
 def preprocess(  # noqa: D417 (--help of the command says what each option is for)
-    rows: Rows,
+    inputs: Rows,
     *,
     tokenizer: StrPath,
-    out: StrPath,
+    tokenizer_backend: Backend = "auto",
+    output_prefix: StrPath,
     seq_length: int,
     chat_template: StrPath | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     template_date: str | None = None,
     train_on: TrainOn = "assistant",
-    turns: ReasoningTurns = "error",
+    earlier_reasoning: EarlierReasoning = "error",
     no_train_on_thinking: bool = False,
     no_train_on_tool_calls: bool = False,
     allow_control_tokens: bool = False,
@@ -78,7 +80,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     sample: float = 1.0,
     dedup: Literal["none", "exact"] = "none",
     valid_fraction: float = 0.0,
-    input_weight: Sequence[str] = (),
+    repeat: Sequence[str] = (),
     shuffle: bool = False,
     workers: int | None = None,
     engine: Literal["local", "ray"] = "local",
@@ -87,7 +89,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     staging: str = STAGING,
     keep_corpus: bool = False,
     source: bool = True,
-    source_weight: Sequence[str] = (),
+    loss_weight: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
     summary: StrPath | None = None,
@@ -96,24 +98,25 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 ) -> Summary:
     """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 
-    ``megatron-sft-idx preprocess`` writes the same bytes. All arguments but the first are its options, with ``_`` for
-    ``-`` and ``out`` for ``--output-prefix``; its ``--help`` says what each is for.
+    ``megatron-sft-idx preprocess`` writes the same bytes. All arguments are its options, with ``_`` for ``-``; its
+    ``--help`` says what each is for.
 
     Args:
-        rows: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
+        inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
             or any iterable of rows.
 
     Returns:
         Counts of what was made; its ``str`` is what the command prints.
 
     Raises:
-        SFTIndexError: an input, a row or an option that cannot be used, or files at ``out`` that may not be replaced.
+        SFTIndexError: an input, a row or an option that cannot be used, or files at ``output_prefix`` that may not be
+            replaced.
         OSError: of the file system.
     """
     given = dict(locals())
-    rows = given.pop("rows")
-    rows = downloaded(given, rows) if download else rows
-    return run_job(rows, preprocess_options(given), staging=staging, summary=summary)
+    inputs = given.pop("inputs")
+    inputs = downloaded(given, inputs) if download else inputs
+    return run_job(inputs, preprocess_options(given), staging=staging, summary=summary)
 
 
 def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
@@ -125,7 +128,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
     for name, hint in get_type_hints(preprocess).items():
         if name in given:
             _require_choice(name, given[name], hint)
-    prefix, engine = os.fspath(given["out"]), given["engine"]
+    prefix, engine = os.fspath(given["output_prefix"]), given["engine"]
     if given["resume"] and given["overwrite"]:
         raise FormatError("--resume goes on with what is there, --overwrite starts anew: choose one")
     if engine == "local" and given["ray_address"] is not None:
@@ -141,7 +144,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
     if (of_rows := packing.selection is not None and packing.selection.of_rows) and given["keep_corpus"]:
         raise FormatError(
             "--keep-corpus keeps all that is tokenised, for pack, which knows no rows: it does not go with --max-rows,"
-            " --sample, --dedup, --valid-fraction, --input-weight or --shuffle"
+            " --sample, --dedup, --valid-fraction, --repeat or --shuffle"
         )
     return _options(
         PreprocessOptions,
@@ -150,8 +153,8 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         prefix=prefix,
         encoding=replace(encoding, content=of_rows),
         packing=packing,
-        source_weights=tuple(given["source_weight"]),
-        input_weights=tuple(given["input_weight"]),
+        loss_weights=tuple(given["loss_weight"]),
+        repeats=tuple(given["repeat"]),
     )
 
 
@@ -195,13 +198,15 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             train_on_thinking=not given["no_train_on_thinking"],
             train_on_tool_calls=not given["no_train_on_tool_calls"],
         ),
-        rows=_options(RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] != "all"),
+        rows=_options(
+            RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] not in ("markers", "all")
+        ),
     )
 
 
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
     """How sequences become packs, from arguments of ``preprocess``; FormatError for a share that is not 0 to 1."""
-    selection = _options(Selection, given, weights=[1.0] * bool(given.get("input_weight")))
+    selection = _options(Selection, given, weights=[1.0] * bool(given.get("repeat")))
     return _options(
         PackOptions,
         given,

@@ -162,9 +162,26 @@ class SequenceReader(ABC):
                 columns[name][file.indices] = values
         return ids, mask, columns
 
-    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """How many of the tokens at these positions of these sequences are trained on; no position may be 0."""
-        return int(np.count_nonzero(self.are_trained(sequences, positions - 1, np.full(len(positions), 2))))
+    def count_trained(
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """How many tokens of each stretch are trained on, int64 [stretches].
+
+        A stretch is ``lengths`` tokens of a sequence from ``begins`` on, which is 1 or more: nothing predicts the first
+        token of a sequence.
+        """
+        counts = np.empty(len(sequences), np.int64)
+        # A mask of labels holds what is said of a token one position earlier.
+        shift = self.mask_alignment == "label"
+        for file in self._by_file(sequences):
+            starts = file.starts + begins[file.indices] - shift
+            ends = starts + lengths[file.indices]
+            windows = np.flatnonzero(np.diff(starts // _SUMMED_TOKENS)) + 1
+            for some in filter(len, np.split(np.arange(len(starts)), windows)):
+                low = starts[some].min()
+                sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
+                counts[file.indices[some]] = sums[ends[some] - low] - sums[starts[some] - low]
+        return counts
 
     def are_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
@@ -173,18 +190,7 @@ class SequenceReader(ABC):
 
         The cuts are given as in ``PlannedRun``.
         """
-        are_trained = np.empty(len(sequences), bool)
-        # A mask of labels holds what is said of a token one position earlier.
-        shift = self.mask_alignment == "label"
-        for file in self._by_file(sequences):
-            second = file.starts + begins[file.indices] + 1 - shift
-            ends = second - 1 + lengths[file.indices]
-            windows = np.flatnonzero(np.diff(second // _SUMMED_TOKENS)) + 1
-            for some in filter(len, np.split(np.arange(len(second)), windows)):
-                low = second[some].min()
-                sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
-                are_trained[file.indices[some]] = sums[ends[some] - low] > sums[second[some] - low]
-        return are_trained
+        return self.count_trained(sequences, begins + 1, lengths - 1) > 0
 
 
 def changed_error(path: str) -> FormatError:
@@ -244,7 +250,7 @@ def plan_packs(
         groups = groups[cuts.sequences]
     if chosen is not None:
         sequences = chosen if cuts.sequences is None else chosen[cuts.sequences]
-        cuts = cuts._replace(sequences=sequences, parted=chosen[cuts.parted])
+        cuts = cuts._replace(sequences=sequences, lost=cuts.lost._replace(sequences=chosen[cuts.lost.sequences]))
     counts, why = dict(selected or {}), f"{cuts.overlong} were longer than the capacity"
     if options.selection is not None and options.selection.drop_untrained and reader is not None:
         trains = _which_train(reader, cuts, groups)
@@ -275,7 +281,7 @@ def plan_packs(
     metadata = options.describe() | {
         "overlong_sequences": cuts.overlong,
         "dropped_tokens": cuts.dropped_tokens,
-        "untrained_by_cut": 0 if reader is None else reader.count_trained(cuts.parted, cuts.parted_at),
+        "lost_trained_tokens": 0 if reader is None else int(reader.count_trained(*cuts.lost).sum()),
         "lower_bound": plan.lower_bound,
         "chosen": plan.method,
     }
@@ -330,6 +336,17 @@ def _of_groups(reduce: np.ufunc, values: NDArray[Any], groups: NDArray[np.intege
     return np.repeat(reduce.reduceat(values, starts), np.diff(starts, append=len(values)))
 
 
+class _Lost(NamedTuple):
+    """Stretches of tokens that a shard does not train on any more, as ``SequenceReader.count_trained`` takes them."""
+
+    sequences: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+_NOTHING_LOST = _Lost(*(np.empty(0, np.int64) for _ in range(3)))
+
+
 class _Cuts(NamedTuple):
     """The cuts to pack, each a whole sequence or consecutive tokens of one, and what cutting lost.
 
@@ -339,9 +356,7 @@ class _Cuts(NamedTuple):
         begins: where in that sequence each cut begins, int64 [cuts]; None where all begin at 0.
         overlong: how many sequences were longer than a pack.
         dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
-        parted: number of the sequence, for each end of a cut within a sequence, int64.
-        parted_at: position in that sequence of the token behind this end, int64. Where that token is trained on, the
-            cut loses its label.
+        lost: tokens that are not stored, and those that begin a cut, which nothing predicts there.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -349,8 +364,7 @@ class _Cuts(NamedTuple):
     begins: NDArray[np.int64] | None = None
     overlong: int = 0
     dropped_tokens: int = 0
-    parted: NDArray[np.int64] = np.empty(0, np.int64)
-    parted_at: NDArray[np.int64] = np.empty(0, np.int64)
+    lost: _Lost = _NOTHING_LOST
 
     @property
     def numbers(self) -> NDArray[np.int64]:
@@ -371,14 +385,17 @@ def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], options: PackOptio
     longest, count = options.longest_sequence, int(long.sum())
     if not count:
         return _Cuts(lengths)
+    numbers = np.flatnonzero(long)
     if options.overlong == "drop":
-        return _Cuts(lengths[~long], np.flatnonzero(~long), None, count, int(lengths[long].sum()))
+        lost = _Lost(numbers, np.ones(count, np.int64), lengths[long] - 1)
+        return _Cuts(lengths[~long], np.flatnonzero(~long), None, count, int(lengths[long].sum()), lost)
     if options.overlong == "truncate":
-        dropped, at = int((lengths[long] - longest).sum()), np.full(count, longest, np.int64)
-        return _Cuts(np.minimum(lengths, longest), None, None, count, dropped, np.flatnonzero(long), at)
+        lost = _Lost(numbers, np.full(count, longest, np.int64), lengths[long] - longest)
+        return _Cuts(np.minimum(lengths, longest), None, None, count, int(lost.lengths.sum()), lost)
     assert options.overlong == "split", options.overlong
     counts = -(-lengths // longest)
     sequences = np.repeat(np.arange(len(lengths)), counts)
     begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
     inner, cut_lengths = begins > 0, np.minimum(lengths[sequences] - begins, longest)
-    return _Cuts(cut_lengths, sequences, begins, count, 0, sequences[inner], begins[inner])
+    lost = _Lost(sequences[inner], begins[inner], np.ones(int(inner.sum()), np.int64))
+    return _Cuts(cut_lengths, sequences, begins, count, 0, lost)

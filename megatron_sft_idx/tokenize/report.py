@@ -15,8 +15,8 @@ _SELECTED = (
     ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
     ("not_sampled", "not sampled", "left out by --sample"),
     ("valid", "validation", "kept apart by --valid-fraction"),
-    ("weighted_out", "weighted out", "left out by --input-weight"),
-    ("repeats", "repeats", "of rows, by --input-weight"),
+    ("weighted_out", "weighted out", "left out by --repeat"),
+    ("repeats", "repeats", "of rows, by --repeat"),
     ("train", "to train on", "rows"),
     ("untrained_sequences", "untrained", "sequences, or cuts of them, left out: no token to train on"),
 )
@@ -38,10 +38,12 @@ _NOTES = {
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
     "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
     "straddling_left_out": "tokens that begin before their span, not trained",
+    "ends_of_turn_alone": "answers without words: only their end of turn is trained",
     "thinking_tags_kept": "answers with tags of reasoning behind their first, trained on all the same",
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
+_OVERLONG = {"error": "", "drop": "dropped", "truncate": "truncated", "split": "split"}
 # With the name of a field behind it.
 _IGNORED = "ignored_field:"
 # The first key of the file, by which it is recognized.
@@ -101,8 +103,10 @@ class PackReport:
         most_sequences: sequences of the pack that has most of them.
         method: the method whose plan was used.
         overlong: sequences longer than the capacity.
+        overlong_choice: what became of them, ``drop``, ``truncate`` or ``split``; ``error`` where none may be.
         dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
-        untrained_by_cut: tokens trained on whose label lies behind a cut.
+        lost_trained_tokens: trained tokens lost to ``--overlong``: those of dropped sequences, those behind a cut, and
+            those that begin a cut, which nothing predicts there.
         left_out: sequences that were made from files which were not chosen.
         selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
         lost_columns: columns of the source that were left out, with leave.
@@ -119,8 +123,9 @@ class PackReport:
     most_sequences: int
     method: str
     overlong: int
+    overlong_choice: str
     dropped_tokens: int
-    untrained_by_cut: int
+    lost_trained_tokens: int
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
@@ -139,8 +144,9 @@ class PackReport:
             most_sequences=max(header.most_sequences for header in headers),
             method=packing["chosen"],
             overlong=packing["overlong_sequences"],
+            overlong_choice=packing["overlong"],
             dropped_tokens=packing["dropped_tokens"],
-            untrained_by_cut=packing["untrained_by_cut"],
+            lost_trained_tokens=packing["lost_trained_tokens"],
             left_out=packing.get("left_out", 0),
             selected=packing.get("selected", {}),
         )
@@ -208,8 +214,10 @@ class Summary:
         ]
         if_any = {
             f"left out        {packing.left_out:,} sequences of other sources": packing.left_out,
-            f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
-            f" {packing.untrained_by_cut:,} labels lost to cuts": packing.overlong,
+            f"overlong        {packing.overlong:,} sequences {_OVERLONG[packing.overlong_choice]}:"
+            f" {packing.dropped_tokens:,} tokens and {packing.lost_trained_tokens:,} trained tokens lost": (
+                packing.overlong
+            ),
             f"lost            columns {', '.join(packing.lost_columns)}: they have a row a pack of the source": (
                 packing.lost_columns
             ),

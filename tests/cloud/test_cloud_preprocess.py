@@ -69,7 +69,7 @@ def test_parts_of_an_input_by_pattern_and_the_corpus_beside_the_shard(s3: Any, b
     for number, begin in enumerate(range(0, len(lines), 20)):
         s3.put_object(Bucket=bucket, Key=f"raw/part-{number:03}.jsonl", Body=b"".join(lines[begin : begin + 20]))
     code, said = run(
-        "preprocess", "--input", f"s3://{bucket}/raw/", *_OPTIONS, "--keep-corpus", "--turns", "whole",
+        "preprocess", "--input", f"s3://{bucket}/raw/", *_OPTIONS, "--keep-corpus", "--earlier-reasoning", "drop",
         "--staging", str(tmp_path / "staging"), "--output-prefix", f"s3://{bucket}/out/train",
     )  # fmt: skip
     assert code == 0, said

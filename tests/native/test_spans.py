@@ -12,7 +12,7 @@ from megatron_sft_idx import _native
 TOKENS = [bytes([i]) for i in range(256)] + [b"", b"ab", b" the", "é".encode(), "你好".encode(), b"\x9f\x98", b"0<|"]
 
 
-def call(rows, *, whole=False, tokens=TOKENS, ids_dtype=np.uint32, **changes):
+def call(rows, *, tokens=TOKENS, ids_dtype=np.uint32, **changes):
     """Runs the kernel on rows of (ids, text, spans)."""
 
     def offsets(lengths):
@@ -29,12 +29,11 @@ def call(rows, *, whole=False, tokens=TOKENS, ids_dtype=np.uint32, **changes):
         "span_edges": np.array([span[:2] for span in spans], np.int64).reshape(len(spans), 2),
         "span_weights": np.array([span[2] for span in spans], np.float32),
         "span_offsets": offsets([len(row_spans) for _, _, row_spans in rows]),
-        "whole_characters": whole,
     }
     return _native.weigh_tokens(**{**arguments, **changes})
 
 
-def twin(ids, text, spans, whole):
+def twin(ids, text, spans):
     """Writes the owner token and the character down for every byte, then looks."""
     if any(i >= len(TOKENS) or not TOKENS[i] for i in ids) or b"".join(TOKENS[i] for i in ids) != text:
         return [0.0] * len(ids), 0, 0
@@ -46,8 +45,6 @@ def twin(ids, text, spans, whole):
     straddling = 0
     for start, stop, weight in spans:
         counted = [b for c in range(start, stop) for b in range(*starts[c])]
-        if not whole and counted:
-            counted = [b for b in counted if b <= starts[stop - 1][0]]
         for token in {owner[b] for b in counted}:
             weights[token] = max(weights[token], weight)
         first = counted[0] if counted else 0
@@ -71,11 +68,11 @@ def row(draw):
     return ids, text, [(a, b, draw(weights)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-@given(rows=st.lists(row(), max_size=4), whole=st.booleans())
+@given(rows=st.lists(row(), max_size=4))
 @settings(deadline=None, max_examples=300)
-def test_the_kernel_equals_its_twin(rows, whole):
-    weights, straddling, spelled = call(rows, whole=whole)
-    expected = [twin(*one, whole) for one in rows]
+def test_the_kernel_equals_its_twin(rows):
+    weights, straddling, spelled = call(rows)
+    expected = [twin(*one) for one in rows]
     assert weights.tolist() == [weight for row_weights, _, _ in expected for weight in row_weights]
     assert straddling.tolist() == [count for _, count, _ in expected]
     assert spelled.tolist() == [flag for _, _, flag in expected]
@@ -90,11 +87,9 @@ def test_a_long_ascii_text_is_walked_eight_bytes_at_a_time_and_no_further():
     assert np.flatnonzero(weights == 0.5).tolist() == [1000]
 
 
-def test_a_span_that_ends_in_a_split_character_ends_at_its_first_token_or_its_last():
+def test_a_span_that_ends_in_a_split_character_ends_at_its_last_token():
     text = "a😀b".encode()
-    ids = list(text)
-    assert call([(ids, text, [(0, 2, 1.0)])])[0].tolist() == [1, 1, 0, 0, 0, 0]
-    assert call([(ids, text, [(0, 2, 1.0)])], whole=True)[0].tolist() == [1, 1, 1, 1, 1, 0]
+    assert call([(list(text), text, [(0, 2, 1.0)])])[0].tolist() == [1, 1, 1, 1, 1, 0]
 
 
 def test_rows_that_tokens_do_not_spell_are_named_and_weigh_nothing():

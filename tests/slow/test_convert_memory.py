@@ -67,7 +67,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["memmap", "parquet", "jsonl-chunks", "pbin"])
 def test_memory_is_bounded_both_ways(tmp_path: Path, shard: Path, name: str) -> None:
-    there = heap_of(str(shard), str(tmp_path / "y"), "--to", name, "--allow-loss")
+    there = heap_of(str(shard), str(tmp_path / "y"), "--to", name, "--lossy")
     rule = ["--mask-rule", "all"] if name == "pbin" else []
     again = heap_of(str(tmp_path / "y"), str(tmp_path / "z"), "--to", "sft-idx", *rule)
     assert (there < MOST_HEAP, again < MOST_HEAP) == (True, True), (there, again)

@@ -66,8 +66,8 @@ def preprocessing(folder: Path, copies: int, source: bool) -> tuple[float, int]:
     rows = [json.loads(line) for line in (DEMO / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
     took = timed(
         lambda: preprocess(
-            rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, turns="whole", workers=0,
-            out=folder / f"source-{source}", source=source, overwrite=True,
+            rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, earlier_reasoning="drop", workers=0,
+            output_prefix=folder / f"source-{source}", source=source, overwrite=True,
         )
     )  # fmt: skip
     return took.cpu, sum(path.stat().st_size for path in folder.glob(f"source-{source}.*"))

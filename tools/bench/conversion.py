@@ -50,7 +50,7 @@ FORMATS = [
     Format("npy", "packs.npy", ConvertOptions(verify=False)),  # to verify is to read
     Format("memmap", "memmap"),
     Format("parquet", "packs.parquet"),
-    Format("pbin", "packs.pbin", ConvertOptions(allow_loss=True), TRAINED),
+    Format("pbin", "packs.pbin", ConvertOptions(lossy=True), TRAINED),
     Format("megatron", "stock", None, TRAINED),
     Format("jsonl-chunks", "jsonl"),  # last: it takes most space
 ]

@@ -316,7 +316,7 @@ def write_all(folder: Path, packs: int, npy_packs: int) -> None:
         (folder / "shard", "1000.parquet", "parquet", {"writer": {"row_group_size": 1000}}),
         (folder / "shard", "16.parquet", "parquet", {"writer": {"row_group_size": 16}}),
         (folder / "shard", "jsonl", "jsonl-chunks", {}),
-        (folder / "shard", "packs.pbin", "pbin", {"allow_loss": True}),
+        (folder / "shard", "packs.pbin", "pbin", {"lossy": True}),
     ]
     for source, name, kind, options in made:
         convert(str(source), str(folder / name), kind, ConvertOptions(verify=False, **options))

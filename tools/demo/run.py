@@ -24,7 +24,7 @@ TOKENIZER = "tools/demo/tokenizer"
 PREFIX = "demo-out/chats"
 ARGUMENTS = [
     *("preprocess", "--input", CHATS, "--tokenizer", TOKENIZER, "--seq-length", "1024"),
-    *("--output-prefix", PREFIX, "--workers", "2", "--overwrite", "--turns", "whole"),
+    *("--output-prefix", PREFIX, "--workers", "2", "--overwrite", "--earlier-reasoning", "drop"),
 ]
 
 

@@ -1,8 +1,8 @@
 """``ChatTemplate``, by which the rest of the package renders conversations and knows what of the text is trained on.
 
-``words`` brings messages into a form that the template takes, ``trace`` renders them and tells which wrote what,
-``scaffold`` finds the edges of turns by rendering beginnings of the conversation, ``spans`` decides what the model must
-learn. Whatever a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
+``style`` brings messages into a form that the template takes, ``stand_in`` replaces their strings by placeholders,
+``spans`` judges what the model must learn of these, ``align`` carries the verdict over to the row's own text. Whatever
+a template does wrong becomes a ``SequenceError`` or ``FormatError`` here.
 """
 
 from __future__ import annotations
@@ -18,30 +18,37 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
+from megatron_sft_idx.chat.template.align import Alignment, by_marks, by_spelling
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
+from megatron_sft_idx.chat.template.controls import ControlTokens
+from megatron_sft_idx.chat.template.cuts import cut
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
-from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder
-from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
-from megatron_sft_idx.chat.template.words import (
-    ABSENT,
-    NULL_FORMS,
-    ControlTokens,
-    Style,
+from megatron_sft_idx.chat.template.messages import (
+    THINKING_TAG,
+    Ranges,
+    UnplacedError,
     in_text_parts,
-    learn_style,
-    prepared,
-    prints_parts,
     selected,
+    short,
+    strings_in,
+    unplaced,
     unusable,
+    utterances_of,
 )
+from megatron_sft_idx.chat.template.scaffold import Rules
+from megatron_sft_idx.chat.template.spans import Judge, Judged, Renderer
+from megatron_sft_idx.chat.template.stand_in import StandIn, as_it_is, make_stand_in, reduced
+from megatron_sft_idx.chat.template.style import ABSENT, NULL_FORMS, PRINTED_PART, Style, learn_style, prepared
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable, own_segments
+from megatron_sft_idx.chat.template.turn import Said, reworded
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-REVISION = 8
+REVISION = 9
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_FEW = 8  # messages that cost little to render once more for each answer among them
 _RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
@@ -56,7 +63,7 @@ class _Form(NamedTuple):
         notes: counts for the summary by name; rendering adds to them.
         style: the form of contents and arguments.
         missing: what stands for the missing content of an answer.
-        traced: the result of rendering this form with marks, if that was done already, or the error it raised.
+        text: the rendering, if it was made already, or the error that it raised.
     """
 
     conversation: Conversation
@@ -65,7 +72,7 @@ class _Form(NamedTuple):
     notes: dict[str, int]
     style: Style
     missing: object
-    traced: Traced | Exception | None = None
+    text: str | ValueError | None = None
 
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
@@ -93,7 +100,8 @@ class ChatTemplate:
         has_generation_markers: whether the template itself marks what is trained on, with ``{% generation %}``.
 
     Raises:
-        FormatError: the template does not compile, or an option has an impossible value.
+        FormatError: the template does not compile, an option has an impossible value, or ``train_on="markers"`` is
+            asked of a template without generation markers.
     """
 
     def __init__(
@@ -118,8 +126,14 @@ class ChatTemplate:
         self.has_generation_markers = self._template.has_generation
         tree = environment.parse(source)
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
-        wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
-        self._learns_everything = self.options.train_on == "all" and wants_all
+        # What a generation prompt looks for in the messages must stay in them.
+        self._stand_ins = (self._rules.tested,) if self._rules.prompt_varies else (None, self._rules.tested)
+        if self.options.train_on == "markers" and not self.has_generation_markers:
+            raise FormatError(
+                f"{name}: --train-on markers needs a template with {{% generation %}} markers, and this one has none"
+            )
+        self._judge = Judge(self._rules, self.has_generation_markers)
+        self._learns_everything = self.options.train_on == "all" and self._rules.keeps_all
         self._style: Style | None = None
         self._lock = Lock()
 
@@ -134,7 +148,7 @@ class ChatTemplate:
             sorted(self._controls.texts),
             self._kwargs,
             [options.train_on, options.train_on_thinking, options.train_on_tool_calls],
-            [options.turns, options.partial_markers],
+            [options.earlier_reasoning, options.partial_markers],
             [options.allow_control_tokens, options.template_date],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
@@ -163,7 +177,7 @@ class ChatTemplate:
             return self._in_some_form(self._forms(conversation), lambda form: [self._whole(form)])[0]
 
     def render_turns(self, conversation: Conversation) -> list[Rendered]:
-        """Render a conversation as one text or, with ``turns="split"``, as a text for each turn.
+        """Render a conversation as one text or, with ``earlier_reasoning="split"``, as a text for each turn.
 
         The text of a turn has an assistant message that is trained on, and the messages before it but none behind it,
         as the model would see them; only that message is trained on. No text is made of a turn if the next turn's text
@@ -186,15 +200,15 @@ class ChatTemplate:
         Yields:
             For each conversation its texts, or the error that ``render_turns`` raises.
         """
-        split = self.options.turns == "split"
+        split = self.options.earlier_reasoning == "split"
         step = self._split if split else lambda form: [self._whole(form)]
         forms = [self._forms(conversation) for conversation in conversations]
         begun: list[_Form | ValueError] = []
-        if not (split or self._learns_everything):
+        if not split:
             with self._lock:
                 for one in forms:
                     begun.append(self._begun(one))
-                    if isinstance(begun[-1], ValueError) or isinstance(begun[-1].traced, ValueError):
+                    if isinstance(begun[-1], ValueError) or isinstance(begun[-1].text, ValueError):
                         break  # the caller may stop at the first conversation that fails
         for one, first in zip_longest(forms, begun):
             outcome: list[Rendered] | ValueError
@@ -209,19 +223,15 @@ class ChatTemplate:
             yield outcome
 
     def _begun(self, forms: Iterator[_Form]) -> _Form | ValueError:
-        """The first of some forms, rendered with marks; or the error of a conversation that has no form."""
+        """The first of some forms with its text; or the error of a conversation that has no form."""
         try:
             form = next(forms)
         except ValueError as error:
             return error
-        return form._replace(traced=self._traced(form))
-
-    def _traced(self, form: _Form) -> Traced | Exception:
-        """A form rendered with marks, or the ValueError or Untraceable that says why it cannot be."""
         try:
-            return self._render_or_raise(self._template.render, form.messages, form.variables)
-        except (ValueError, Untraceable) as error:
-            return error
+            return form._replace(text=self._render_or_raise(self._template.plain, form.variables))
+        except ValueError as error:
+            return form._replace(text=error)
 
     def _forms(self, conversation: Conversation) -> Iterator[_Form]:
         """The forms of a conversation, to be tried in turn: first that of transformers, changed only as the style says.
@@ -271,9 +281,9 @@ class ChatTemplate:
                 unsaid = isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
                 failed = error if failed is None or unsaid else failed
                 continue
-            if style.in_parts and any(prints_parts(one.text) for one in rendered):
+            if style.in_parts and self._writes_more(rendered, form, PRINTED_PART):
                 continue
-            if form.missing is None and self._writes_none(rendered, form.conversation):
+            if form.missing is None and self._writes_more(rendered, form, "None"):
                 continue
             if form.missing is style.null_forms[0][1]:
                 return rendered
@@ -288,41 +298,168 @@ class ChatTemplate:
         what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
 
-    def _writes_none(self, rendered: Sequence[Rendered], conversation: Conversation) -> bool:
-        """Whether the template wrote the word None for a missing content, in a form that has None in its place."""
-        meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
-        return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
+    def _writes_more(self, rendered: Sequence[Rendered], form: _Form, what: str) -> bool:
+        """Whether the template wrote something more often than the row and the template themselves spell it."""
+        row = form.conversation
+        strings = "\0".join(strings_in([row.messages, row.tools]))
+        meant = strings.count(what) + self._source.count(what)
+        return any(one.text.count(what) > meant for one in rendered)
 
     def _whole(self, form: _Form, chosen: Sequence[int] | None = None) -> Rendered:
         """Render one text and find its spans; ``chosen`` messages are trained on, or those that the options select."""
+        if self.options.train_on == "markers":
+            return self._enclosed(form)
         weights = form.conversation.weights
         speakers = selected(form.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
-        if self._learns_everything and all(weights[index] == 1 for index in speakers):
+        text = form.text
+        if text is None:
             text = self._render_or_raise(self._template.plain, form.variables)
-            finder = self._finder(form, text, None)
-            finder.require_words(speakers)
-            spans = [Span(0, len(text))] if text else []
-        else:
-            outcome, traced = form.traced or self._traced(form), None
-            if isinstance(outcome, Traced):
-                traced, text = outcome, outcome.text
-            elif isinstance(outcome, Untraceable):
-                if self.has_generation_markers:
-                    raise unusable(
-                        f"{self.name}: cannot tell which message wrote what between generation markers, because"
-                        f" {outcome}; train on all tokens, or mend the template"
-                    ) from None
-                text = self._render_or_raise(self._template.plain, form.variables)
-            else:
-                raise outcome
-            finder = self._finder(form, text, traced)
-            if chosen is None:
-                chosen = speakers or selected(form.messages, weights, self.options.train_on)
-            spans = self._spans(finder, form, chosen, len(text))
-        for what, count in finder.notes.items():
-            form.notes[what] = form.notes.get(what, 0) + count
+        elif isinstance(text, ValueError):
+            raise text
+        if chosen is None:
+            chosen = speakers or selected(form.messages, weights, self.options.train_on)
+        everything = self._learns_everything and all(weights[index] == 1 for index in speakers)
+        try:
+            said = self._said(form, text, chosen) if chosen else {}
+        except UnplacedError:
+            if not everything:
+                raise
+            said = {}
+            self._require_words(form.messages, speakers, text)
+        for one in said.values():
+            for what, count in one.notes.items():
+                form.notes[what] = form.notes.get(what, 0) + count
+        silent = [index for index in said if not _has_words(form.messages[index].get("content"))]
+        if alone := sum(bool(said[index].trained) for index in silent if not utterances_of(form.messages[index])):
+            form.notes["ends_of_turn_alone"] = alone
+        if not self.options.train_on_thinking:
+            contents = (one for index in chosen for one in utterances_of(form.messages[index]) if one.kind == "content")
+            if kept := sum(THINKING_TAG.search(one.text) is not None for one in contents):
+                form.notes["thinking_tags_kept"] = kept
+        spans = [Span(0, len(text))] if everything and text else self._spans(said, weights, len(text))
         literals = [] if self.options.allow_control_tokens else self._literals(text, form)
         return Rendered(text, spans, literals, form.notes)
+
+    def _enclosed(self, form: _Form) -> Rendered:
+        """Render one text whose spans are what the generation markers enclose, with the weight of who says it."""
+        try:
+            traced = self._render_or_raise(self._template.render, form.messages, form.variables)
+        except Untraceable as error:
+            raise unusable(
+                f"{self.name}: cannot tell where the generation markers are in the text, because {error}; mend the"
+                " template"
+            ) from None
+        weighed = [
+            (one.start, one.stop, form.conversation.weights[one.message])
+            for one in own_segments(traced, form.messages)
+            if form.messages[one.message].get("role") == "assistant"
+        ]
+        spans: list[Span] = []
+        for start, stop in traced.generated:
+            own = [one for one in weighed if one[0] < stop and one[1] > start]
+            spans += [Span(low, high) for low, high in cut([(start, stop)], [one[:2] for one in own])]
+            spans += [Span(max(low, start), min(high, stop), weight) for low, high, weight in own if weight != 0]
+        literals = [] if self.options.allow_control_tokens else self._literals(traced.text, form)
+        return Rendered(traced.text, sorted(spans), literals, form.notes)
+
+    def _said(self, form: _Form, text: str, chosen: Sequence[int]) -> dict[int, Said]:
+        """What the model generates of the ``chosen`` messages: found in a stand-in and carried over to ``text``.
+
+        Two stand-ins are tried, as ``make_stand_in`` makes them, the second one faithful; and two ways to show that the
+        row agrees with one.
+
+        Raises:
+            SequenceError: the template leaves out words, nothing tells where they are, or no stand-in agrees.
+        """
+        renderer = self._renderer(form)
+        rows: list[StandIn] = []
+        failed: SequenceError | None = None
+        judged: Judged | None = None
+        for by in (self._by_spelling, self._by_marks):
+            for number, tested in enumerate(self._stand_ins):
+                if number == len(rows):
+                    try:
+                        rows.append(make_stand_in(form.messages, form.conversation.tools, self._rules.spelt, tested))
+                    except ValueError as error:
+                        raise unusable(str(error)) from None
+                judged = self._judge.judge(rows[number], renderer)
+                for whole in (False, True) if self._rules.prompt_varies else (False,):
+                    found = None if judged is None else _all_said(judged, chosen, whole)
+                    if isinstance(found, SequenceError):
+                        failed = found
+                    elif found is not None and judged is not None:
+                        carried = _carried(
+                            found, not self.has_generation_markers, partial(by, judged, rows[number], form, text)
+                        )
+                        if carried is None:
+                            break
+                        if self._is_prompted(found, form, renderer):
+                            return carried
+        if failed is not None:
+            raise self._worded(failed, form.messages)
+        own_text = self._source if judged is None else "\n".join(judged.outline.own)
+        own = as_it_is(form.messages, form.conversation.tools, own_text, self._rules.loud)
+        judged = None if own is None else self._judge.judge(own, renderer)
+        if judged is not None and judged.outline.text == text:
+            found = _all_said(judged, chosen, whole=True)
+            if isinstance(found, SequenceError):
+                raise self._worded(found, form.messages)
+            return found
+        raise unplaced(
+            f"the chat template {self.name} treats what this row says in a way that cannot be followed; put"
+            " {% generation %} markers around what the assistant says, or train on all tokens",
+        )
+
+    def _require_words(self, messages: Sequence[Mapping[str, Any]], speakers: Sequence[int], text: str) -> None:
+        """Refuse the row unless all that these messages say stands in the text, no matter where."""
+        whole = "".join(text.split())
+        for index in speakers:
+            for piece in utterances_of(messages[index]):
+                if "".join(piece.text.split()) not in whole:
+                    raise unusable(
+                        f"the chat template {self.name} leaves out {short(piece.text)} of assistant message"
+                        f" {index + 1}; use a template that keeps it, or give the message weight 0"
+                    )
+
+    def _is_prompted(self, said: Mapping[int, Said], form: _Form, renderer: Renderer) -> bool:
+        """Whether the row itself is fed the prompts that its stand-in is fed, where they may differ from row to row.
+
+        Most are compared in the answer's context. The last one, and further ones at half the distance each, are
+        compared with all messages before the answer, so that a prompt that depends on messages far away is noticed.
+        """
+        far = 2 * len(form.messages)
+        for message in sorted(said, reverse=True):
+            prompt = said[message].prompt
+            if prompt is None:
+                continue
+            if 2 * message <= far or message < _FEW:
+                far = message
+                messages = form.messages[:message]
+            else:
+                messages = [form.messages[index] for index in prompt.before]
+                messages = [reduced(one) for one in messages] if prompt.cut_down else messages
+            fed = renderer.plain(messages=messages, add_generation_prompt=True)
+            if (fed is None) != (prompt.text is None) or not (fed or "").endswith(prompt.text or ""):
+                return False
+        return True
+
+    def _by_spelling(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
+        return by_spelling(judged.outline, row, text, needed)
+
+    def _by_marks(self, judged: Judged, row: StandIn, form: _Form, text: str, needed: int) -> Alignment | None:
+        def render(messages: list[dict[str, Any]]) -> str | None:
+            return self._render_or_none({**form.variables, "messages": messages})
+
+        return by_marks(judged.outline, row, form.messages, text, needed, render)
+
+    def _worded(self, error: SequenceError, messages: Sequence[Mapping[str, Any]]) -> SequenceError:
+        """The error of a stand-in in the words of a row."""
+
+        def words(kind: str, message: int, call: int) -> str:
+            said = [one.text for one in utterances_of(messages[message]) if one.kind == kind]
+            return "a value" if call >= len(said) else said[call] if kind == "call" else short(said[call])
+
+        return reworded(error, lambda message: str(message + 1), words)
 
     def _split(self, form: _Form) -> list[Rendered]:
         """Render one text for each turn, as ``render_turns`` says."""
@@ -359,41 +496,46 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _finder(self, form: _Form, text: str, traced: Traced | None) -> SpanFinder:
-        def render(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
+    def _renderer(self, form: _Form) -> Renderer:
+        def variables(messages: list[dict[str, Any]], altered: dict[str, Any]) -> dict[str, Any]:
             if form.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
-            return self._render_or_none({**form.variables, "messages": messages, **altered})
+            return {**form.variables, "messages": messages, **altered}
 
-        tools, kwargs = form.conversation.tools, form.conversation.kwargs
-        key = f"{bool(tools)}" + (json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "")
-        return SpanFinder(self._rules, text, form.messages, tools, traced, render, key, form.style.writes_arguments)
+        def plain(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
+            return self._render_or_none(variables(messages, altered))
 
-    def _spans(self, finder: SpanFinder, form: _Form, chosen: Sequence[int], length: int) -> list[Span]:
-        """The spans of the ``chosen`` messages with their weights, ascending.
+        def traced(*, messages: list[dict[str, Any]], **altered: Any) -> Traced | None:
+            made = variables(messages, altered)
+            try:
+                return self._render_or_raise(self._template.render, made["messages"], made)
+            except _Runaway:
+                raise
+            except (SequenceError, Untraceable):
+                return None
+
+        kwargs = form.conversation.kwargs
+        key = json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else ""
+        return Renderer(plain, traced, key)
+
+    def _spans(self, said: Mapping[int, Said], weights: Sequence[float], length: int) -> list[Span]:
+        """The spans of messages with their weights, ascending.
 
         With ``train_on="all"`` the text that no chosen message generated has spans too, of weight 1. The text has
         ``length`` characters.
         """
-        blocks = finder.blocks() if self.has_generation_markers else {}
-        trained: list[tuple[int, int, int]] = []
-        said: Ranges = []
-        for index in chosen:
-            marked = self.has_generation_markers
-            whole, kept = finder.marked(index, blocks.get(index, [])) if marked else finder.turn(index)
-            trained += [(start, stop, index) for start, stop in kept]
-            said += whole
+        trained = [(start, stop, message) for message, one in said.items() for start, stop in one.trained]
         spans: list[Span] = []
         at = 0
         for start, stop, message in sorted(trained):
             # Two spans may overlap, since the end of a turn may stand in the next message's text.
             if stop > (first := start if start > at else at):
-                spans.append(Span(first, stop, form.conversation.weights[message]))
+                spans.append(Span(first, stop, weights[message]))
                 at = stop
         if self.options.train_on != "all":
             return spans
         at = 0
-        for start, stop in sorted(said):
+        for start, stop in sorted(span for one in said.values() for span in one.generated):
             spans.append(Span(at, start))
             at = max(at, stop)
         spans.append(Span(at, length))
@@ -453,6 +595,41 @@ class ChatTemplate:
         taken = _RESERVED.intersection(kwargs)
         if taken:
             raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _has_words(content: object) -> bool:
+    return type(content) is str and bool(content) and not content.isspace() and "</" not in content
+
+
+def _all_said(judged: Judged, chosen: Sequence[int], whole: bool) -> dict[int, Said] | SequenceError:
+    """What the model generates of the chosen messages, or the first error among them."""
+    found: dict[int, Said] = {}
+    for message in chosen:
+        said = judged.said(message, whole)
+        if isinstance(said, SequenceError):
+            return said
+        found[message] = said
+    return found
+
+
+def _carried(
+    said: Mapping[int, Said], trimmed: bool, align: Callable[[int], Alignment | None]
+) -> dict[int, Said] | None:
+    """What a stand-in's messages generate, in the text of the row; None where the row does not agree."""
+    starts = [start for one in said.values() for start, _ in one.generated]
+    if not starts:
+        return dict(said)
+    alignment = align(min(starts))
+    if alignment is None:
+        return None
+    result: dict[int, Said] = {}
+    for message, one in said.items():
+        generated = alignment.ranges(one.generated, trimmed=trimmed)
+        trained = generated if one.trained is one.generated else alignment.ranges(one.trained, trimmed=trimmed)
+        if generated is None or trained is None:
+            return None  # a cut inside a string
+        result[message] = Said(generated, trained, one.notes)
+    return result
 
 
 def _lacking(conversation: Conversation) -> list[int]:

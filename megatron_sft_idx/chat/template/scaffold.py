@@ -20,20 +20,16 @@ that needs it, and has its case in ``tests/test_chat_template_ways.py`` or ``tes
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
-from itertools import count
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
-from megatron_sft_idx.chat.template.words import ASKED, SAID
+from megatron_sft_idx.chat.template.messages import EMPTY_THINKING
+from megatron_sft_idx.chat.template.style import ASKED, SAID
 from megatron_sft_idx.chat.types import MaskOptions
-
-MAX_REMEMBERED = 1 << 14
-"""Kinds of messages, and kinds of turns, that are remembered at most."""
 
 _FAR = 256  # characters before the first difference of two renderings from which on they are compared token by token
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
@@ -43,24 +39,8 @@ _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORE
 _NEAR = 32  # the characters before a position by which it is found again in another rendering
 
 
-class LearntEdges(NamedTuple):
-    """The edges of all turns of one kind.
-
-    Attributes:
-        head: the text of the turn before its start, such as ``<|im_start|>assistant␊``.
-        dropped: the text behind its stop that the template wrote for it all the same, without whitespace at the end.
-        late: the text before its stop that the template did not write for it: an end of turn written later.
-        ended: whether an end of turn is trained on.
-    """
-
-    head: str
-    dropped: str
-    late: str
-    ended: bool
-
-
 class Rules:
-    """What is known of one template for all conversations, and the edges of turns that were learnt with it.
+    """What is known of one template for all conversations.
 
     Args:
         name: what errors call the template.
@@ -77,8 +57,11 @@ class Rules:
         piece: matches the smallest unit in which headers are compared: a control token, a tag, a word, or any other
             character.
         prompted: whether the template can write a generation prompt when asked.
-        prompt_varies: what the function ``prompt_varies`` says of the template.
-        learnt_edges: edges of turns, by the kind of the turn. ``SpanFinder`` fills it.
+        prompt_varies: whether the generation prompt may differ from row to row, as ``prompt_varies`` tells.
+        keeps_all: whether all that the model generates is trained on.
+        tested: matches the strings that the template looks for in what it is given, such as </think> and /no_think.
+        loud: matches what may end a turn, and tags.
+        spelt: all strings that the template spells.
     """
 
     def __init__(
@@ -99,43 +82,18 @@ class Rules:
         self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
         self.prompted = "add_generation_prompt" in source
         self.prompt_varies = prompt_varies(tree)
-        self.learnt_edges: dict[tuple[Any, ...], LearntEdges] = {}
-        # Strings that the template looks for in what it is given, such as </think> and /no_think.
-        tested = {
-            compare.expr.value
-            for compare in tree.find_all(nodes.Compare)
-            if isinstance(compare.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in compare.ops)
+        self.keeps_all = options.train_on_thinking and options.train_on_tool_calls
+        looking = [one for one in tree.find_all(nodes.Call) if getattr(one.node, "attr", "") in _LOOKING]
+        tests = [one for one in tree.find_all(nodes.Test) if one.name in ("eq", "equalto", "==", "in")]
+        looked_for = {
+            constant.value
+            for node in [*tree.find_all(nodes.Compare), *looking, *tests]
+            for constant in node.find_all(nodes.Const)
+            if isinstance(constant.value, str) and constant.value.strip() and not constant.value.isidentifier()
         }
-        for call in tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
-                tested |= {argument.value for argument in call.args if isinstance(argument, nodes.Const)}
-        self._tested = tuple(sorted(text for text in tested if isinstance(text, str) and text.strip()))
-        self._letters = "".join({one[0] for one in self._tested})
-        self._shapes: dict[tuple[Any, ...], int] = {}
-        self._numbers = count()  # of shapes; none is given twice
-
-    def shape(self, message: Mapping[str, Any], first: bool) -> int:
-        """A number that two messages share if the template writes the same around their words.
-
-        ``first`` says whether the message is the first of its conversation.
-        """
-        content = message.get("content")
-        words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-        found: list[str] = []
-        if type(words) is str:
-            for letter in self._letters:
-                if letter in words:
-                    found = [one for one in self._tested if one in words]
-                    break
-        calls = message.get("tool_calls")
-        many = min(len(calls), 2) if type(calls) is list else 0
-        reasons = bool(message.get("reasoning_content"))
-        shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
-        if (number := self._shapes.get(shape)) is None:
-            if len(self._shapes) >= MAX_REMEMBERED:
-                self._shapes.clear()
-            number = self._shapes[shape] = next(self._numbers)
-        return number
+        self.tested = re.compile("|".join(map(re.escape, sorted(looked_for, key=len, reverse=True))) or "(?!)")
+        self.loud = re.compile("|".join([*map(re.escape, self.ends), TAG.pattern]))
+        self.spelt = frozenset(one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str))
 
 
 class Turn(NamedTuple):
@@ -219,12 +177,43 @@ class EdgeFinder:
         answered = self._render(messages=[question, answer], add_generation_prompt=False)
         return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
-    def fed(self, turn: Turn) -> int | str:
-        """How many characters from ``low`` on a server feeds; the prompt itself, if what it feeds is other text."""
-        fed = self._end_of_fed(turn)
-        return self._prompts(turn.message)[0] if fed is None else fed - turn.low
+    def before_footer(self, said: int, stop: int) -> int:
+        """Where a turn stops that would go on with words behind its end of turn: a model has stopped before these."""
+        tail = self._text[said:stop]
+        words = next((one for one in self._piece.finditer(tail) if one[0].replace("_", "").isalnum()), None)
+        if words is None:
+            return stop
+        ends = [one.end() for one in self._piece.finditer(tail, 0, words.start()) if one[0] in self._ends]
+        return said + ends[-1] if ends else stop
 
-    def start(self, turn: Turn, own: int | None, reasons: bool, traced: bool) -> int:
+    def stop_behind_calls(self, turn: Turn, stop: int) -> int:
+        """Where a turn that ends with calls stops, with the control token that stops a model behind its calls.
+
+        Gemma 4 writes <|tool_response> behind the calls that end a conversation, so the model has to write it. Where
+        results follow, the same token begins their text.
+        """
+        closed = self._view(turn.message + 1)
+        if closed is None or not closed.startswith(self._text[:stop]):
+            return stop
+        token = closed[stop:].strip()
+        known = token in self._ends or TAG.fullmatch(token) is not None
+        always = self._made_up[0].rstrip().endswith(token)  # a header that is written behind all messages
+        return stop + len(token) if token and known and not always and self._text.startswith(token, stop) else stop
+
+    def ends_alike(self, turn: Turn, stop: int) -> bool:
+        """Whether a turn ends with the same text where it ends the conversation; True where that is not rendered."""
+        closed = self._view(turn.message + 1)
+        if closed is None or not closed.startswith(self._text[: turn.said]):
+            return True
+        tail, end = closed[turn.said :].strip(), self._text[turn.said : stop].strip()
+        behind = tail[len(end) :].strip()  # what the template writes behind all messages, whoever speaks last
+        return tail.startswith(end) and (not behind or self._made_up[0].rstrip().endswith(behind))
+
+    def fed(self, message: int) -> str | None:
+        """What a server feeds before the turn at this position; None where the template refuses it."""
+        return self._view(message, prompt=True)
+
+    def start(self, turn: Turn, own: int | None, reasons: bool, thinks: bool, traced: bool) -> int:
         """Where the model starts to write a turn.
 
         Args:
@@ -232,12 +221,16 @@ class EdgeFinder:
             own: where the words at its ``first`` begin, with a tag that the message itself has before them; None if a
                 call is first, before which templates write tags.
             reasons: whether these words may be reasoning, before which the template may write a tag.
+            thinks: whether these words are reasoning. A prompt that holds an empty block of reasoning was not what the
+                model is fed then: it writes the block itself, with the tag that opens it.
             traced: whether all text from its ``low`` on is known to be written for the turn.
         """
         message, low, first, _, _ = turn
         head = self._text[low:first]
         fed = self._end_of_fed(turn)
         prompts = self._prompts(message)
+        if thinks:
+            prompts = [prompt if prompt in head else _without_block(prompt) for prompt in prompts]
         if any(prompts):
             if fed is not None and prompts[0]:
                 return fed  # to the letter: of Functionary's prompt, ...<|recipient|>, the model writes what follows
@@ -487,6 +480,14 @@ class EdgeFinder:
         return length
 
 
+def _without_block(prompt: str) -> str:
+    """A prompt without the empty block of reasoning at its end."""
+    for at in range(len(prompt)):
+        if (block := EMPTY_THINKING.match(prompt, at)) and block.end() == len(prompt):
+            return prompt[: at + len(block[0]) - len(block[0].lstrip())]
+    return prompt
+
+
 def _is_tag(piece: str) -> bool:
     return len(piece) > 1 and not piece.replace("_", "").isalnum()
 
@@ -503,154 +504,31 @@ def _parting(one: str, other: str) -> int:
     return low
 
 
-# ---- whether the prompt is the same for all conversations of one kind ----
-
-# If so, it need not be rendered for every turn. It is, if the statements that write it, with the variables, tests and
-# loops that they depend on, read no more of messages and tools than the kind of a conversation: who speaks, and whether
-# functions are called. Words are not of the kind, nor counts, nor what a namespace keeps from one message to the next.
-_PROMPT = "add_generation_prompt"
-# Names whose values differ between conversations; and what of these is of the kind: fields and the ends of lists.
-_DATA = ("messages", "tools", "loop")
-_KNOWN = ("role", "tool_calls", "first", "last", 0)
-_ENDS = ("first", "last", "list", "reverse")
-_BY_FIELD = ("selectattr", "rejectattr", "map")
-_TYPES = ("defined", "undefined", "string", "mapping", "iterable", "sequence")
-
-
-class _Tree:
-    """A template's names: what the value of each is made of, and which statements write the generation prompt.
-
-    Attributes:
-        made_of: for each name the nodes of all its values, and of the tests and loops that these stand in.
-        kept: names that keep a value from one iteration of a loop to the next.
-        prompts: the statements that depend on ``add_generation_prompt``, and the tests and loops around them.
-    """
-
-    def __init__(self, tree: nodes.Template) -> None:
-        self.made_of: defaultdict[str, list[nodes.Node]] = defaultdict(list)
-        self.kept: set[str] = set()
-        # For each name the names whose values read it; for each name and test, by its id(), what it decides about.
-        self._users: defaultdict[str, set[str]] = defaultdict(set)
-        self._deciding: defaultdict[str, set[str]] = defaultdict(set)
-        self._statements: list[tuple[nodes.Node, set[str], Sequence[nodes.Node]]] = []
-        self._walk(tree, [], looped=False)
-        self._made_from = {name: _closure(name, self._users) for name in _DATA}
-        asked = _closure(_PROMPT, self._users, self._deciding)
-        self.prompts = [part for node, names, around in self._statements if names & asked for part in (node, *around)]
-
-    def _walk(self, node: nodes.Node, around: Sequence[nodes.Node], looped: bool) -> None:
-        """Note all statements at and below a node that stands in these tests and loops."""
-        tests: list[nodes.Node] = [child for child in node.iter_child_nodes() if isinstance(child, nodes.Expr)]
-        if tests:
-            self._statements.append((node, set[str]().union(*map(_names, tests)), around))
-        if isinstance(node, nodes.For):
-            self._define(node.target, [node.iter], around, looped=False)
-        elif isinstance(node, (nodes.Assign, nodes.AssignBlock)):
-            values = [node.node] if isinstance(node, nodes.Assign) else node.body
-            self._define(node.target, values, around, looped)
-        elif isinstance(node, nodes.With):
-            for target, value in zip(node.targets, node.values, strict=True):
-                self._define(target, [value], around, looped)
-        elif isinstance(node, (nodes.Macro, nodes.CallBlock)):
-            name = node.name if isinstance(node, nodes.Macro) else "caller"
-            self._define(nodes.Name(name, "store"), [*node.body, *node.defaults], around, looped=False)
-            for argument in node.args:  # any call may hand over anything
-                self._define(argument, [nodes.Name(name, "load") for name in _DATA], around, looped=False)
-        inner = around
-        if isinstance(node, (nodes.If, nodes.For)):
-            # What leaves a loop, or an iteration, decides about all that is in it.
-            leaves = node.find_all(nodes.If) if isinstance(node, nodes.For) else ()
-            tests += [one.test for one in leaves if any(one.find_all((nodes.Break, nodes.Continue)))]
-            inner = [*around, *tests]
-            for test in tests:
-                for used in _names(test):
-                    self._deciding[used].add(str(id(test)))
-        for child in node.iter_child_nodes():
-            if not isinstance(child, nodes.Expr):
-                self._walk(child, inner, looped or isinstance(node, nodes.For))
-
-    def _define(
-        self, target: nodes.Node, values: Sequence[nodes.Node], around: Sequence[nodes.Node], looped: bool
-    ) -> None:
-        if not isinstance(target, (nodes.Name, nodes.NSRef)):
-            for item in target.iter_child_nodes():
-                self._define(item, values, around, looped)
-            return
-        name = target.name if isinstance(target, nodes.Name) else f"{target.name}.{target.attr}"
-        if looped and isinstance(target, nodes.NSRef):
-            self.kept.add(name)
-        self.made_of[name] += [*values, *around]
-        for test in around:
-            self._deciding[str(id(test))].add(name)
-        for used in set[str]().union(*map(_names, values)):
-            self._users[used].add(name)
-
-    def sources(self, node: nodes.Node) -> set[str]:
-        """Which of ``_DATA`` a node reads from: for ``message.role`` in a loop over the messages {"messages"}."""
-        while isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter, nodes.Call)) and node.node is not None:
-            if _dotted(node) in self.made_of:
-                break
-            node = node.node
-        names = {_dotted(node)} if isinstance(node, nodes.Getattr) else _names(node)
-        return {data for data in _DATA if names & self._made_from[data]}
-
-
 def prompt_varies(tree: nodes.Template) -> bool:
-    """Whether the generation prompt may differ between two conversations of one kind with the same variables.
+    """Whether the generation prompt may differ between two rows with the same variables.
 
-    The kind says whether there are tools, and who speaks and who calls functions: first, last, or at all.
+    It cannot where the statements that ask for it read nothing but variables that are given to the template and never
+    set in it. What reads the messages, or whatever was made of them, may differ.
     """
-    names = _Tree(tree)
-    left, followed, seen = list(names.prompts), set[str](), set[int]()
-    while left:
-        node = left.pop()
-        if id(node) in seen or (isinstance(node, nodes.Test) and node.name in _TYPES):
-            continue  # which fields a message has is of the kind
-        seen.add(id(node))
-        if isinstance(node, (nodes.Getattr, nodes.Getitem, nodes.Filter)):
-            found = names.sources(node)
-            if "tools" in found or (found and not _is_known(node)):
-                return True
-        for name in {node.name} if isinstance(node, nodes.Name) else {_dotted(node)}:
-            if name in names.kept:
-                return True
-            if name not in followed:
-                followed.add(name)
-                left += names.made_of.get(name, ())
-        left += node.iter_child_nodes()
-    return False
+    made = {"messages", "tools", "loop", "self", "caller", "varargs", "kwargs"}
+    made |= {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    made |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    made -= {"add_generation_prompt"}  # many templates give it a default
+    asking = [
+        node
+        for node in tree.find_all((nodes.If, nodes.Output, nodes.Assign, nodes.CondExpr))
+        if any(name.name == "add_generation_prompt" for name in node.find_all(nodes.Name))
+    ]
+    # Of an outer statement, which also holds what is not asked for, only the tests count.
+    read: list[nodes.Node] = []
+    for node in asking:
+        if not any(other is not node and _holds(node, other) for other in asking):
+            read.append(node)
+        elif isinstance(node, nodes.If):
+            read += [node.test, *(one.test for one in node.elif_)]
+    in_loop = any(_holds(loop, node) for loop in tree.find_all(nodes.For) for node in asking)
+    return in_loop or any(name.name in made for node in read for name in node.find_all(nodes.Name))
 
 
-def _is_known(node: nodes.Getattr | nodes.Getitem | nodes.Filter) -> bool:
-    """Whether what a node reads of messages, a message or a loop is of the kind, as ``message.role`` is."""
-    if isinstance(node, nodes.Filter):
-        field = node.args[0] if node.args and node.name in _BY_FIELD else None
-        return node.name in _ENDS or (isinstance(field, nodes.Const) and field.value in _KNOWN)
-    if isinstance(node, nodes.Getattr):
-        return node.attr in _KNOWN
-    if isinstance(node.arg, nodes.Neg):
-        return isinstance(node.arg.node, nodes.Const) and node.arg.node.value == 1
-    return isinstance(node.arg, nodes.Slice) or (isinstance(node.arg, nodes.Const) and node.arg.value in _KNOWN)
-
-
-def _closure(name: str, *users: Mapping[str, set[str]]) -> set[str]:
-    """A name, and all names whose values depend on it; ``users`` has the names that use a name directly."""
-    found, left = {name}, [name]
-    while left:
-        used = left.pop()
-        more = set[str]().union(*(some.get(used, ()) for some in users)) - found
-        found |= more
-        left += more
-    return found
-
-
-def _dotted(node: nodes.Node) -> str:
-    """``a.b`` of an attribute of a name, as namespaces have them; else an empty string."""
-    simple = isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name)
-    return f"{node.node.name}.{node.attr}" if simple else ""  # type: ignore[attr-defined]
-
-
-def _names(node: nodes.Node) -> set[str]:
-    """All names that a node reads; an attribute of a name is one too."""
-    found = {node.name} if isinstance(node, nodes.Name) else {_dotted(node)} - {""}
-    return found.union(*map(_names, node.iter_child_nodes()))
+def _holds(outer: nodes.Node, inner: nodes.Node) -> bool:
+    return any(node is inner for node in outer.find_all(type(inner)))

@@ -28,7 +28,7 @@ from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
 from megatron_sft_idx.chat.template.environment import GENERATION, MARK, TemplateEnvironment, nests
-from megatron_sft_idx.chat.template.words import utterances_of
+from megatron_sft_idx.chat.template.messages import utterances_of
 from megatron_sft_idx.errors import FormatError
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; one of 0 or above opens the frame of that number

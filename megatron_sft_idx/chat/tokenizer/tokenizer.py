@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceMo
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.tokenizer.tokens import Backend, JsonModel, Passage
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
-from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError
 
 
 def load_tokenizer(path: str | Path, *, backend: Backend = "auto") -> Tokenizer:
@@ -96,12 +96,12 @@ class Tokenizer:
         rendered: Sequence[Rendered],
         *,
         span_by_span: bool = False,
-        whole_characters: bool = False,
         straddling: bool = True,
     ) -> list[Encoded]:
         """Tokenises texts and weighs their tokens by the spans; no special tokens are added.
 
-        A token is trained on where it overlaps a span. ``notes`` of each result gains three counts:
+        A token is trained on where it holds a part of a character of a span, as in transformers from 5.24 on.
+        ``notes`` of each result gains three counts:
         ``straddling``, the spans whose first token begins before them; ``straddling_header``, the spans whose first
         token holds more than white space of the text before them; and ``literals``, the control tokens in the data
         that were kept as text.
@@ -110,8 +110,6 @@ class Tokenizer:
             rendered: any number of texts; a hundred or so at once is quicker than one by one.
             span_by_span: tokenise the text between the edges of the spans piece by piece, so that no token
                 straddles an edge. The ids may then differ from those of the whole text.
-            whole_characters: where a span's last character is spelled by several tokens, count all of them.
-                transformers counts only the first, and so does this by default.
             straddling: whether a token that begins before its span is trained on, as it is by transformers.
 
         Raises:
@@ -126,10 +124,10 @@ class Tokenizer:
         if (spellings := self._model.spellings) is not None:
             ids = self._ids(range(len(rendered)), passages)
             spans = [row.spans for row in rendered]
-            weights, crossed, spelled = spellings.weights(ids, utf8, spans, whole_characters=whole_characters)
+            weights, crossed, spelled = spellings.weights(ids, utf8, spans)
             for i in np.flatnonzero(spelled).tolist():
                 edges = spellings.edges(ids[i], utf8[i]) if crossed[i] else None
-                crossings = [] if edges is None else _weigh(edges, rendered[i], whole_characters)[1]
+                crossings = [] if edges is None else _weigh(edges, rendered[i])[1]
                 result[i] = _weighed(rendered[i], ids[i], weights[i], crossings, straddling)
         # Texts that their tokens do not spell go by the library's offsets, which serve every tokenizer and every text.
         for i in [i for i in range(len(rendered)) if i not in result]:
@@ -138,7 +136,7 @@ class Tokenizer:
                 row_ids, edges = self._model.locate(passages[i])
             except ValueError as error:
                 raise SequenceError("rendered", i, str(error)) from error
-            mask, crossings = _weigh(edges, row, whole_characters)
+            mask, crossings = _weigh(edges, row)
             result[i] = _weighed(row, row_ids, mask, crossings, straddling)
         return [result[i] for i in range(len(rendered))]
 
@@ -170,6 +168,8 @@ class Tokenizer:
         """Ids of passages. ``rows`` says which rendered row each passage is of, for the error about it."""
         try:
             return self._model.ids(passages)
+        except FormatError:
+            raise  # it is the tokenizer's fault, and no row's
         except ValueError as error:
             for row, passage in zip(rows, passages, strict=True):
                 try:
@@ -205,13 +205,36 @@ class Tokenizer:
         ]
 
 
-def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
-    """The sequence with an end-of-document token, trained exactly when the token before it is."""
-    weight = encoded.loss_mask[-1] if encoded.loss_mask.size else 0.0
-    return encoded._replace(
-        input_ids=np.append(encoded.input_ids, np.int32(eod_id)),
-        loss_mask=np.append(encoded.loss_mask, np.float32(weight)),
-    )
+def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
+    """The sequence with an end-of-document token at its end, the tokenizer's ``eos_id``.
+
+    White space behind the last other token is ignored. A sequence that ends with the token already gets no second one.
+    The token is trained, with the weight of the token before it, where the sequence ends in a trained answer.
+
+    Raises:
+        ValueError: the tokenizer has no ``eos_id``.
+    """
+    eod = tokenizer.eos_id
+    if eod is None:
+        raise ValueError("the tokenizer has no end-of-sequence token")
+    ids, mask = encoded.input_ids, encoded.loss_mask
+    last = _last_word(ids, tokenizer)
+    if last >= 0 and ids[last] == eod:
+        before = _last_word(ids[:last], tokenizer)
+        if mask[last] == 0 and before >= 0 and mask[before] != 0:
+            mask = mask.copy()
+            mask[last] = mask[before]
+        return encoded._replace(loss_mask=mask)
+    weight = mask[last] if last >= 0 else 0.0
+    return encoded._replace(input_ids=np.append(ids, np.int32(eod)), loss_mask=np.append(mask, np.float32(weight)))
+
+
+def _last_word(ids: NDArray[np.int32], tokenizer: Tokenizer) -> int:
+    """The position of the last token that is not white space; -1 where there is none."""
+    at = len(ids) - 1
+    while at >= 0 and ids[at] != tokenizer.eos_id and not tokenizer.decode(ids[at : at + 1]).strip():
+        at -= 1
+    return at
 
 
 # ---- spans to weights ----
@@ -226,9 +249,7 @@ class _Crossing(NamedTuple):
     begins_in_span: bool  # whether its first character lies in an earlier span that is trained on too
 
 
-def _weigh(
-    edges: NDArray[np.int64], row: Rendered, whole_characters: bool
-) -> tuple[NDArray[np.float32], list[_Crossing]]:
+def _weigh(edges: NDArray[np.int64], row: Rendered) -> tuple[NDArray[np.float32], list[_Crossing]]:
     """The weights of a text's tokens. ``edges`` has the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
 
     Returns:
@@ -246,9 +267,6 @@ def _weigh(
         if first > last or span.start == span.stop:
             continue  # no token holds a character of it
         begin, end = int(begins[first]), int(ends[first])
-        if not whole_characters:
-            last_character = min(int(ends[last]), span.stop) - 1
-            last = int(np.searchsorted(ends, last_character, "right"))
         tokens = slice(held[first], held[last] + 1)
         weights[tokens] = np.maximum(weights[tokens], np.float32(span.weight))
         if span.weight and begin < span.start:

@@ -170,7 +170,7 @@ class TokenSpellings:
         return np.stack([number[ends - self.nbytes[ids]] - 1, number[ends - 1]], axis=1)
 
     def weights(
-        self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
+        self, ids: list[NDArray[np.uint32]], utf8: list[bytes], spans: list[list[Span]]
     ) -> tuple[list[NDArray[np.float32]], list[int], list[bool]]:
         """The loss weights of the tokens of several texts.
 
@@ -178,7 +178,6 @@ class TokenSpellings:
             ids: the ids of each text.
             utf8: each text as UTF-8.
             spans: the spans of each text.
-            whole_characters: as for ``Tokenizer.encode``.
 
         Returns:
             Three lists with one item a text: the weights of its tokens, float32; how many of its spans begin within a
@@ -200,7 +199,6 @@ class TokenSpellings:
             np.fromiter(edges, np.int64, 2 * count).reshape(count, 2),
             np.fromiter((span.weight for row in spans for span in row), np.float32, count),
             _offsets_of(spans),
-            whole_characters,
         )
         by_text = [weights[begin:end] for begin, end in pairwise(offsets.tolist())]
         return by_text, straddling.tolist(), spelled.astype(bool).tolist()
@@ -276,6 +274,9 @@ ASSIGNED = (
     b"?lI_^0?;_qCvhUr=XI(G4Ad*OZ?^Pk_yZ`BBw%U;L-l+Bw#aPv=pUgp05?8$zU"
 )
 
+COMPARED_FIRST, COMPARED_LATER = 1000, 128
+"""How many texts are tokenised by both libraries at first; and of how many later texts one is."""
+
 # After this much text, which takes seconds, an encoder is made anew, which takes a tenth of a second.
 RENEWAL_NBYTES = 64 << 20
 
@@ -322,16 +323,40 @@ def known_class(spec: dict[str, Any]) -> str | None:
 class FastEngine:
     """gigatoken where a text allows it, tokenizers for the rest.
 
-    gigatoken remembers every word it has met, up to ten bytes a byte of text that never repeats itself, so
-    its encoder is made anew now and then: memory stays bounded however long the input.
+    One young library does not decide ids alone: the first ``COMPARED_FIRST`` texts of every engine, and then one text
+    in ``COMPARED_LATER``, are tokenised by both libraries. A job with several workers has an engine in each, so these
+    compare the first texts of the job too. Which of the later texts are compared depends on the text alone.
+
+    gigatoken remembers every word it has met, up to ten bytes per byte of text that never repeats itself, so its
+    encoder is renewed now and then: memory stays bounded however long the input.
     """
 
     def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
         self._make, self._exact, self._nfc = make, exact, nfc
         self._encoder, self._seen_nbytes = make(), 0
+        self._num_compared = 0
 
     def ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of the texts, without special tokens added."""
+        """Token ids of the texts, without special tokens added.
+
+        Raises:
+            FormatError: the two libraries give different ids for a text that is compared.
+        """
+        ids = self._settled_ids(texts)
+        first = max(0, COMPARED_FIRST - self._num_compared)
+        self._num_compared += len(texts[:first])
+        compared = [
+            i
+            for i, text in enumerate(texts)
+            if i < first or xxhash.xxh3_64_intdigest(text.encode()) % COMPARED_LATER == 0
+        ]
+        if compared:
+            for i, exact in zip(compared, exact_ids(self._exact, [texts[i] for i in compared]), strict=True):
+                if not np.array_equal(ids[i], exact):
+                    raise FormatError(_difference(texts[i], ids[i], exact))
+        return ids
+
+    def _settled_ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         ids = self.raw_ids(texts)
         doubtful = [i for i, text in enumerate(texts) if not text.isascii()]
         if self._is_settled("".join([texts[i] for i in doubtful])):  # then each of its parts is settled, too
@@ -359,6 +384,18 @@ class FastEngine:
         ids = [np.asarray(self._encoder.encode(text), np.uint32) for text in texts]
         self._seen_nbytes += sum(len(text.encode()) for text in texts)  # quick, as strings keep their UTF-8
         return ids
+
+
+def _difference(text: str, found: NDArray[np.uint32], expected: NDArray[np.uint32]) -> str:
+    """The message about a text for which gigatoken and tokenizers give different ids."""
+    shorter = min(len(found), len(expected))
+    different = np.flatnonzero(found[:shorter] != expected[:shorter])
+    at = int(different[0]) if different.size else shorter
+    return (
+        f"the tokenizers library and gigatoken give different ids for the text that begins {text[:60]!r}: token {at} is"
+        f" {expected[at : at + 1].tolist()} by tokenizers and {found[at : at + 1].tolist()} by gigatoken; nothing was"
+        " written with wrong ids. Go on without gigatoken: --tokenizer-backend tokenizers"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,131 @@
+"""What the model generates of each answer of a template with ``{% generation %}`` markers: what they enclose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_sft_idx.chat.template.cuts import Cuts
+from megatron_sft_idx.chat.template.messages import Ranges, unusable, utterances_of
+from megatron_sft_idx.chat.template.scaffold import TAG, Rules
+from megatron_sft_idx.chat.template.stand_in import StandIn
+from megatron_sft_idx.chat.template.trace import Segment, Traced, own_segments
+from megatron_sft_idx.chat.template.turn import Said, TurnFinder, numbered
+
+_OUTSIDE = (
+    "writes outside its generation markers",
+    "mend the markers, or take them as they stand: --partial-markers keep",
+)
+
+
+class BlockFinder:
+    """Finds what generation markers enclose of each assistant message.
+
+    Args:
+        rules: what holds for every conversation.
+        traced: the rendering, and which message wrote what.
+        row: the stand-in.
+        render: renders other ``messages`` and variables; returns None where the template refuses them.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        traced: Traced,
+        row: StandIn,
+        render: Callable[..., str | None],
+    ) -> None:
+        self._rules, self._traced, self._messages, self._render = rules, traced, row.messages, render
+        self._holes = row.holes
+        self._text = traced.text
+        self._finder = TurnFinder(rules, traced.text, row.messages, row, traced, render)
+        self._written: dict[int, list[Segment]] = {}
+        for segment in own_segments(traced, row.messages):
+            self._written.setdefault(segment.message, []).append(segment)
+        self._blocks: dict[int, Ranges] | None = None
+
+    def said(self, message: int) -> Said:
+        """What the markers enclose of one assistant message.
+
+        Raises:
+            SequenceError: the template leaves out some of the message's words, or the markers do; or they enclose words
+                of another speaker.
+        """
+        if self._blocks is None:
+            self._require_answers_only()
+            self._blocks = self._by_message()
+        spans = self._blocks.get(message, [])
+        notes: dict[str, int] = {}
+        pieces = self._finder.pieces(message)
+        segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
+        found = self._finder.standing(pieces, segments)
+        self._finder.require_words(message, pieces, segments, found, notes)
+        blocks = [Segment(start, stop, 0, message) for start, stop in spans]
+        inside = self._finder.standing(pieces, blocks)
+        if self._rules.options.partial_markers == "error":
+            standing = [one.piece for one in found]
+            self._finder.require_words(
+                message, [piece for piece in pieces if piece in standing], blocks, inside, notes, _OUTSIDE
+            )
+        said = max([one.stop for one in inside], default=0)
+        if inside and not self._text[said : spans[-1][1]].strip():
+            notes["no_end_of_turn"] = 1
+        trained = spans
+        if spans and not self._rules.keeps_all:
+            cuts = Cuts(self._rules, self._text, self._messages, message, self._render)
+            trained = cuts.without(spans, self._finder.found_for_cuts(message, found))
+        return Said(spans, trained, notes)
+
+    def _require_answers_only(self) -> None:
+        """Refuse markers around what anyone but the assistant says."""
+        for one in self._finder.placed:
+            speaker = self._holes[one.number].message
+            role = self._messages[speaker].get("role")
+            if role != "assistant" and any(
+                start < one.stop and one.start < stop for start, stop in self._traced.generated
+            ):
+                raise unusable(
+                    f"{self._rules.name}: the generation markers enclose what message {numbered(speaker)} ({role})"
+                    " says; mend the markers, or train on exactly what they enclose: --train-on markers"
+                )
+
+    def _by_message(self) -> dict[int, Ranges]:
+        """The template's generation blocks by message.
+
+        A block outside every loop belongs to the next answer that no loop wrote and whose words it holds. If there is
+        none, it may be an end of turn written after the loop, and belongs to the message before it. A block without
+        words that a question or a result wrote may be an end of turn too, and belongs to the answer before it.
+
+        Raises:
+            SequenceError: a block outside every loop belongs to no message.
+        """
+        spans: dict[int, Ranges] = {}
+        segments = self._traced.segments
+        at, message = 0, None
+        for start, stop in self._traced.generated:
+            while at < len(segments) and segments[at].stop <= start:
+                at += 1
+            if at < len(segments) and segments[at].start <= start:
+                message = segments[at].message
+                # An end of turn has no words, but for its tags; a tag begins with its bracket.
+                if not self._text[start : start + 1].isalnum() and not any(
+                    map(str.isalnum, TAG.sub("", self._text[start:stop]))
+                ):
+                    before = range(message, -1, -1)
+                    message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
+            else:
+                behind = range(0 if message is None else message + 1, len(self._messages))
+                message = next((i for i in behind if self._stands_alone(i, start, stop)), message)
+            if message is None:
+                raise unusable(
+                    f"{self._rules.name}: a generation block encloses the loop over the messages or stands outside it,"
+                    " so it is no message's; put the markers around what the assistant says in one iteration, or train"
+                    " on exactly what they enclose: --train-on markers"
+                )
+            spans.setdefault(message, []).append((start, stop))
+        return spans
+
+    def _stands_alone(self, message: int, start: int, stop: int) -> bool:
+        """Whether the text from ``start`` to ``stop`` holds the words of an answer that no loop wrote."""
+        pieces = utterances_of(self._messages[message])
+        answers = self._messages[message].get("role") == "assistant" and message not in self._written
+        return answers and bool(pieces) and all(self._text.find(one.text, start, stop) >= 0 for one in pieces)
