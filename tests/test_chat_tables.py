@@ -231,6 +231,12 @@ def test_columns_that_nobody_needs_change_nothing(kind: str, tmp_path: Path) -> 
     assert headers[0]["notes"] == headers[1]["notes"]
 
 
+def test_a_length_that_is_no_number_of_tokens_is_not_needed(tmp_path: Path) -> None:
+    for name in ("duration", "decimal128"):
+        (row, *_) = data_of(write(tmp_path / name, "arrow", pa.table(TOKENS | {"length": ARRAYS[name][0]})))
+        assert to_sequence_source(row).input_ids.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_decoded_is_no_part_of_the_fingerprint(kind: str, tmp_path: Path) -> None:
     for name, (array, expected) in ARRAYS.items():

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
+from megatron_sft_idx.chat.values import Undecoded
 
 SystemStarts: TypeAlias = Literal["error", "conversation", "turn"]
 _Bounds: TypeAlias = NDArray[np.int64]
@@ -178,7 +179,7 @@ def _read_bounds(row: Mapping[str, Any], count: int) -> tuple[list[_Claim], dict
     ends: dict[str, int] = {}
     for name in sorted((_OF_LENGTHS | _OF_BOUNDS).intersection(row)):
         value = row[name]
-        if value is None or (name in _PLAIN_LENGTHS and isinstance(value, (int, float))):
+        if value is None or (name in _PLAIN_LENGTHS and isinstance(value, (int, float, Undecoded))):
             continue
         bounds[name] = _of_lengths(value, name, count) if name in _OF_LENGTHS else _of_bounds(value, name, count)
     for physical, logical in _PADDED.items():

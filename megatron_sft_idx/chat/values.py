@@ -26,6 +26,8 @@ from megatron_sft_idx.chat.types import RowError
 _TOOLS = ("tools", "functions")
 _OF_ROWS = frozenset({*_TOOLS, "chat_template_kwargs"})
 _OF_CALLS = frozenset({"arguments", "parameters"})
+# Types of values that are as they should be.
+_SIMPLE = frozenset({str, int, float, bool})
 
 
 class JsonText(str):
@@ -126,12 +128,14 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
     """
     kind = type(value)
     if kind is dict:
+        if _SIMPLE.issuperset(map(type, value.values())):  # as of most messages
+            return value
         out = {}
         for key, item in value.items():
             if item is None:
                 if note:
                     counts[note] += 1
-            elif type(item) is str or type(item) is int:
+            elif type(item) in _SIMPLE:
                 out[key] = item
             elif not in_whole and key in _OF_CALLS and "name" in value:
                 out[key] = _whole(item, counts, "nulls_in_arguments")
@@ -139,10 +143,7 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
                 out[key] = _read(item, counts, note, in_whole=in_whole)
         return out
     if kind is list:
-        return [
-            item if type(item) is str or type(item) is int else _read(item, counts, note, in_whole=in_whole)
-            for item in value
-        ]
+        return [item if type(item) in _SIMPLE else _read(item, counts, note, in_whole=in_whole) for item in value]
     if kind is JsonText:
         try:
             value = parse_json(value.encode())
