@@ -21,8 +21,8 @@ from megatron_sft_idx.chat.template.align import Alignment, by_marks, by_spellin
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.controls import ControlTokens
 from megatron_sft_idx.chat.template.cuts import cut
-from megatron_sft_idx.chat.template.builtins import RaisedByTemplate
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
+from megatron_sft_idx.chat.template.functions import RaisedByTemplate
 from megatron_sft_idx.chat.template.messages import (
     THINKING_TAG,
     Ranges,

@@ -54,7 +54,7 @@ class GenerationBlocks(Extension):
 
 
 class CountingGenerator(CodeGenerator):
-    """Writes a template's syntax tree as Python code; the methods ``visit_...``, Jinja's interface, one kind of node."""
+    """Writes a template's syntax tree as Python code: each ``visit_...``, Jinja's interface, one kind of node."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,22 +128,22 @@ class CountingGenerator(CodeGenerator):
 
         An f-string is paid for when it is made, so it has two operands at most that may be large.
         """
-        variable = [operand for operand in operands if not _is_text(operand)]
+        variable = [operand for operand in operands if _text_of(operand) is None]
         if not 1 <= len(variable) <= 2:
             self._write_call(method, operands, frame)
             return
         names = [self.temporary_identifier() for _ in variable]
         unused = iter(names)
-        words = "".join(
-            operand.value.replace("{", "{{").replace("}", "}}") if _is_text(operand) else f"{{{next(unused)}}}"
-            for operand in operands
-        )
+        words = ""
+        arguments = []
+        for operand in operands:
+            text = _text_of(operand)
+            arguments.append(next(unused) if text is None else repr(text))
+            words += f"{{{arguments[-1]}}}" if text is None else text.replace("{", "{{").replace("}", "}}")
         self.write(f"(environment.allowance.made(f{words!r}) if ")
         for at, (name, operand) in enumerate(zip(names, variable, strict=True)):
             self._write_code(frame, " & " if at else "", f"(type({name} := ", operand, ") is str)")
-        unused = iter(names)
-        rest = ", ".join(repr(operand.value) if _is_text(operand) else next(unused) for operand in operands)
-        self.write(f" else environment.{method}({rest}))")
+        self.write(f" else environment.{method}({', '.join(arguments)}))")
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
@@ -221,8 +221,8 @@ class CountingGenerator(CodeGenerator):
         """Write ``a[b]`` or ``a[b:c]``; a dict's item by a constant name is taken at once."""
         if isinstance(node.arg, nodes.Slice):
             self._write_code(frame, "environment.allowance.made(", node.node, "[", node.arg, "])")
-        elif _is_text(node.arg):
-            name, key = self.temporary_identifier(), repr(node.arg.value)
+        elif (text := _text_of(node.arg)) is not None:
+            name, key = self.temporary_identifier(), repr(text)
             self._write_code(frame, f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}")
             self.write(f" else environment.getitem({name}, {key}))")
         else:
@@ -256,8 +256,9 @@ def _escapes(frame: Frame) -> bool:
     return bool(frame.eval_ctx.volatile or frame.eval_ctx.autoescape)
 
 
-def _is_text(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Const) and type(node.value) is str
+def _text_of(node: nodes.Node) -> str | None:
+    """The value of a constant that is a plain string."""
+    return node.value if isinstance(node, nodes.Const) and type(node.value) is str else None
 
 
 def _is_number(node: nodes.Node) -> bool:

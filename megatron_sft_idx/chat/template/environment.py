@@ -3,8 +3,9 @@
 Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, set up as transformers
 sets it up (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``, ``strftime_now``, a ``tojson`` that
 does not escape HTML), so that the same template gives the same text. Three differences are deliberate. A template gets
-nothing random and no clock. It may call only what is on a list (``builtins``). An allowance limits what one rendering
-may do and write (``allowance``), which the compiled code (``compiler``) and its operators (``operators``) spend.
+nothing random and no clock. It may call only what is on a list (``methods``, ``filters``, ``functions``). An allowance
+limits what one rendering may do and write (``allowance``), which all of these spend, the operators (``operators``) of
+the compiled code (``compiler``) among them.
 
 Look-ups and calls that chat templates make thousands of times take short cuts, but only where the value is exactly a
 dict, list or string and the sandbox would give the same answer.
@@ -24,17 +25,15 @@ from jinja2.utils import Cycler
 from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import ITEM, QUOTED, Allowance, text_bytes
-from megatron_sft_idx.chat.template.builtins import (
-    LINEAR_METHODS,
-    LOOKED_UP,
-    SHORT,
-    TemplateNamespace,
-    call_method,
-    filters_of,
-    globals_of,
-    tests_of,
+from megatron_sft_idx.chat.template.compiler import (
+    DICT_ATTRIBUTES,
+    LOOP_ATTRIBUTES,
+    CountingGenerator,
+    GenerationBlocks,
 )
-from megatron_sft_idx.chat.template.compiler import DICT_ATTRIBUTES, LOOP_ATTRIBUTES, CountingGenerator, GenerationBlocks
+from megatron_sft_idx.chat.template.filters import filters_of, tests_of
+from megatron_sft_idx.chat.template.functions import TemplateNamespace, globals_of
+from megatron_sft_idx.chat.template.methods import METHODS, QUICK, SHORT, call_method
 from megatron_sft_idx.chat.template.operators import Operators, numbers_in
 
 MARK = "trace "
@@ -67,7 +66,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         self.concat = self.allowance.joined  # type: ignore[method-assign]
         self.finalize: Callable[..., Any] = self.allowance.soft_text
         self.filters = filters_of(self, self.filters)
-        self.tests = tests_of(self, self.tests)
+        self.tests: dict[str, Any] = tests_of(self, self.tests)
         self.globals.update(globals_of(self, template_date))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -83,7 +82,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
             value = obj.__dict__.get(attribute, _MISSING)
             if type(value) in _PLAIN:
                 return value
-        elif attribute in LOOKED_UP.get(kind, ()):
+        elif attribute in METHODS.get(kind, ()):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
@@ -128,8 +127,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
             if plain:
                 return call_method(__self, __obj.__self__, __obj.__name__, args, kwargs)
             return __obj(__context.eval_ctx, *args, **kwargs) if kind is Macro else TemplateNamespace(*args, **kwargs)
-        if len(args) > SHORT:
-            __self.allowance.spend(ITEM * len(args))
+        __self.allowance.spend(ITEM * len(args))
         if args and kind is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
             __self.allowance.weigh(args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -147,10 +145,16 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
     ) -> Any:
         """Call ``value.name(...)`` for compiled code, which passes the scopes of its loop and block along."""
         kind = type(value)
-        if kind is str:
-            if name in LOOKED_UP[str]:
+        if kind is str and name in METHODS[str]:
+            short = not args or (type(args[0]) is str and len(args[0]) < SHORT)
+            if not (short and name in QUICK) or kwargs:
                 return call_method(self, value, name, args, kwargs)
-        elif kind is dict and not kwargs:
+            allowance = self.allowance
+            allowance.remaining -= 2 * (len(value) if value.isascii() else 4 * len(value))
+            if allowance.remaining < 0:
+                allowance.extend_or_refuse()
+            return getattr(value, name)(*args)
+        if kind is dict and not kwargs:
             if name == "get" and args and type(args[0]) is str:
                 return value.get(*args)
             if name in _VIEWS and not args:
