@@ -145,7 +145,7 @@ class Allowance:
                 units += one.bit_length() >> 3
             elif isinstance(one, Namespace):
                 waiting.append(vars(one))
-            elif written and kind not in NUMBERS and not isinstance(one, Undefined):
+            elif written and kind not in NUMBERS and not isinstance(one, (Undefined, range)):
                 raise NotText(f"the template writes {_description(one)}")
             if units > 1 << 12:
                 self.spend(units)

@@ -120,7 +120,9 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         Methods that change their object need no check here: the sandbox's look-ups never return them.
         """
         kind = type(__obj)
-        plain = kind is BuiltinMethodType or (kind is MethodType and type(__obj.__self__) is Markup)
+        plain = kind is BuiltinMethodType or (
+            kind is MethodType and (isinstance(__obj.__self__, Markup) or __obj.__self__ is Markup)
+        )
         if plain or kind is Macro or __obj is TemplateNamespace:
             kwargs.pop("_loop_vars", None)  # compiled loops and blocks pass their scopes along, meant for the context
             kwargs.pop("_block_vars", None)

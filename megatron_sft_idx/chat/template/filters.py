@@ -60,6 +60,8 @@ def _of_text(bound: Bound, coerced: bool = True) -> Payment:
             value = operators.allowance.text(value)
         if isinstance(value, str):
             pay_for_text(operators.allowance, value, bound, arguments, written=coerced)
+        elif bound is not nothing:  # the filter would fail, but may make what its arguments ask for before
+            raise TypeError(f"text is needed here, and this is a value of type {type(value).__name__}")
         return value
 
     return payment

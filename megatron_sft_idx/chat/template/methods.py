@@ -124,8 +124,9 @@ def call_method(operators: Operators, value: Any, name: str, args: Arguments, kw
         inherited = (names[name] for kind, names in METHODS.items() if isinstance(value, kind) and name in names)
         bound = next(inherited, None)
     if bound is None:
+        kind_name = value.__name__ if isinstance(value, type) else type(value).__name__
         raise Overspent(
-            f"chat templates cannot call {type(value).__name__}.{name}; write the template without it, "
+            f"chat templates cannot call {kind_name}.{name}; write the template without it, "
             "or put what it makes into the rows"
         )
     if isinstance(value, str):

@@ -90,16 +90,15 @@ class Operators:
 
     def contains(self, item: Any, holder: Any) -> bool:
         """``item in holder``."""
-        kind = type(holder)
-        if kind is str:
+        if isinstance(holder, str):
             self.allowance.spend(len(holder) >> 2)
-        elif kind is dict:
+        elif type(holder) is dict:
             self.key(item)
         elif isinstance(holder, (list, tuple)) and type(item) in (str, *NUMBERS):
             self.allowance.spend(len(holder) * (ITEM + (len(item) >> 3 if type(item) is str else 0)))
         elif isinstance(holder, (dict, list, tuple, _KEYS, _ITEMS, _VALUES)):
             self.allowance.weigh((holder, self.key(item)))
-        elif not isinstance(holder, (Undefined, str, range)) or not isinstance(item, (str, int)):
+        elif not (isinstance(holder, range) and isinstance(item, int)):
             return item in self.allowance.paid_items(holder)
         return item in holder
 
