@@ -177,13 +177,13 @@ MULTIPLYING = {
     **{
         f"{v} | {name}({arguments})": f"{LARGE}{{% set x = {v} | {name}({arguments}) %}}{{{{ (x | list)[0] | string | length }}}}"
         for name in _FILTERS
-        for v in "swld"
+        for v in "sld"
         for arguments in _ARGUMENTS
     },
     **{
         f"{v}.{name}({arguments})": f"{LARGE}{{{{ {v}.{name}({arguments}) | string | length }}}}"
         for name in _TEXT_METHODS
-        for v in ("s", "w", "(s | safe)")
+        for v in ("w", "(s | safe)")
         for arguments in _ARGUMENTS
     },
 }

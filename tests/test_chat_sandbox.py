@@ -111,13 +111,12 @@ def outcome(environment: Any, source: str, variables: dict[str, Any]) -> str | E
 
 def agree(source: str, variables: dict[str, Any], refused: bool = False) -> None:
     """Check that a template renders as in plain Jinja, or that it fails in both, or that it is refused by name."""
-    ours, stock = (outcome(environment, source, dict(variables)) for environment in (TemplateEnvironment(None), STOCK))
+    ours = outcome(TemplateEnvironment(None), source, dict(variables))
+    if refused and isinstance(ours, (Overspent, SecurityError, NotText)):
+        return
+    stock = outcome(STOCK, source, dict(variables))
     if refused:
-        assert isinstance(ours, (Overspent, SecurityError, NotText)) or isinstance(stock, Exception), (
-            source,
-            variables,
-            ours,
-        )
+        assert isinstance(stock, Exception), (source, variables, ours)
     elif isinstance(ours, NotText):
         assert isinstance(stock, Exception) or " at 0x" in stock or "object" in stock, (source, variables, stock)
     elif isinstance(ours, Overspent):
@@ -238,8 +237,8 @@ def test_functions_are_those_of_plain_jinja(name: str, data: st.DataObject) -> N
 def test_what_is_refused_is_named_with_a_remedy() -> None:
     for source, says in {
         "{{ 'a'.encode() }}": "chat templates cannot call str.encode; write the template without it",
-        "\n{{ [1, 2] | random }}": "line 2: a template may not do this: the random filter",
-        "{{ lipsum() }}": "lipsum(): it would make other text",
+        "\n{{ [1, 2] | random }}": "line 2: a template may not do this: it calls the random filter; it would make",
+        "{{ lipsum() }}": "it calls lipsum(); it would make other text",
     }.items():
         with pytest.raises(ValueError, match=r"t\.jinja: ") as caught:
             make(source).render(PAIR)

@@ -143,7 +143,9 @@ class RowEncoder:
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
         if options.rows.kind in ("preference", "kto") and options.masks.train_on in ("markers", "all"):
-            raise FormatError(f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}")
+            raise FormatError(
+                f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}"
+            )
         named = self.tokenizer.chat_templates
         if options.chat_template is not None:
             named = {"default": options.chat_template}

@@ -191,7 +191,9 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             train_on_thinking=not given["no_train_on_thinking"],
             train_on_tool_calls=not given["no_train_on_tool_calls"],
         ),
-        rows=_options(RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] not in ("markers", "all")),
+        rows=_options(
+            RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] not in ("markers", "all")
+        ),
     )
 
 

@@ -108,7 +108,8 @@ class Allowance:
             self.remaining += max(more, min(4 * more, GENEROUS))
         if self.remaining < 0:
             raise Overspent(
-                "it takes more loop iterations, other steps or characters for one conversation than any should"
+                "it takes more loop iterations, other steps or characters than any conversation needs; correct the loop"
+                " or value that grows there, or leave such rows out with --on-bad-row skip"
             )
 
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:

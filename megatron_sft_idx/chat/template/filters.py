@@ -112,7 +112,7 @@ def _written(operators: Operators, value: Any, arguments: Arguments) -> Any:
 
 def _rounded(operators: Operators, value: Any, arguments: Arguments) -> Any:
     if sum_of_numbers(arguments) > _MAX_PRECISION:
-        raise Overspent(f"rounding to more than {_MAX_PRECISION:,} places")
+        raise Overspent(f"it rounds to more than {_MAX_PRECISION:,} places")
     return value
 
 
@@ -200,11 +200,11 @@ def _paying(filter_: Filter, payment: Payment, operators: Operators) -> Filter:
     return paying
 
 
-def refused(what: str, reason: str = "it is not among what a chat template may use") -> Callable[..., Any]:
+def refused(what: str, reason: str = "it is not on the list of what chat templates may use") -> Callable[..., Any]:
     """Stands for a filter or function that no template may call."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise SecurityError(f"{what}: {reason}; take it out of the template")
+        raise SecurityError(f"it calls {what}; {reason}, so take it out of the template")
 
     return refuse
 

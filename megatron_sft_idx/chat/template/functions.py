@@ -86,7 +86,7 @@ def globals_of(operators: Operators, template_date: str | None) -> dict[str, Any
                 "give the date it should see with --template-date YYYY-MM-DD"
             )
         if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # the C library of some machines pads a field to this width
-            raise Overspent("a date with the width of a field is too much for a chat template")
+            raise Overspent("it asks for a date with a width; write %Y, %m or %d without one")
         operators.allowance.spend(256 * len(style))
         return day.strftime(style)
 

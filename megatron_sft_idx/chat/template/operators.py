@@ -109,7 +109,9 @@ class Operators:
         if isinstance(value, tuple):
             self.allowance.weigh(value)
             if any(isinstance(item, tuple) for item in value):
-                raise Overspent("a key of tuples within tuples")
+                raise Overspent(
+                    "it makes a key of tuples within tuples, which may take long to compare; use text as the key"
+                )
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, int) and abs(item) >= _SAME_HASHES:
                 self.allowance.spend(_LARGE_KEY)
@@ -123,18 +125,18 @@ class Operators:
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, (str, list, tuple)) and isinstance(times, int):
                     if len(value) * times > MAX_REPEATED:
-                        raise Overspent(f"text or a list repeated to more than {MAX_REPEATED:,} items")
+                        raise Overspent(f"it repeats text or a list to more than {MAX_REPEATED:,} items")
                     spend(max(0, times) * (text_bytes(value) if isinstance(value, str) else POINTER * len(value)))
                     self.allowance.nests = True
             if numbers:
                 spend(left.bit_length() + right.bit_length() >> 3)
         elif operator == "**":
             if not all(type(side) in (int, float) and abs(side) <= _MAX_POWER for side in (left, right)):
-                raise Overspent(f"** of anything but numbers up to {_MAX_POWER:,}")
+                raise Overspent(f"it computes ** of something else than numbers up to {_MAX_POWER:,}")
             if numbers:
-                spend(left.bit_length() * max(0, right) >> 3)
+                spend(left.bit_length() * max(0, right) >> 1)  # a power takes longer than its bytes
         elif numbers:
-            spend(left.bit_length() * right.bit_length() >> 12)  # a division takes quadratic time
+            spend(left.bit_length() * right.bit_length() >> 10)  # a division takes quadratic time
         elif isinstance(left, str):
             self.pay_for_percent_format(left, right if isinstance(right, tuple) else (right,))
         return self.allowance.made(super().call_binop(context, operator, left, right))  # type: ignore[misc]
