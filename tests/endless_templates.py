@@ -2,7 +2,7 @@
 
 ``python endless_templates.py`` renders them one after the other, with at most 1 GiB of address space beyond what the
 process begins with, and prints one JSON object a line: name, seconds, peak in MiB beyond the beginning, the error's
-type and words.
+type and words. ``python endless_templates.py multiplying`` does so for every filter and method with large arguments.
 """
 
 # ruff: noqa: E501 - templates, one a line
@@ -14,6 +14,8 @@ import resource
 import sys
 import time
 from pathlib import Path
+
+from jinja2.defaults import DEFAULT_FILTERS
 
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.types import Conversation
@@ -151,6 +153,42 @@ ENDLESS = {
     "namespace in itself": "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
 }  # fmt: skip
 
+LARGE = "{% set s = 'aB <\\t\\n' * 60000 %}{% set w = s[:-1] ~ '\U0001f600' %}{% set l = [s[:9]] * 9000 %}{% set d = {'a': s, 'b': l} %}"
+"""Large variables: narrow text, wide text, a list, a dict."""
+
+_ARGUMENTS = (
+    "",
+    "10 ** 9",
+    "s",
+    "w",
+    "l",
+    "'a', s",
+    "'', s",
+    "9 ** 9, s",
+    "s, s",
+    "-(10 ** 9)",
+    "'a.' * 99999",
+    "1, 'ceil'",
+    "attribute='0.' * 9999",
+)
+_FILTERS = sorted({*DEFAULT_FILTERS} - {"random"})
+_TEXT_METHODS = [name for name in dir(str) if not name.startswith("_")]
+MULTIPLYING = {
+    **{
+        f"{v} | {name}({arguments})": f"{LARGE}{{% set x = {v} | {name}({arguments}) %}}{{{{ (x | list)[0] | string | length }}}}"
+        for name in _FILTERS
+        for v in "sld"
+        for arguments in _ARGUMENTS
+    },
+    **{
+        f"{v}.{name}({arguments})": f"{LARGE}{{{{ {v}.{name}({arguments}) | string | length }}}}"
+        for name in _TEXT_METHODS
+        for v in ("w", "(s | safe)")
+        for arguments in _ARGUMENTS
+    },
+}
+"""Each filter of Jinja, and each method of a string, with arguments that may multiply or take long."""
+
 PAIR = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "words"}], [1.0, 1.0])
 
 
@@ -165,13 +203,13 @@ def main() -> None:
     limit = (_status("VmSize") << 10) + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     options = MaskOptions(template_date="2025-01-31")
-    for name, source in ENDLESS.items():
-        if len(sys.argv) > 1 and name not in sys.argv[1:]:
-            continue
+    multiplying = sys.argv[1:] == ["multiplying"]
+    for name, source in (MULTIPLYING if multiplying else ENDLESS).items():
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
         before, start = _status("VmRSS"), time.perf_counter()
         try:
-            says = ChatTemplate(source, options=options, name="t.jinja").render(PAIR).text[:80]
+            template = ChatTemplate(source, options=options, name="t.jinja")
+            says = template._template.plain({"messages": PAIR.messages}) if multiplying else template.render(PAIR).text
             kind = "rendered"
         except Exception as error:
             kind, says = type(error).__name__, str(error)

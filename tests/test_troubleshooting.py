@@ -115,6 +115,7 @@ PREPARING: Scenes = {
     "the chat template asks for today's date": lambda: prepare(template=DATE),
     "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),
     "it takes more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
+    "chat templates cannot call": lambda: prepare(template="{{ messages[0].content.encode() }}"),
     "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,

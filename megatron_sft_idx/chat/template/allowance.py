@@ -3,9 +3,8 @@
 A template is somebody else's program, and two rules keep it from spoiling a corpus or a machine. First, what it writes
 must be text, a number or a plain container of those. Anything else, such as a method whose parentheses were forgotten,
 has a default text with a memory address in it, which differs from process to process. Second, each rendering has an
-*allowance* of units. It pays about one unit for each byte that it makes, and some for each step that it takes; an
-operation that costs more than remains is refused before it makes anything. Units are counted and never timed, so a row
-is refused on every machine or on none.
+*allowance* of units. It pays about one unit for each byte that goes into an operation or comes out of it, and some for
+each step. Units are counted and never timed, so a row is refused on every machine or on none.
 
 The allowance is far beyond what conversations need. Every rendering has the same base; once that is spent, a multiple
 of the conversation's own size is added, once.
@@ -13,8 +12,7 @@ of the conversation's own size is added, once.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
@@ -43,21 +41,18 @@ POINTER = 8
 MAX_NUMBER = 1 << (1 << 16)
 """Whole numbers stay below this, and above its negative."""
 
-_PAID_AT_ONCE = 1 << 18  # units: loops up to this price are paid when they begin
-_SHORT_TEXT = 256  # characters: texts up to this length are paid as if each character took one byte
-_SAME_HASHES = (1 << 61) - 1  # a whole number from here on has the hash of a smaller one, so that many share one hash
-_LARGE_KEY = 1 << 14  # units of such a number as a key, as it may be compared with all keys before it
-_QUOTED = 12  # the most bytes that Python's repr makes of a character
+QUOTED = 12
+"""The most bytes that Python's ``repr`` makes of a byte of text."""
 
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-_SETS: tuple[Any, ...] = (type({}.keys()), type({}.items()))  # whose difference is a set
-_CONTAINERS: tuple[Any, ...] = (list, tuple, *_VIEWS)
-_SIZED = frozenset({list, tuple, dict, str, range, *_VIEWS})
-_NUMBERS = frozenset({int, float, bool, complex, type(None)})
+_SMALL = 1 << 16  # characters: shorter texts are joined first and looked at afterwards
+
+_CONTAINERS: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+NUMBERS = frozenset({int, float, bool, complex, type(None)})
+"""Types of values whose text and comparison cost next to nothing, large whole numbers apart."""
 
 
 class Overspent(TemplateError):  # noqa: N818 - a refusal: the row is at fault with this template
-    """A rendering asked for more than its allowance, or for something that has no price."""
+    """A rendering asked for more than its allowance, or for something that no template may do."""
 
 
 class NotText(TemplateError):  # noqa: N818 - as above
@@ -67,9 +62,7 @@ class NotText(TemplateError):  # noqa: N818 - as above
 class Allowance:
     """What the rendering that is under way may still spend; ``start`` begins the next one.
 
-    Most methods do an operation for a compiled template and pay for it: ``add`` is what ``+`` becomes, ``contains``
-    what ``in`` becomes. Any of them raises ``Overspent`` where too few units remain, and those that make text raise
-    ``NotText``.
+    Any method may raise ``Overspent`` where too few units remain, and those that make text ``NotText``.
 
     Attributes:
         remaining: units.
@@ -95,34 +88,29 @@ class Allowance:
         self._data = None
 
     def spend(self, units: int) -> None:
-        """Take units off. Methods that a template calls most do this in place, as a call takes longer than the rest.
-
-        Raises:
-            Overspent: fewer remain.
-        """
+        """Take units off. Methods that a template calls most do this in place, as a call takes longer than the rest."""
         self.remaining -= units
         if self.remaining < 0:
             self.extend_or_refuse()
 
     def extend_or_refuse(self) -> None:
-        """Add what the conversation's size allows, at most once a rendering. To be called when ``remaining`` < 0.
+        """Add what the conversation's size allows, at most once per rendering. To be called when ``remaining`` < 0.
 
         Raises:
             Overspent: ``remaining`` is still negative.
         """
         if self._data is not None:
             data, self._data = self._data, None
-            measuring = Allowance()  # one of its own: to measure the conversation spends nothing of this one
+            measuring = Allowance()  # a second one: to measure the conversation spends nothing of this one
             measuring.remaining = 1 << 62
             values = [value for value in data.values() if type(value) in (str, list, dict)]
             more = PER_UNIT_OF_DATA * measuring.weigh(values)
             self.remaining += max(more, min(4 * more, GENEROUS))
         if self.remaining < 0:
             raise Overspent(
-                "it takes more loop iterations, other steps or characters for one conversation than any should"
+                "it takes more loop iterations, other steps or characters than any conversation needs; correct the loop"
+                " or value that grows there, or leave such rows out with --on-bad-row skip"
             )
-
-    # ---- sizes ----
 
     def weigh(self, value: Any, factor: int = 1, written: bool = False) -> int:
         """Spend units for the size of a value: for each item of its containers and each byte of its texts.
@@ -147,8 +135,8 @@ class Allowance:
             one = take()
             kind = type(one)
             units += 2 * ITEM
-            if kind is str:
-                units += (len(one) if one.isascii() else 4 * len(one)) * factor
+            if isinstance(one, str):
+                units += text_bytes(one) * factor
             elif kind is dict:
                 waiting.extend(one)
                 waiting.extend(one.values())
@@ -156,11 +144,9 @@ class Allowance:
                 waiting.extend(one)
             elif isinstance(one, int):
                 units += one.bit_length() >> 3
-            elif isinstance(one, str):
-                units += text_bytes(one) * factor
             elif isinstance(one, Namespace):
                 waiting.append(vars(one))
-            elif written and kind not in _NUMBERS and not isinstance(one, Undefined):
+            elif written and kind not in NUMBERS and not isinstance(one, (Undefined, range)):
                 raise NotText(f"the template writes {_description(one)}")
             if units > 1 << 12:
                 self.spend(units)
@@ -169,46 +155,23 @@ class Allowance:
         self.spend(units)
         return spent + units
 
-    def paid_operand(self, value: Any) -> Any:
-        """The same value, having paid for comparing it."""
-        kind = type(value)
-        if kind is str:
-            self.remaining -= len(value) >> 3
-            if self.remaining < 0:
-                self.extend_or_refuse()
-        elif kind not in _NUMBERS:
-            self.weigh(value)
-        return value
+    def made(self, value: Any) -> Any:
+        """The same value, which an operation has just made, having paid for it: text and lists by their bytes.
 
-    def checked_key(self, value: Any) -> Any:
-        """The same value, to be used as a key: tuples and large numbers are paid for, tuples of tuples are refused."""
-        if type(value) is str:
-            return value
-        if isinstance(value, tuple):
-            self.weigh(value)
-            if any(isinstance(item, tuple) for item in value):
-                raise Overspent("a key of tuples within tuples")
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int) and abs(item) >= _SAME_HASHES:
-                self.spend(_LARGE_KEY)
-        return value
-
-    # ---- loops ----
-
-    def paid_iterable(self, iterable: Any, weight: int) -> Any:
-        """What a ``for`` loop iterates over, whose every iteration costs ``weight`` units.
-
-        Short loops are paid here, long ones and those of unknown length iteration by iteration.
+        A whole number of ``MAX_NUMBER`` or more, of either sign, is refused.
         """
-        if type(iterable) in _SIZED and (units := len(iterable) * weight) <= _PAID_AT_ONCE:
-            self.remaining -= units
+        if isinstance(value, str):
+            self.remaining -= len(value) if value.isascii() else 4 * len(value)
             if self.remaining < 0:
                 self.extend_or_refuse()
-            return iterable
-        return iterable if isinstance(iterable, Undefined) else self.paid_items(iterable, weight)
+        elif isinstance(value, (list, tuple)):
+            self.spend(POINTER * len(value))
+        elif type(value) is int and not -MAX_NUMBER < value < MAX_NUMBER:
+            raise Overspent(f"a number of {value.bit_length()} bits is too large for a chat template")
+        return value
 
     def paid_items(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
-        """Iterates over something and pays ``weight`` units for each item when it is taken."""
+        """Iterate over something and pay ``weight`` units for each item when it is taken."""
         items = iter(iterable)  # before the first item is asked for, so that what cannot be iterated over fails here
 
         def paid() -> Iterator[Any]:
@@ -227,14 +190,12 @@ class Allowance:
             return list(iterable)  # type: ignore[call-overload, no-any-return]
         return list(self.paid_items(iterable, weight))
 
-    # ---- text ----
-
     def text(self, value: Any) -> str:
         """The text of a value that a template writes, as a plain ``str``."""
         if isinstance(value, str):
             return str(value)
-        if type(value) not in _NUMBERS:
-            self.weigh(value, _QUOTED, written=True)
+        if type(value) not in NUMBERS:
+            self.weigh(value, QUOTED, written=True)
         text = str(value)
         self.spend(len(text))
         return text
@@ -251,96 +212,20 @@ class Allowance:
         if type(strings) is not list:
             strings = self.paid_list(strings)
         units = sum(map(len, strings)) + len(separator) * len(strings)
-        if units > _SHORT_TEXT and not (separator.isascii() and all(map(str.isascii, strings))):
-            units *= 4
-        self.remaining -= units
-        if self.remaining < 0:
-            self.extend_or_refuse()
-        return separator.join(strings)
-
-    def concatenate(self, *operands: Any) -> str:
-        """``a ~ b ~ c``."""
-        for operand in operands:
-            if type(operand) is not str:
-                return self.joined([self.text(operand) for operand in operands])
-        return self.joined([*operands])
-
-    # ---- operators ----
-
-    def add(self, *operands: Any) -> Any:
-        """``a + b + c``."""
-        for operand in operands:
-            if type(operand) is not str:
-                break
-        else:
-            return self.joined([*operands])
-        result, *others = operands
-        for other in others:
-            result = result + other
-            if isinstance(result, str):
-                self.spend(text_bytes(result))
-            elif isinstance(result, (list, tuple)):
-                self.nests = True
-                self.spend(POINTER * len(result))
-        return self.checked_number(result)
-
-    def subtract(self, left: Any, right: Any) -> Any:
-        """``left - right``."""
-        if isinstance(left, _SETS) or isinstance(right, _SETS):
-            raise NotText("the template makes a set, whose order differs from run to run; make a list with a loop")
-        return self.checked_number(left - right)
-
-    def checked_number(self, value: Any) -> Any:
-        """The same value; a whole number of ``MAX_NUMBER`` or more, of either sign, is refused."""
-        if type(value) is int and not -MAX_NUMBER < value < MAX_NUMBER:
-            raise Overspent(f"a number of {value.bit_length()} bits is too large for a chat template")
-        return value
-
-    def contains(self, item: Any, holder: Any) -> bool:
-        """``item in holder``."""
-        kind = type(holder)
-        if kind is str:
-            self.remaining -= len(holder) >> 2
+        if units < _SMALL:
+            text = separator.join(strings)
+            self.remaining -= units if text.isascii() else 4 * units
             if self.remaining < 0:
                 self.extend_or_refuse()
-        elif kind is dict:
-            self.checked_key(item)
-        elif isinstance(holder, (list, tuple)) and type(item) in (str, *_NUMBERS):
-            self.spend(len(holder) * (ITEM + (len(item) >> 3 if type(item) is str else 0)))
-        elif isinstance(holder, (dict, *_CONTAINERS)):
-            self.weigh((holder, self.checked_key(item)))
-        elif not isinstance(holder, (Undefined, str, range)) or not isinstance(item, (str, int)):
-            return item in self.paid_items(holder)
-        return item in holder
-
-    def paid_slice(self, result: Any) -> Any:
-        """The same value, which slicing has made, having paid for it."""
-        if isinstance(result, str):
-            self.spend(text_bytes(result))
-        elif isinstance(result, (list, tuple)):
-            self.spend(POINTER * len(result))
-        return result
-
-    def pay_for_percent_format(self, template: str, values: Sequence[Any]) -> None:
-        """Pay for ``template % values``, as if each ``%`` wrote all of the values."""
-        weight = self.weigh(values, _QUOTED, written=True)
-        weight += 4 * max(numbers_in(template), sum_of_numbers(values) if "*" in template else 0)
-        self.spend(text_bytes(template) + template.count("%") * weight)
+            return text
+        wide = not (separator.isascii() and all(map(str.isascii, strings)))
+        self.spend(4 * units if wide else units)
+        return separator.join(strings)
 
 
 def text_bytes(text: str) -> int:
     """The most bytes that Python takes for the characters of a text, which it stores at one width."""
     return len(text) if text.isascii() else 4 * len(text)
-
-
-def numbers_in(text: str) -> int:
-    """The sum of the whole numbers in a format string, such as 13 of ``"%10s %3d"``: its padding is no longer."""
-    return sum(int(digits) if len(digits) < 19 else 1 << 62 for digits in re.findall(r"\d+", text))
-
-
-def sum_of_numbers(values: Iterable[Any]) -> int:
-    """The sum of the whole numbers among arguments, without their signs."""
-    return sum(abs(value) for value in values if isinstance(value, int))
 
 
 def _description(value: Any) -> str:

@@ -20,7 +20,8 @@ from jinja2.exceptions import SecurityError
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.controls import ControlTokens
 from megatron_sft_idx.chat.template.cuts import cut
-from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
+from megatron_sft_idx.chat.template.environment import TemplateEnvironment
+from megatron_sft_idx.chat.template.functions import RaisedByTemplate
 from megatron_sft_idx.chat.template.messages import (
     THINKING_TAG,
     Ranges,

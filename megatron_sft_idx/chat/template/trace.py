@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
-from megatron_sft_idx.chat.template.environment import GENERATION, MARK, TemplateEnvironment, nests
+from megatron_sft_idx.chat.template.compiler import GENERATION, nests
+from megatron_sft_idx.chat.template.environment import MARK, TemplateEnvironment
 from megatron_sft_idx.chat.template.messages import utterances_of
 from megatron_sft_idx.errors import FormatError
 

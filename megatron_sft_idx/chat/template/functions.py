@@ -1,0 +1,103 @@
+"""Functions and classes that a chat template finds by name, in place of Jinja's own or beyond them.
+
+``raise_exception``, ``strftime_now``, ``dict`` and ``namespace`` are those of transformers. Nothing is random, and the
+day is an option.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.utils import Namespace
+
+from megatron_sft_idx.chat.template.allowance import POINTER, Overspent
+from megatron_sft_idx.chat.template.filters import refused
+from megatron_sft_idx.chat.template.operators import Operators
+from megatron_sft_idx.errors import FormatError
+
+MAX_MESSAGE = 2000
+"""The longest message of ``raise_exception``, in characters."""
+
+
+class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
+    """What a template says through ``raise_exception``."""
+
+
+class TemplateNamespace(Namespace):
+    """A namespace without underscore names, which could reach Python's internals.
+
+    Its names are plain attributes, unlike its parent's, because templates read them in every loop.
+    """
+
+    __getattribute__ = object.__getattribute__
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args  # leaves the name `self` to templates
+        for name, value in dict(*rest, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name[:1] == "_":
+            raise SecurityError(f"templates cannot store underscore names such as {name!r} on a namespace")
+        self.__dict__[name] = value
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.__dict__!r}>"
+
+
+class TemplateDict:
+    """``dict(...)`` for templates: makes dicts, and is not the class."""
+
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """A dict of pairs, of another dict, or of keywords."""
+        allowance = self._operators.allowance
+        if args and not isinstance(args[0], Mapping):
+            pairs = allowance.paid_list(args[0])
+            args = ([(self._operators.key(key), value) for key, value in pairs], *args[1:])
+        for items in (*args, kwargs):
+            allowance.spend(4 * POINTER * len(items))
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        """A dict with these keys, each with the same value."""
+        return dict.fromkeys(map(self._operators.key, self._operators.allowance.paid_list(keys)), value)
+
+
+def globals_of(operators: Operators, template_date: str | None) -> dict[str, Any]:
+    """Functions for templates, by name, beyond or in place of Jinja's own.
+
+    Raises:
+        ValueError: ``template_date`` is not a date.
+    """
+    day = None if template_date is None else datetime.strptime(template_date, "%Y-%m-%d")
+
+    def strftime_now(style: str) -> str:
+        if day is None:
+            raise FormatError(
+                "the chat template asks for today's date, so its text would change from day to day; "
+                "give the date it should see with --template-date YYYY-MM-DD"
+            )
+        if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # the C library of some machines pads a field to this width
+            raise Overspent("it asks for a date with a width; write %Y, %m or %d without one")
+        operators.allowance.spend(256 * len(style))
+        return day.strftime(style)
+
+    def raise_exception(message: Any) -> None:
+        said = operators.allowance.text(message)
+        raise RaisedByTemplate(said if len(said) <= MAX_MESSAGE else f"{said[:MAX_MESSAGE]}...")
+
+    return {
+        "dict": TemplateDict(operators),
+        "lipsum": refused("lipsum()", "it would make other text from the same row"),
+        "namespace": TemplateNamespace,
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+    }
