@@ -150,6 +150,12 @@ ENDLESS = {
     "groupby, a long attribute": "{{ range(99999) | groupby('a.' * 99999, default={}) }}",
     "join, a long attribute": "{% set n = namespace(x=['a']) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}{{ ([n.x] * 999999) | join('', attribute='0.' * 999 + '0') }}",
     "groupby": "{% set l = range(99999) | list %}{% for i in range(9999) %}{% set x = l | map('string') | groupby('0') %}{% endfor %}",
+    "namespaces of many": "{% set d = dict.fromkeys(range(99999) | map('string')) %}" + loops(2, "{% set x = namespace(d) %}{% set y = namespace(**d) %}"),
+    "macro of many": "{% macro f() %}{{ kwargs | length }}{% endmacro %}{% set d = dict.fromkeys(range(99999) | map('string')) %}" + loops(2, "{{ f(**d) }}"),
+    "map, a long attribute": "{% set n = namespace(x=['a']) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}{{ ([n.x] * 999999) | map(attribute='0.' * 999 + '0') | list }}",
+    "sum, a long attribute": "{% set n = namespace(x=[1]) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}{% for i in range(9999) %}{{ ([n.x] * 9) | sum(attribute='0.' * 999 + '0') }}{% endfor %}",
+    "Markup.escape": repeated("[]", "n.x + [('' | safe).escape('<' * 9999999)]"),
+    "format of many fields": repeated("''", "('{0}' * 99999).format(1)"),
     "namespace in itself": "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
 }  # fmt: skip
 

@@ -229,7 +229,7 @@ def test_methods_are_those_of_plain_jinja(kind: str, name: str, data: st.DataObj
 @settings(max_examples=60, deadline=None)
 def test_functions_are_those_of_plain_jinja(name: str, data: st.DataObject) -> None:
     call, variables = spelt(data.draw(ARGUMENTS), [])
-    named = data.draw(st.sampled_from(["", ", key=1", ", b=a0"])) if call else ""
+    named = data.draw(st.sampled_from(["", ", key=1", ", b=a0", ", self=1"])) if call else ""
     use = {"cycler": ".next()", "joiner": "()", "namespace": ".key"}.get(name, "")
     agree(f"{{{{ {name}({call}{named}){use} }}}}", variables, refused=name in REFUSED["globals"])
 

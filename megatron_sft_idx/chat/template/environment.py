@@ -32,7 +32,7 @@ from megatron_sft_idx.chat.template.compiler import (
     GenerationBlocks,
 )
 from megatron_sft_idx.chat.template.filters import filters_of, tests_of
-from megatron_sft_idx.chat.template.functions import TemplateNamespace, globals_of
+from megatron_sft_idx.chat.template.functions import TemplateNamespace, globals_of, paid_dict
 from megatron_sft_idx.chat.template.methods import METHODS, QUICK, SHORT, call_method
 from megatron_sft_idx.chat.template.operators import Operators, numbers_in
 
@@ -42,6 +42,7 @@ MARK = "trace "
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _VIEWS = frozenset({"items", "keys", "values"})
+_FIELD_UNITS = 128  # units of a field of ``str.format``, which is looked up and formatted in Python
 
 
 class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
@@ -120,6 +121,7 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
         Methods that change their object need no check here: the sandbox's look-ups never return them.
         """
         kind = type(__obj)
+        __self.allowance.spend(4 * ITEM * (len(args) + len(kwargs)))
         plain = kind is BuiltinMethodType or (
             kind is MethodType and (isinstance(__obj.__self__, Markup) or __obj.__self__ is Markup)
         )
@@ -128,8 +130,9 @@ class TemplateEnvironment(Operators, ImmutableSandboxedEnvironment):
             kwargs.pop("_block_vars", None)
             if plain:
                 return call_method(__self, __obj.__self__, __obj.__name__, args, kwargs)
-            return __obj(__context.eval_ctx, *args, **kwargs) if kind is Macro else TemplateNamespace(*args, **kwargs)
-        __self.allowance.spend(ITEM * len(args))
+            if kind is Macro:
+                return __obj(__context.eval_ctx, *args, **kwargs)
+            return TemplateNamespace(paid_dict(__self, args, kwargs))
         if args and kind is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
             __self.allowance.weigh(args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -197,7 +200,7 @@ class _MeteredFormatter(SandboxedFormatter):
         """Format one field."""
         allowance: Allowance = self._env.allowance  # type: ignore[attr-defined]
         allowance.weigh(value, QUOTED, written=True)
-        allowance.spend(4 * numbers_in(format_spec))
+        allowance.spend(_FIELD_UNITS + 4 * numbers_in(format_spec))
         return super().format_field(value, format_spec)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:

@@ -41,7 +41,7 @@ Payment = Callable[[Operators, Any, Arguments], Any]
 """Pays for a filter, given its value and further arguments; returns the value that the filter is to work on."""
 
 _SORTED = 256  # units of an item that is sorted, looked up and compared in Python
-_LOOKED_UP = 64  # units for each item and each character of an attribute's name: "a.b,c" asks for several attributes
+_LOOKED_UP = 64  # units of an attribute that is looked up
 _MAX_PRECISION = 4096
 
 
@@ -50,6 +50,11 @@ def _times(factor: int) -> Bound:
 
 
 # Payments, by what goes in
+
+
+def _attributes(arguments: Arguments) -> int:
+    """The units of looking up what arguments ask for of each item: "a.b,c" asks for three attributes."""
+    return _LOOKED_UP * sum(one.count(".") + one.count(",") for one in arguments if isinstance(one, str))
 
 
 def _of_text(bound: Bound, coerced: bool = True) -> Payment:
@@ -69,7 +74,7 @@ def _of_text(bound: Bound, coerced: bool = True) -> Payment:
 
 def _lazy(operators: Operators, value: Any, arguments: Arguments) -> Any:
     """For filters that are iterators: they look at all arguments for each item of their value."""
-    weight = 4 * ITEM + operators.allowance.weigh(arguments)
+    weight = 4 * ITEM + operators.allowance.weigh(arguments) + _attributes(arguments)
     if isinstance(value, Sized):
         operators.allowance.spend(weight * len(value))
         return value
@@ -88,8 +93,9 @@ def _compared(operators: Operators, value: Any, arguments: Arguments) -> Any:
     """For filters that sort, or look items up in a dict."""
     value = _gathered(operators, value, ())
     if isinstance(value, Sized):
-        attribute = operators.allowance.weigh(arguments, _LOOKED_UP) if arguments else 0
-        operators.allowance.spend((_SORTED + attribute) * len(value))
+        operators.allowance.spend(
+            (_SORTED + operators.allowance.weigh(arguments) + _attributes(arguments)) * len(value)
+        )
     operators.allowance.weigh(value, 4)
     for item in value if isinstance(value, (list, tuple, range)) else ():
         operators.key(item)
@@ -154,7 +160,7 @@ def filters_of(operators: Operators, filters: Mapping[str, Filter]) -> dict[str,
     def join(context: EvalContext, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
         items = allowance.paid_list(value, ITEM)
         if attribute is not None:
-            allowance.spend(allowance.weigh(attribute, _LOOKED_UP) * len(items))
+            allowance.spend((allowance.weigh(attribute) + _attributes((attribute,))) * len(items))
             items = [*map(make_attrgetter(context.environment, attribute), items)]
         if context.autoescape:
             items = [allowance.soft_text(item) for item in items]

@@ -36,9 +36,8 @@ class TemplateNamespace(Namespace):
 
     __getattribute__ = object.__getattribute__
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args  # leaves the name `self` to templates
-        for name, value in dict(*rest, **kwargs).items():
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        for name, value in names.items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -50,6 +49,16 @@ class TemplateNamespace(Namespace):
         return f"<Namespace {self.__dict__!r}>"
 
 
+def paid_dict(operators: Operators, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """``dict(*args, **kwargs)``, paid for."""
+    if args and not isinstance(args[0], Mapping):
+        pairs = operators.allowance.paid_list(args[0])
+        args = ([(operators.key(key), value) for key, value in pairs], *args[1:])
+    for items in (*args, kwargs):
+        operators.allowance.spend(4 * POINTER * len(items))
+    return dict(*args, **kwargs)
+
+
 class TemplateDict:
     """``dict(...)`` for templates: makes dicts, and is not the class."""
 
@@ -58,13 +67,7 @@ class TemplateDict:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """A dict of pairs, of another dict, or of keywords."""
-        allowance = self._operators.allowance
-        if args and not isinstance(args[0], Mapping):
-            pairs = allowance.paid_list(args[0])
-            args = ([(self._operators.key(key), value) for key, value in pairs], *args[1:])
-        for items in (*args, kwargs):
-            allowance.spend(4 * POINTER * len(items))
-        return dict(*args, **kwargs)
+        return paid_dict(self._operators, args, kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
         """A dict with these keys, each with the same value."""
