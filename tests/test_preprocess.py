@@ -11,7 +11,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from chats import CHATS, GENERATION_TEMPLATE, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
+from chats import CHATS, GENERATION_TEMPLATE, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
 
 from megatron_sft_idx import tokenize
 from megatron_sft_idx.errors import FormatError
@@ -166,6 +166,17 @@ def test_append_eod_is_trained_where_a_sequence_ends_in_a_trained_answer(tmp_pat
     # The template's end of turn is the end of document, with a newline behind it that is not trained on.
     assert (third == eod).sum() == 2  # of the question and of the answer
     assert three[np.flatnonzero(third == eod)].tolist() == [0, 1]
+
+
+def test_append_eod_is_trained_behind_the_newline_of_a_template_without_an_end_of_turn(tmp_path, tokenizer):
+    template = ROOT / "tests/masks/ne.jinja"
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    done = preprocess(tmp_path / "x", "--append-eod", "--chat-template", template, "--packing", "none", rows=rows)
+    assert done.code == 0, done
+    ((ids, mask),) = sequences_of(tmp_path / "x")
+    assert ids[-1] == tokenizer.eos_token_id
+    assert (ids == tokenizer.eos_token_id).sum() == 1
+    assert mask[-1] == 1
 
 
 def test_weights_make_the_mask_float32_from_the_first_row_on(tmp_path):

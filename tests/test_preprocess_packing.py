@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from chats import MADE, command, files_of, preprocess, remains, sequences_of
+from chats import MADE, ROOT, command, files_of, preprocess, remains, sequences_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard import Shard
@@ -128,6 +128,17 @@ def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, overlong, 
         packed = sum(np.count_nonzero(mask) for _, mask in sequences_of(prefix))
         lost = json.loads((tmp_path / "packed.json").read_text())["packing"]["lost_trained_tokens"]
         assert (packed, lost) == (stored, counts["lost_trained_tokens"])
+
+
+def test_answers_that_truncation_cuts_off_are_counted(tmp_path):
+    lines = (ROOT / "tests/rows/truncated_answers.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    whole = preprocess(tmp_path / "whole", "--packing", "none", rows=rows, capacity=4096)
+    done = preprocess(tmp_path / "x", "--overlong", "truncate", rows=rows, capacity=64)
+    assert (whole.code, done.code) == (0, 0), done
+    trained = [sum(np.count_nonzero(mask) for _, mask in sequences_of(tmp_path / name)) for name in ("whole", "x")]
+    assert trained[0] > trained[1]
+    assert f"{trained[0] - trained[1]:,} trained tokens lost" in done.out
 
 
 def test_pack_repacks_packs_without_tokens_lost(tmp_path):
