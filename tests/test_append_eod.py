@@ -95,6 +95,16 @@ def test_the_end_of_document_is_trained_where_a_sequence_ends_in_a_trained_answe
     assert found == ([0] if outside else weights)
 
 
+def test_the_line_feed_behind_an_answer_does_not_hide_it(tmp_path: Path) -> None:
+    template = Path(__file__).parent / "masks" / "ne.jinja"
+    given = ("--packing", "none", "--append-eod", "--chat-template", template)
+    assert preprocess(tmp_path / "x", *given, rows=[chat(Q, A)]).code == 0
+    tokenizer = load_tokenizer(TOKENIZER)
+    [(ids, mask)] = sequences_of(tmp_path / "x")
+    assert tokenizer.decode(ids) == "user: One and two?\nassistant: It is three\n<|im_end|>"
+    assert tokenizer.decode(ids[mask == 1]).split() == ["It", "is", "three<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("row", "weights"),
     [

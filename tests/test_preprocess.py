@@ -7,16 +7,21 @@ import json
 import os
 import shutil
 from dataclasses import asdict
+from importlib.metadata import version
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
 from chats import CHATS, GENERATION_TEMPLATE, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
+from packaging.version import Version
 
 from megatron_sft_idx import tokenize
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize.report import CorpusReport
+
+MASKS = Path(__file__).parent / "masks"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,26 @@ def test_generation_markers_give_what_transformers_gives(tmp_path, tokenizer, ch
         )  # fmt: skip
         assert ids.tolist() == theirs["input_ids"]
         assert mask.tolist() == theirs["assistant_masks"]
+
+
+def test_a_character_at_the_end_of_a_span_is_trained_whole(tmp_path, tokenizer):
+    """Emoji and rare letters are of several tokens: behind the words, at their start, and beside the markers."""
+    template = (MASKS / "gm.jinja").read_text(encoding="utf-8")
+    chats = [json.loads(line) for line in (MASKS / "gm.jsonl").read_text(encoding="utf-8").splitlines()]
+    said = ["👍🏽", "👩\u200d👩\u200d👧 hi 𓀀", "ꙮ e\u0301", "𠀀", "ไทย\u0e34", "e\u0301\u0323"]
+    ask = {"role": "user", "content": "q 🫖"}
+    chats += [{"messages": [ask, {"role": "assistant", "content": text}] * 2} for text in said]
+    given = ("--packing", "none", "--chat-template", MASKS / "gm.jinja")
+    assert preprocess(tmp_path / "x", *given, rows=chats).code == 0
+    for chat, (ids, mask) in zip(chats, sequences_of(tmp_path / "x"), strict=True):
+        answers = [message["content"] for message in chat["messages"] if message["role"] == "assistant"]
+        assert trained_runs(ids, mask, tokenizer.decode) == answers
+        theirs = tokenizer.apply_chat_template(
+            chat["messages"], chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert ids.tolist() == theirs["input_ids"]
+        if Version(version("transformers")) >= Version("5.24"):  # older ones leave the last tokens out
+            assert mask.tolist() == theirs["assistant_masks"]
 
 
 def test_traced_and_marked_template_agree(tmp_path):
