@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -303,6 +305,45 @@ def test_the_end_of_document_is_trained_where_the_sequence_ends_in_a_trained_ans
         assert ends(f"a{end}answer{space}", Span(1, 1 + len(end))) == (f"a{end}answer{space}{end}", [1.0, 0.0])
     empty = append_eod(Encoded(np.zeros(0, np.int32), np.zeros(0, np.float32)), tokenizer)
     assert (empty.input_ids.tolist(), empty.loss_mask.tolist()) == ([eod], [0.0])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama3", "prefix-space", "metaspace", "llama2", "unigram"])
+def test_the_end_of_document_by_the_book(kind: str) -> None:
+    """Against the rule in words, on sequences put together of pieces with weights."""
+    tokenizer = load(kind)
+    eod = tokenizer.eos_id
+    assert eod is not None
+    spaces = ["\n", " ", " \n\n", "\t"] + ["\u205f", "\u2003\n", "\x85"] * (kind != "unigram")
+    texts = ["word", "\u4f60\u597d", "a b", "<|im_start|>", "\U0001f44d", *spaces * 2]
+    made = {text: tokenizer.encode([Rendered(text, [])])[0].input_ids for text in texts} | {"EOD": np.int32([eod])}
+    assert kind in ("metaspace", "llama2", "unigram") or len(made["\u205f"]) > 1  # white space of several tokens
+    rng = random.Random(kind)
+    seen: Counter[str] = Counter()
+    for _ in range(1500):
+        pieces = [(rng.choice(["EOD", *texts]), rng.choice([0.0, 0.0, 0.5, 1.0])) for _ in range(rng.randrange(6))]
+        ids = np.concatenate([np.zeros(0, np.int32), *(made[text] for text, _ in pieces)])
+        mask = np.concatenate([np.zeros(0, np.float32), *(np.full(len(made[t]), w, np.float32) for t, w in pieces)])
+        longer = append_eod(Encoded(ids, mask), tokenizer)
+
+        words = [(text, weight) for text, weight in pieces if text not in spaces]
+        expected = [*pieces] if words and words[-1][0] == "EOD" else [*pieces, ("EOD", 0.0)]
+        answer = max((i for i, (_, weight) in enumerate(expected) if weight), default=-1)
+        closed = answer >= 0 and all(text == "EOD" or text in spaces for text, _ in expected[answer + 1 :])
+        run = len(expected)  # where the ends of document and white space at the end begin
+        while run and (expected[run - 1][0] == "EOD" or expected[run - 1][0] in spaces):
+            run -= 1
+        if closed and ("EOD", True) not in [(text, weight > 0) for text, weight in expected[run:]]:
+            behind = [i for i in range(answer + 1, len(expected)) if expected[i][0] == "EOD"]
+            for i in behind[:1]:
+                expected[i] = ("EOD", expected[answer][1])
+                seen["trained now"] += 1
+        seen["added"] += len(expected) > len(pieces)
+        assert longer.input_ids.tolist() == [int(i) for text, _ in expected for i in made[text]], pieces
+        assert longer.loss_mask.tolist() == [w for text, w in expected for _ in made[text]], pieces
+        again = append_eod(longer, tokenizer)
+        assert again.input_ids.tolist() == longer.input_ids.tolist()
+        assert again.loss_mask.tolist() == longer.loss_mask.tolist()
+    assert min(seen["trained now"], seen["added"], 1500 - seen["added"]) > 100
 
 
 def test_a_pickled_tokenizer_is_small_and_the_same() -> None:

@@ -251,14 +251,9 @@ def masked(kind: str, row: Rendered, ids: list[int]) -> list[float]:
     tokens = held(kind, row, ids)
     weights = [0.0] * len(ids)
     for span in row.spans:
-        if span.start == span.stop:
-            continue
-        begin = next(t for t, (a, b) in enumerate(tokens) if a <= span.start < b)
-        end = next(t for t, (a, b) in enumerate(tokens) if a <= span.stop - 1 < b)
-        while end + 1 < len(ids) and tokens[end + 1][0] < span.stop:
-            end += 1
-        for token in range(begin, end + 1):
-            weights[token] = max(weights[token], span.weight)
+        for token, (begin, end) in enumerate(tokens):
+            if max(begin, span.start) < min(end, span.stop):
+                weights[token] = max(weights[token], span.weight)
     return weights
 
 

@@ -208,8 +208,8 @@ class Tokenizer:
 def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
     """The sequence with an end-of-document token at its end, the tokenizer's ``eos_id``.
 
-    White space behind the last other token is ignored. A sequence that ends with the token already gets no second one.
-    The token is trained, with the weight of the token before it, where the sequence ends in a trained answer.
+    A sequence that ends with the token already gets no second one. Where the sequence ends in a trained answer, the
+    token is trained with the weight of the last trained token. White space at the end is ignored.
 
     Raises:
         ValueError: the tokenizer has no ``eos_id``.
@@ -218,23 +218,35 @@ def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
     if eod is None:
         raise ValueError("the tokenizer has no end-of-sequence token")
     ids, mask = encoded.input_ids, encoded.loss_mask
-    last = _last_word(ids, tokenizer)
-    if last >= 0 and ids[last] == eod:
-        before = _last_word(ids[:last], tokenizer)
-        if mask[last] == 0 and before >= 0 and mask[before] != 0:
-            mask = mask.copy()
-            mask[last] = mask[before]
-        return encoded._replace(loss_mask=mask)
-    weight = mask[last] if last >= 0 else 0.0
-    return encoded._replace(input_ids=np.append(ids, np.int32(eod)), loss_mask=np.append(mask, np.float32(weight)))
+    end = _last(ids == eod)
+    if end < 0 or not _is_space(ids[end + 1 :], tokenizer):
+        ids, mask = np.append(ids, np.int32(eod)), np.append(mask, np.float32(0))
+
+    def ends_at(token: int) -> bool:
+        """Whether nothing but white space and the end of document stands behind this token."""
+        behind = ids[token + 1 :]
+        return token >= 0 and _is_space(behind[behind != eod], tokenizer)
+
+    answer_end = _last(mask != 0)
+    # An answer may end in the token and white space, both trained: then nothing is left to do.
+    if ends_at(answer_end) and not ends_at(_last((ids == eod) & (mask != 0))):
+        ends = np.flatnonzero(ids == eod)
+        mask = mask.copy()
+        mask[ends[ends > answer_end][:1]] = mask[answer_end]
+    return encoded._replace(input_ids=ids, loss_mask=mask)
 
 
-def _last_word(ids: NDArray[np.int32], tokenizer: Tokenizer) -> int:
-    """The position of the last token that is not white space; -1 where there is none."""
-    at = len(ids) - 1
-    while at >= 0 and ids[at] != tokenizer.eos_id and not tokenizer.decode(ids[at : at + 1]).strip():
-        at -= 1
-    return at
+def _last(chosen: NDArray[np.bool_]) -> int:
+    """The position of the last chosen token; -1 where none is."""
+    return int(np.flatnonzero(chosen)[-1]) if chosen.any() else -1
+
+
+def _is_space(ids: NDArray[np.int32], tokenizer: Tokenizer) -> bool:
+    """Whether the text of these tokens is white space or empty; a character may be of several tokens."""
+    # The last few tokens nearly always tell, and the text may be long. They may begin in the middle of a character.
+    if tokenizer.decode(ids[-8:]).replace("\ufffd", "").strip():
+        return False
+    return not tokenizer.decode(ids).strip()
 
 
 # ---- spans to weights ----
