@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import CHATS, GENERATION_TEMPLATE, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
+from chats import CHATS, GENERATION_TEMPLATE, SUFFIXES, TOKENIZER, files_of, preprocess, sequences_of
 from packaging.version import Version
 
 from megatron_sft_idx import tokenize
