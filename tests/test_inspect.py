@@ -256,7 +256,7 @@ def test_what_was_lost_is_counted(tmp_path: Path) -> None:
         "rows skipped          2",
         "overlong sequences    1,234",
         "dropped tokens        56,789",
-        "lost trained tokens   7",
+        "trained tokens lost   7",
     ):
         assert f"\n{line}\n" in out
 

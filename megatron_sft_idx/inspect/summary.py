@@ -29,7 +29,7 @@ _MAX_REMARKS = 4
 _LOSSES = {
     "overlong_sequences": "overlong sequences",
     "dropped_tokens": "dropped tokens",
-    "lost_trained_tokens": "lost trained tokens",
+    "lost_trained_tokens": "trained tokens lost",
 }
 
 

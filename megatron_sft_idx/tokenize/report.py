@@ -43,7 +43,12 @@ _NOTES = {
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
-_OVERLONG = {"error": "", "drop": "dropped", "truncate": "truncated", "split": "split"}
+# What becomes of overlong sequences, and what trained tokens are lost to.
+_OVERLONG = {
+    "drop": ("dropped", "dropping"),
+    "truncate": ("truncated", "truncation"),
+    "split": ("split", "splitting"),
+}
 # With the name of a field behind it.
 _IGNORED = "ignored_field:"
 # The first key of the file, by which it is recognized.
@@ -151,6 +156,16 @@ class PackReport:
             selected=packing.get("selected", {}),
         )
 
+    def describe_overlong(self) -> str:
+        """What became of sequences longer than the capacity, and what that lost; "" where there are none."""
+        if not self.overlong:
+            return ""
+        done, way = _OVERLONG[self.overlong_choice]
+        return (
+            f"{self.overlong:,} sequences {done}: {self.dropped_tokens:,} tokens left out,"
+            f" {self.lost_trained_tokens:,} trained tokens lost to {way}"
+        )
+
 
 @dataclass(slots=True)
 class Summary:
@@ -214,10 +229,7 @@ class Summary:
         ]
         if_any = {
             f"left out        {packing.left_out:,} sequences of other sources": packing.left_out,
-            f"overlong        {packing.overlong:,} sequences {_OVERLONG[packing.overlong_choice]}:"
-            f" {packing.dropped_tokens:,} tokens and {packing.lost_trained_tokens:,} trained tokens lost": (
-                packing.overlong
-            ),
+            f"overlong        {packing.describe_overlong()}": packing.overlong,
             f"lost            columns {', '.join(packing.lost_columns)}: they have a row a pack of the source": (
                 packing.lost_columns
             ),
@@ -230,6 +242,8 @@ class Summary:
                 f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
                 f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
             )
+            if valid.overlong:
+                lines.append(f"  overlong      {valid.describe_overlong()}")
         for name, count in (corpus.notes if corpus else {}).items():
             lines.append(f"note            {count:,} {_said_of(name)}")
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
