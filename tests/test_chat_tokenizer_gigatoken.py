@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -25,9 +26,10 @@ import xxhash
 from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from productions import piped, produced
 from tokenizers import Tokenizer
 
-from megatron_sft_idx.chat.tokenizer import comparing_all_texts, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, load_tokenizer
 from megatron_sft_idx.chat.tokenizer import tokens as engine_module
 from megatron_sft_idx.chat.tokenizer.tokens import (
     FastEngine,
@@ -39,7 +41,9 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
 )
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.tokenize import preprocess
+from megatron_sft_idx.live import Limits
+from megatron_sft_idx.live.chunks import LiveChunks
+from megatron_sft_idx.tokenize import EncodingOptions, preprocess
 
 pytest.importorskip("gigatoken")
 
@@ -267,7 +271,7 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
 LOADS = """
 import os, sys
 from pathlib import Path
-from megatron_sft_idx.chat.tokenizer import comparing_all_texts, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, load_tokenizer
 
 def loaded(times):
     for _ in range(times):
@@ -352,6 +356,12 @@ def test_texts_are_compared_by_what_they_say_and_not_by_where_they_stand() -> No
         assert len(fast.ids(texts)) == 3000
 
 
+def test_the_error_stays_what_it_is_between_processes() -> None:
+    error = DifferentIdsError("differs", "text", place="rows.jsonl:1: ")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.text, again.difference) == ("rows.jsonl:1: differs", "text", "differs")
+
+
 def test_about_one_text_in_a_hundred_is_compared() -> None:
     assert 200 <= sum(engine_module.is_sampled(f"text {number}") for number in range(30_000)) <= 300
 
@@ -428,3 +438,32 @@ def test_a_row_of_several_spans_is_named(tmp_path: Path) -> None:
         preprocess(
             source, output_prefix=tmp_path / "x", tokenizer=TOKENIZER, seq_length=256, span_by_span=True, workers=0
         )
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_produce_compares_the_first_rows_of_its_first_file(tmp_path: Path, is_piped: bool) -> None:
+    def made(line: int) -> chats.Outcome:
+        source = numbered(tmp_path, {line: "zqwrong it is"}, more="so " * 300)
+        catalog, sizes = tmp_path / f"catalog{line}", ("--seq-length", 1024, "--tokens-per-shard", 200_000)
+        return piped(source, catalog, *sizes) if is_piped else produced(catalog, "--input", source, *sizes)
+
+    done = made(900)
+    assert done.code == 1
+    assert re.search(r":900: the tokenizers library and gigatoken give different ids", done.err), done.err
+    assert made(1990).code == 0
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+def test_training_compares_the_first_lines_of_the_first_live_chunk(tmp_path: Path) -> None:
+    for number, answer in enumerate(["zqwrong it is", "zqwrong it is", "zqwrong zqsampled"]):
+        lines = numbered(tmp_path, {2: answer}, rows=3).read_text()
+        (tmp_path / f"chunk_{number:05d}.jsonl").write_text(f"\n\n{lines}")
+    chunks = LiveChunks(str(tmp_path), Limits(128, 8), EncodingOptions(str(TOKENIZER)), num_chunks=3)
+    for number in range(3):
+        load = chunks.open(number).load
+        assert load is not None
+        load(np.array([0, 2]))
+        refused = pytest.raises(FormatError, match=rf"chunk_{number:05d}\.jsonl:4: .*give different ids")
+        with refused if number != 1 else contextlib.nullcontext():
+            load(np.array([1]))

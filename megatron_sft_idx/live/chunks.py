@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
-from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, comparing_all_texts
+from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, comparing_all_texts
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
@@ -351,6 +351,8 @@ class LiveChunks(LiveShards):
                 run = PackRun.of_pack(ids, mask, np.cumsum(lengths) - lengths)
                 run = checked_run(chunk.path, index, run, "token")
             self._require_fit(run)
+        except DifferentIdsError as error:
+            raise FormatError(f"{chunk.path}:{chunk.line_number(index)}: {error.difference}") from None
         except FormatError:
             raise
         except (ValueError, RecursionError) as error:

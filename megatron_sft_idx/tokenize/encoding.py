@@ -351,7 +351,8 @@ class RowEncoder:
             encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
         except DifferentIdsError as error:
             row = next(row for row in batch if any(error.text in rendered.text for rendered in row.rendered))
-            raise DifferentIdsError(f"{piece.path}:{row.position}: {error}", error.text) from None
+            place = f"{piece.path}:{row.position}: "
+            raise DifferentIdsError(error.difference, error.text, place=place) from None
         for row in batch:
             try:
                 if row.template is None:

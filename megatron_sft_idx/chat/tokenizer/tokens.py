@@ -325,11 +325,16 @@ def known_class(spec: dict[str, Any]) -> str | None:
 
 
 class DifferentIdsError(FormatError):
-    """gigatoken and tokenizers give different ids for ``text``; no row is at fault."""
+    """gigatoken and tokenizers give different ids for a text; no row is at fault.
 
-    def __init__(self, message: str, text: str = "") -> None:
-        super().__init__(message)
-        self.text = text
+    Attributes:
+        difference: the message, without the place in the input that the text comes from.
+        text: the text.
+    """
+
+    def __init__(self, difference: str, text: str = "", *, place: str = "") -> None:
+        super().__init__(f"{place}{difference}")
+        self.difference, self.text = difference, text
 
 
 @contextmanager
