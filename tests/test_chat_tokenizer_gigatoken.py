@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import pickle
 import random
+import re
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import chats
 import numpy as np
 import pytest
 import tokenizer_zoo as zoo
@@ -21,9 +26,10 @@ import xxhash
 from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from productions import piped, produced
 from tokenizers import Tokenizer
 
-from megatron_sft_idx.chat.tokenizer import load_tokenizer
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, load_tokenizer
 from megatron_sft_idx.chat.tokenizer import tokens as engine_module
 from megatron_sft_idx.chat.tokenizer.tokens import (
     FastEngine,
@@ -35,7 +41,9 @@ from megatron_sft_idx.chat.tokenizer.tokens import (
 )
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.tokenize import preprocess
+from megatron_sft_idx.live import Limits
+from megatron_sft_idx.live.chunks import LiveChunks
+from megatron_sft_idx.tokenize import EncodingOptions, preprocess
 
 pytest.importorskip("gigatoken")
 
@@ -263,7 +271,7 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
 LOADS = """
 import os, sys
 from pathlib import Path
-from megatron_sft_idx.chat.tokenizer import load_tokenizer
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, load_tokenizer
 
 def loaded(times):
     for _ in range(times):
@@ -327,32 +335,40 @@ class WrongAtTimes:
         return np.append(ids[:-1], (ids[-1] + 1) % 100) if "zqwrong" in text else ids
 
 
-def sampled(number: int) -> str:
-    """A text with the odd word that is compared, wherever it stands."""
-    texts = (f"zqwrong {number} {more}" for more in range(10_000))
-    return next(one for one in texts if xxhash.xxh3_64_intdigest(one.encode()) % engine_module.COMPARED_LATER == 0)
+def wrong_text(*, is_sampled: bool) -> str:
+    """A text of which gigatoken gives wrong ids, and which is compared wherever it stands, or not."""
+    texts = (f"zqwrong {number}" for number in range(10_000))
+    return next(text for text in texts if engine_module.is_sampled(text) == is_sampled)
 
 
-@pytest.mark.parametrize("at", [0, 500, 999, 1000, 2500])
-def test_a_text_of_which_gigatoken_gives_other_ids_is_an_error(at: int) -> None:
+def test_texts_are_compared_by_what_they_say_and_not_by_where_they_stand() -> None:
     fast, tokenizer = engines(zoo.spec_of("qwen2"))
-    wrong = FastEngine(lambda: WrongAtTimes(fast._make()), tokenizer, nfc=fast._nfc)
-    texts = [f"the text of number {number}" for number in range(3000)]
-    texts[at] = "zqwrong text" if at < engine_module.COMPARED_FIRST else sampled(at)
+    for at in (0, 999, 1000, 2500):
+        texts = [f"the text of number {number}" for number in range(3000)]
+        for is_sampled, all_of_them in itertools.product([False, True], repeat=2):
+            wrong = FastEngine(lambda: WrongAtTimes(fast._make()), tokenizer, nfc=fast._nfc)
+            texts[at] = wrong_text(is_sampled=is_sampled)
+            is_found = is_sampled or all_of_them
+            refused = pytest.raises(FormatError, match=r"give different ids .* --tokenizer-backend tokenizers")
+            with comparing_all_texts(all_of_them), refused if is_found else contextlib.nullcontext():
+                for first in range(0, 3000, 128):
+                    wrong.ids(texts[first : first + 128])
+        assert len(fast.ids(texts)) == 3000
 
-    def encode() -> None:
-        for first in range(0, 3000, 128):
-            wrong.ids(texts[first : first + 128])
 
-    with pytest.raises(FormatError, match=r"give different ids .* --tokenizer-backend tokenizers"):
-        encode()
-    assert len(fast.ids(texts)) == 3000
+def test_the_error_stays_what_it_is_between_processes() -> None:
+    error = DifferentIdsError("differs", "text", place="rows.jsonl:1: ")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.text, again.difference) == ("rows.jsonl:1: differs", "text", "differs")
 
 
-@pytest.mark.parametrize("skip", ["error", "skip"])
-def test_such_a_text_stops_the_job_and_is_no_bad_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: Literal["error", "skip"]
-) -> None:
+def test_about_one_text_in_a_hundred_is_compared() -> None:
+    assert 200 <= sum(engine_module.is_sampled(f"text {number}") for number in range(30_000)) <= 300
+
+
+@pytest.fixture
+def wrong_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong ids for texts with an odd word, and a sample of the texts with another one."""
     right = FastEngine.raw_ids
 
     def wrong(self: FastEngine, texts: list[str]) -> list[Any]:
@@ -360,17 +376,94 @@ def test_such_a_text_stops_the_job_and_is_no_bad_row(
         return [one[::-1] if "zqwrong" in text else one for text, one in zip(texts, ids, strict=True)]
 
     monkeypatch.setattr(FastEngine, "raw_ids", wrong)
-    answers = ["zqwrong it is" if number == 40 else "It is." for number in range(200)]
-    rows = [{"prompt": f"Number {number}", "completion": answer} for number, answer in enumerate(answers)]
-    with pytest.raises(FormatError, match=r"rows 1 to .*give different ids"):
-        preprocess(rows, tokenizer=TOKENIZER, output_prefix=tmp_path / "x", seq_length=256, on_bad_row=skip, workers=0)
-    assert not [*tmp_path.glob("x.bin")]
-    preprocess(
-        rows,
-        tokenizer=TOKENIZER,
-        tokenizer_backend="tokenizers",
-        output_prefix=tmp_path / "y",
-        seq_length=256,
-        workers=0,
-    )
-    assert (tmp_path / "y.bin").exists()
+    monkeypatch.setattr(engine_module, "is_sampled", lambda text: "zqsampled" in text)
+
+
+def numbered(folder: Path, answers: Mapping[int, str], *, rows: int = 2000, more: str = "") -> Path:
+    """A file of short chats, one on each line, with these answers on these lines."""
+    lines = [
+        {"prompt": f"Number {line}", "completion": answers.get(line, f"It is. {more}")} for line in range(1, rows + 1)
+    ]
+    return chats.write_rows(folder / "rows.jsonl", lines)
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+@pytest.mark.parametrize("line", [1, 700, 1000])
+def test_other_ids_for_one_of_the_first_rows_stop_a_job(
+    tmp_path: Path, workers: int, on_bad_row: Literal["error", "skip"], line: int
+) -> None:
+    source = numbered(tmp_path, {line: "zqwrong it is"})
+    job: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 256, "on_bad_row": on_bad_row, "workers": workers}
+    with pytest.raises(FormatError, match=rf"rows\.jsonl:{line}: .*give different ids"):
+        preprocess(source, output_prefix=tmp_path / "x", **job)
+    assert chats.remains(tmp_path) == []
+    if line == 700 and on_bad_row == "error":
+        preprocess(source, output_prefix=tmp_path / "y", tokenizer_backend="tokenizers", **job)
+        assert (tmp_path / "y.bin").exists()
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+def test_rows_that_cannot_be_used_are_not_among_the_first(tmp_path: Path) -> None:
+    source = numbered(tmp_path, {1003: "zqwrong it is", **dict.fromkeys(range(5, 8), "")})
+    with pytest.raises(FormatError, match=r"rows\.jsonl:1003: .*give different ids"):
+        preprocess(
+            source, output_prefix=tmp_path / "x", tokenizer=TOKENIZER, seq_length=256, on_bad_row="skip", workers=0
+        )
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+def test_later_rows_are_compared_where_they_are_of_the_sample_alone(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 2048, "workers": 0}
+    # No process counts what it tokenised before: the second job compares the same rows as the first.
+    for name in ("x", "y"):
+        preprocess(numbered(tmp_path, {1700: "zqwrong it is"}), output_prefix=tmp_path / name, **job)
+    with pytest.raises(FormatError, match=r"rows\.jsonl:1700: .*give different ids"):
+        preprocess(numbered(tmp_path, {1700: "zqwrong zqsampled"}), output_prefix=tmp_path / "z", **job)
+    # Of a part in the middle of a file, nobody knows the rows before it.
+    source = numbered(tmp_path, {1700: "zqwrong zqsampled"}, more="so " * 300)
+    with pytest.raises(FormatError, match="give different ids") as caught:
+        preprocess(source, output_prefix=tmp_path / "z", **job)
+    row, offset = re.findall(
+        r"rows\.jsonl:(\d+): .*\(rows are counted from byte (\d+) of the file on\)", str(caught.value)
+    )[0]
+    assert 1 + source.read_bytes()[: int(offset)].count(b"\n") + int(row) - 1 == 1700
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+def test_a_row_of_several_spans_is_named(tmp_path: Path) -> None:
+    source = numbered(tmp_path, {300: "zqwrong it is"})
+    with pytest.raises(FormatError, match=r"rows\.jsonl:300: .*give different ids"):
+        preprocess(
+            source, output_prefix=tmp_path / "x", tokenizer=TOKENIZER, seq_length=256, span_by_span=True, workers=0
+        )
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_produce_compares_the_first_rows_of_its_first_file(tmp_path: Path, is_piped: bool) -> None:
+    def made(line: int) -> chats.Outcome:
+        source = numbered(tmp_path, {line: "zqwrong it is"}, more="so " * 300)
+        catalog, sizes = tmp_path / f"catalog{line}", ("--seq-length", 1024, "--tokens-per-shard", 200_000)
+        return piped(source, catalog, *sizes) if is_piped else produced(catalog, "--input", source, *sizes)
+
+    done = made(900)
+    assert done.code == 1
+    assert re.search(r":900: the tokenizers library and gigatoken give different ids", done.err), done.err
+    assert made(1990).code == 0
+
+
+@pytest.mark.usefixtures("wrong_at_times")
+def test_training_compares_the_first_lines_of_the_first_live_chunk(tmp_path: Path) -> None:
+    for number, answer in enumerate(["zqwrong it is", "zqwrong it is", "zqwrong zqsampled"]):
+        lines = numbered(tmp_path, {2: answer}, rows=3).read_text()
+        (tmp_path / f"chunk_{number:05d}.jsonl").write_text(f"\n\n{lines}")
+    chunks = LiveChunks(str(tmp_path), Limits(128, 8), EncodingOptions(str(TOKENIZER)), num_chunks=3)
+    for number in range(3):
+        load = chunks.open(number).load
+        assert load is not None
+        load(np.array([0, 2]))
+        refused = pytest.raises(FormatError, match=rf"chunk_{number:05d}\.jsonl:4: .*give different ids")
+        with refused if number != 1 else contextlib.nullcontext():
+            load(np.array([1]))

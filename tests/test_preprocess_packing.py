@@ -12,7 +12,7 @@ from chats import MADE, ROOT, command, files_of, preprocess, remains, sequences_
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.tokenize import PackOptions, num_kept_tokens
+from megatron_sft_idx.tokenize import PackOptions, num_kept_tokens, output_prefixes
 from megatron_sft_idx.tokenize.plan import SequenceReader, plan_packs
 
 LONG = [{"prompt": "Count.", "completion": " ".join(map(str, range(400)))}, {"prompt": "Hi", "completion": "Hello"}]
@@ -86,59 +86,98 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     assert counts["lost_trained_tokens"] == sum(int(long_mask[cut] != 0) for cut in cuts)
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+# What trained tokens are lost to, in words.
+WAYS = {"drop": "dropping", "truncate": "truncation", "split": "splitting"}
+
+
+@pytest.mark.parametrize(("overlong", "stored", "lost"), [("drop", 5, 40), ("truncate", 5, 40), ("split", 45, 0)])
+def test_answers_that_lie_behind_the_cut_are_counted(tmp_path, overlong, stored, lost):
+    rows = ROOT / "tests/rows/truncated_answers.jsonl"
+    done = preprocess(tmp_path / "x", "--input", rows, "--overlong", overlong, capacity=64)
+    assert done.code == 0, done
+    assert f", {lost} trained tokens lost to {WAYS[overlong]}\n" in done.out
+    assert Shard(tmp_path / "x").header.num_trained_tokens == stored
+
+
+def mixed_rows(seed):
+    """Chats and rows of ids with weights, of random lengths."""
+    draw = random.Random(seed)
+    for _ in range(40):
+        ids = [draw.randrange(3, 200) for _ in range(draw.randrange(2, 90))]
+        yield {"input_ids": ids, "loss_mask": [draw.choice([0, 1, 1, 0.5]) for _ in ids]}
+        words = [" ".join(draw.choices(["tea", "red", "seven", "on"], k=draw.randrange(1, 40))) for _ in range(4)]
+        yield {"messages": [{"role": ("user", "assistant")[at % 2], "content": of} for at, of in enumerate(words)]}
+
+
+def pairs_of_answers(seed):
+    """Preference pairs of random lengths."""
+    draw = random.Random(seed)
+    for number in range(60):
+        chosen, rejected = (" ".join(["so"] * draw.randrange(1, 40)) for _ in range(2))
+        yield {"prompt": f"{number}?", "chosen": f"{chosen} yes", "rejected": f"{rejected} no"}
+
+
+# Each: the rows, and options that hold with a limit and without.
+JOBS = [
+    pytest.param(mixed_rows, (), id="all rows"),
+    pytest.param(mixed_rows, ("--repeat", "*.jsonl=2.5", "--dedup", "exact", "--shuffle"), id="repeated rows"),
+    pytest.param(mixed_rows, ("--valid-fraction", 0.3, "--sample", 0.8), id="validation"),
+    pytest.param(mixed_rows, ("--drop-untrained", "--sequence-multiple", 4), id="no untrained ones"),
+    pytest.param(mixed_rows, ("--train-on", "all", "--span-by-span", "--append-eod"), id="all trained"),
+    pytest.param(mixed_rows, ("--loss-weight", "*.jsonl=0.25", "--keep-corpus", "--output-shards", 2), id="weights"),
+    pytest.param(pairs_of_answers, ("--row-kind", "preference"), id="pairs"),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), JOBS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, overlong, workers):
-    words = random.Random(workers)
-    rows = [{"prompt": "Say it.", "completion": "So be it."}]
-    for _ in range(60):
-        ids = [words.randrange(3, 200) for _ in range(words.randrange(2, 90))]
-        rows.append({"input_ids": ids, "loss_mask": [words.choice([0, 1, 1, 0.5]) for _ in ids]})
-    rest = ("--overlong", overlong, "--on-bad-row", "skip")
+def test_trained_tokens_are_in_the_shard_or_counted_as_lost(tmp_path, make, options, workers):
+    """The oracle: nonzero weights of the same rows where nothing is cut."""
+    rows = [*make(workers)]
 
-    def trained(name, *more, capacity=4096):
-        done = preprocess(tmp_path / name, *more, "--summary", tmp_path / f"{name}.json", rows=rows, capacity=capacity)
+    def counted(prefix, done):
+        """Trained tokens that are stored, and those that are counted as lost, of training and of validation."""
         assert done.code == 0, done
-        counts = json.loads((tmp_path / f"{name}.json").read_text())["packing"]
-        stored = sum(np.count_nonzero(mask) for _, mask in sequences_of(tmp_path / name))
-        return stored, counts, done
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        for shard, part in (("", "packing"), (".valid", "valid")):
+            if counts := summary[part]:
+                prefixes = output_prefixes(f"{prefix}{shard}", summary["shards"])
+                masks = [mask for one in prefixes for _, mask in sequences_of(one)]
+                yield sum(map(np.count_nonzero, masks)), counts["lost_trained_tokens"]
+                if counts["overlong"]:
+                    assert f" {counts['lost_trained_tokens']:,} trained tokens lost to {WAYS[overlong]}\n" in done.out
 
-    whole, counts, _ = trained("whole", "--packing", "none", "--on-bad-row", "skip")
-    assert counts["lost_trained_tokens"] == 0
-    for capacity in (16, 33, 64):
-        stored, counts, done = trained(f"cut{capacity}", *rest, "--workers", workers, capacity=capacity)
-        assert stored + counts["lost_trained_tokens"] == whole
-        assert counts["lost_trained_tokens"] > 0
-        assert f"{counts['lost_trained_tokens']:,} trained tokens lost" in done.out
-        # The same of packs that are made of an unpacked shard.
-        prefix = tmp_path / f"packed{capacity}"
-        summary = ("--summary", tmp_path / "packed.json", "--overwrite")
-        done = command(
-            "pack",
-            tmp_path / "whole",
-            "--seq-length",
-            capacity,
-            "--output-prefix",
-            prefix,
-            "--overlong",
-            overlong,
-            *summary,
-        )
-        assert done.code == 0, done
-        packed = sum(np.count_nonzero(mask) for _, mask in sequences_of(prefix))
-        lost = json.loads((tmp_path / "packed.json").read_text())["packing"]["lost_trained_tokens"]
-        assert (packed, lost) == (stored, counts["lost_trained_tokens"])
+    common = (*options, "--summary", tmp_path / "summary.json", "--overwrite")
+    overlong = ""
+    done = preprocess(tmp_path / "whole", *common, "--max-sequences-per-pack", 4, rows=rows, capacity=4096)
+    whole = [*counted(tmp_path / "whole", done)]
+    assert [lost for _, lost in whole] == [0] * len(whole)
+    for overlong in ["drop"] if make is pairs_of_answers else [*WAYS]:
+        for capacity in (64, 80) if make is pairs_of_answers else (33,) if workers else (33, 64):
+            cut = (*common, "--overlong", overlong, "--workers", workers)
+            done = preprocess(tmp_path / "cut", *cut, rows=rows, capacity=capacity)
+            found = [*counted(tmp_path / "cut", done)]
+            assert [stored + lost for stored, lost in found] == [stored for stored, _ in whole]
+            assert all(lost for _, lost in found)
 
 
-def test_answers_that_truncation_cuts_off_are_counted(tmp_path):
-    lines = (ROOT / "tests/rows/truncated_answers.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    whole = preprocess(tmp_path / "whole", "--packing", "none", rows=rows, capacity=4096)
-    done = preprocess(tmp_path / "x", "--overlong", "truncate", rows=rows, capacity=64)
-    assert (whole.code, done.code) == (0, 0), done
-    trained = [sum(np.count_nonzero(mask) for _, mask in sequences_of(tmp_path / name)) for name in ("whole", "x")]
-    assert trained[0] > trained[1]
-    assert f"{trained[0] - trained[1]:,} trained tokens lost" in done.out
+@pytest.mark.parametrize("overlong", [*WAYS])
+def test_pack_counts_lost_trained_tokens_as_preprocess_does(tmp_path, overlong):
+    for seed in range(3):
+        cut = ("--overlong", overlong, "--summary", tmp_path / "summary.json", "--overwrite", "--seq-length", 33 + seed)
+        rows = [*mixed_rows(seed)]
+        source = tmp_path / f"all{seed}"
+        assert preprocess(source, "--packing", "none", rows=rows, capacity=4096).code == 0
+        direct = preprocess(tmp_path / "direct", *cut, rows=rows)
+        counts = json.loads((tmp_path / "summary.json").read_text())["packing"]
+        packed = command("pack", source, "--output-prefix", tmp_path / "packed", *cut)
+        assert packed.code == direct.code == 0, packed
+        found = json.loads((tmp_path / "summary.json").read_text())["packing"]
+        names = ("overlong", "dropped_tokens", "lost_trained_tokens", "trained_tokens")
+        assert [found[name] for name in names] == [counts[name] for name in names]
+        whole = Shard(source).header.num_trained_tokens
+        assert whole == counts["lost_trained_tokens"] + Shard(tmp_path / "packed").header.num_trained_tokens
+        assert f" {counts['lost_trained_tokens']:,} trained tokens lost to {WAYS[overlong]}\n" in packed.out
 
 
 def test_pack_repacks_packs_without_tokens_lost(tmp_path):

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, comparing_all_texts
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
@@ -341,13 +342,17 @@ class LiveChunks(LiveShards):
                 run = run_of_lines(chunk.path, index, [parse_line(chunk.line(index))])
             else:
                 raw = chunk.line(index)
-                piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
+                line = JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False)
+                with comparing_all_texts(index < COMPARED_ROWS and chunk.path == self.path_of(0)):
+                    piece = self.encoder.encode(line)
                 if piece.bad_rows:
                     raise piece.bad_rows[0]
                 ids, mask, lengths = piece.input_ids, piece.loss_mask, piece.lengths  # of one sequence, or of each turn
                 run = PackRun.of_pack(ids, mask, np.cumsum(lengths) - lengths)
                 run = checked_run(chunk.path, index, run, "token")
             self._require_fit(run)
+        except DifferentIdsError as error:
+            raise FormatError(f"{chunk.path}:{chunk.line_number(index)}: {error.difference}") from None
         except FormatError:
             raise
         except (ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from megatron_sft_idx.chat.inputs import InputFile, total_bytes
+from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, comparing_all_texts
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
@@ -287,7 +288,8 @@ def _input(
 def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Encoded:
     """Tokenise a piece; what workers do."""
     (origin, piece), info = item, PartInfo("", [])
-    encoded = encode_piece(encoding, piece)
+    with comparing_all_texts(origin.behind.file == 0 and origin.first <= COMPARED_ROWS):
+        encoded = encode_piece(encoding, piece)
     info.add(piece, encoded)
     return origin, info, encoded
 

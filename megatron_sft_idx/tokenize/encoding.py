@@ -19,7 +19,7 @@ from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.tokenizer import Backend, Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import Backend, DifferentIdsError, Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Conversation, Encoded, InputRow, Piece, Rendered, RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
@@ -231,6 +231,9 @@ class RowEncoder:
             piece: the rows.
             file: the number of its file.
             max_rows: how many usable rows are taken; None for all. Rows behind them are not read.
+
+        Raises:
+            DifferentIdsError: gigatoken and tokenizers give different ids for a row.
         """
 
         def next_batch() -> list[InputRow]:
@@ -346,9 +349,10 @@ class RowEncoder:
                 texts.setdefault(row.template, []).extend(row.rendered)
         try:
             encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
-        except FormatError as error:
-            rows = f"rows {batch[0].position} to {batch[-1].position}"
-            raise FormatError(f"{piece.path}: {rows}: {error}") from None
+        except DifferentIdsError as error:
+            row = next(row for row in batch if any(error.text in rendered.text for rendered in row.rendered))
+            place = f"{piece.path}:{row.position}: "
+            raise DifferentIdsError(error.difference, error.text, place=place) from None
         for row in batch:
             try:
                 if row.template is None:

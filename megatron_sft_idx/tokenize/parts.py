@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard.writer import MaskAlignment
@@ -521,7 +522,8 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
         if made and not is_whole_file:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
         key = stretch.number, stretch.part + len(made)
-        made.append(_make_part(settings, key, group, names.get(key, ())))
+        with _counted_from(stretch):
+            made.append(_make_part(settings, key, group, names.get(key, ())))
         if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
             break
     return made
@@ -532,7 +534,19 @@ def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> Mad
     first, pieces = number * settings.cutting.pieces, read_pieces(stretch, settings.cutting)
     key = stretch.number, stretch.part + number
     group = list(islice(pieces, first, first + settings.cutting.pieces))
-    return _make_part(settings, key, group, parts_of(settings.folder).get(key, ()))
+    with _counted_from(stretch):
+        return _make_part(settings, key, group, parts_of(settings.folder).get(key, ()))
+
+
+@contextlib.contextmanager
+def _counted_from(stretch: Stretch) -> Iterator[None]:
+    """Let errors that name a row say where its number is counted from, if that is not the beginning of the file."""
+    try:
+        yield
+    except DifferentIdsError as error:
+        if stretch.nbytes is None or not stretch.part:
+            raise
+        raise FormatError(f"{error} (rows are counted from byte {stretch.offset} of the file on)") from None
 
 
 def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece], attempts: Sequence[str]) -> MadePart:

@@ -50,7 +50,7 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.plan import PlannedRun
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
-from megatron_sft_idx.tokenize.row_files import require_decided_rows
+from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
 # Errors of a full disk: the parts of the job are removed, whose space others may need.
@@ -109,6 +109,7 @@ def _make(
     parts = PartsSoFar(CorpusReport(), on_bad_row, job.log, files=len(job.files), max_rows=max_rows)
     if corpus is None:
         with _timed("tokenising", seconds), _parts_kept(job, parts):
+            compare_libraries(job.encoder, job.files, max_rows)
             engine = start_engine()
             _tokenize(job, engine, parts)
             job.folder.write(replace(state, tokenized=True))

@@ -16,13 +16,15 @@ from typing import Any
 from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, open_object
 from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED, UndecidedError
+from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, comparing_all_texts
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import jsonl_chunks, parquet
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.tokenize.encoding import read_row
+from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
 from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
 
-_FIRST_ROWS = 1000
+# What is looked at before the work begins.
+_FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 8 << 20
 _PIECE_NBYTES = 1 << 18
 
 
@@ -105,6 +107,38 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
                 pass  # a bad row, which the run reports
     if first is not None:
         raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
+
+
+def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows: int | None = None) -> None:
+    """Have the first 1,000 usable rows of the input, but no more than 8 MiB of it, tokenised by both libraries.
+
+    This is done once and before the workers begin, so the same rows are compared whatever their number. Nothing is
+    done where gigatoken is not used.
+
+    Args:
+        encoder: what makes sequences of the rows.
+        files: the input.
+        max_rows: as of ``require_decided_rows``.
+
+    Raises:
+        DifferentIdsError: gigatoken and tokenizers give different ids for a row.
+    """
+    if encoder.tokenizer.backend != "gigatoken":
+        return
+    missing, nbytes = _FIRST_ROWS if max_rows is None else min(max_rows, _FIRST_ROWS), 0
+    with comparing_all_texts():
+        for piece in iter_pieces(files, piece_nbytes=_PIECE_NBYTES):
+            try:
+                encoded = encoder.encode(piece, max_rows=missing)
+            except DifferentIdsError:
+                raise
+            except FormatError:
+                return  # the run raises it
+            missing -= encoded.rows - len(encoded.bad_rows)
+            nbytes += len(piece.payload)
+            is_stopped = encoded.undecided or (encoded.bad_rows and encoder.options.on_bad_row == "error")
+            if is_stopped or missing <= 0 or nbytes >= _FIRST_NBYTES:
+                return
 
 
 def _rows(files: Iterable[InputFile]) -> Generator[tuple[str, int, Any], None, None]:

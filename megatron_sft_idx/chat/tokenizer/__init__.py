@@ -5,4 +5,4 @@ the same. Nothing is downloaded. Chat templates and messages are not known here.
 """
 
 from megatron_sft_idx.chat.tokenizer.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.tokenizer.tokens import Backend
+from megatron_sft_idx.chat.tokenizer.tokens import COMPARED_ROWS, Backend, DifferentIdsError, comparing_all_texts

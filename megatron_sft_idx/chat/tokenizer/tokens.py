@@ -20,6 +20,8 @@ import zlib
 from base64 import b85decode
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, groupby, pairwise
@@ -274,8 +276,10 @@ ASSIGNED = (
     b"?lI_^0?;_qCvhUr=XI(G4Ad*OZ?^Pk_yZ`BBw%U;L-l+Bw#aPv=pUgp05?8$zU"
 )
 
-COMPARED_FIRST, COMPARED_LATER = 1000, 128
-"""How many texts are tokenised by both libraries at first; and of how many later texts one is."""
+COMPARED_ROWS, COMPARED_ONE_IN = 1000, 128
+"""How many rows at the beginning of a job are tokenised by both libraries; and of how many other texts one is."""
+
+_compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
 
 # After this much text, which takes seconds, an encoder is made anew, which takes a tenth of a second.
 RENEWAL_NBYTES = 64 << 20
@@ -320,12 +324,40 @@ def known_class(spec: dict[str, Any]) -> str | None:
     return None
 
 
+class DifferentIdsError(FormatError):
+    """gigatoken and tokenizers give different ids for a text; no row is at fault.
+
+    Attributes:
+        difference: the message, without the place in the input that the text comes from.
+        text: the text.
+    """
+
+    def __init__(self, difference: str, text: str = "", *, place: str = "") -> None:
+        super().__init__(f"{place}{difference}")
+        self.difference, self.text = difference, text
+
+
+@contextmanager
+def comparing_all_texts(compares_all: bool = True) -> Iterator[None]:
+    """Within it, every text that gigatoken tokenises is tokenised by tokenizers too; if False, only the sample is."""
+    before = _compares_all.set(compares_all)
+    try:
+        yield
+    finally:
+        _compares_all.reset(before)
+
+
+def is_sampled(text: str) -> bool:
+    """Whether a text is tokenised by both libraries wherever it stands."""
+    return xxhash.xxh3_64_intdigest(text.encode()) % COMPARED_ONE_IN == 0
+
+
 class FastEngine:
     """gigatoken where a text allows it, tokenizers for the rest.
 
-    One young library does not decide ids alone: the first ``COMPARED_FIRST`` texts of every engine, and then one text
-    in ``COMPARED_LATER``, are tokenised by both libraries. A job with several workers has an engine in each, so these
-    compare the first texts of the job too. Which of the later texts are compared depends on the text alone.
+    One young library does not decide ids alone: one text in ``COMPARED_ONE_IN``, and within ``comparing_all_texts``
+    every text, is tokenised by both libraries. Which ones these are depends on the text alone, so every process of a
+    job compares the same texts, whatever it tokenised before.
 
     gigatoken remembers every word it has met, up to ten bytes per byte of text that never repeats itself, so its
     encoder is renewed now and then: memory stays bounded however long the input.
@@ -334,26 +366,18 @@ class FastEngine:
     def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
         self._make, self._exact, self._nfc = make, exact, nfc
         self._encoder, self._seen_nbytes = make(), 0
-        self._num_compared = 0
 
     def ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Token ids of the texts, without special tokens added.
 
         Raises:
-            FormatError: the two libraries give different ids for a text that is compared.
+            DifferentIdsError: the two libraries give different ids for a text that is compared.
         """
         ids = self._settled_ids(texts)
-        first = max(0, COMPARED_FIRST - self._num_compared)
-        self._num_compared += len(texts[:first])
-        compared = [
-            i
-            for i, text in enumerate(texts)
-            if i < first or xxhash.xxh3_64_intdigest(text.encode()) % COMPARED_LATER == 0
-        ]
-        if compared:
-            for i, exact in zip(compared, exact_ids(self._exact, [texts[i] for i in compared]), strict=True):
-                if not np.array_equal(ids[i], exact):
-                    raise FormatError(_difference(texts[i], ids[i], exact))
+        compared = [i for i, text in enumerate(texts) if _compares_all.get() or is_sampled(text)]
+        for i, expected in zip(compared, exact_ids(self._exact, [texts[i] for i in compared]), strict=True):
+            if not np.array_equal(ids[i], expected):
+                raise DifferentIdsError(_difference(texts[i], ids[i], expected), texts[i])
         return ids
 
     def _settled_ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
