@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.tokenizer.tokens import build_tokenizer
+from megatron_sft_idx.chat.tokenizer.exact import build_tokenizer
 from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
 from megatron_sft_idx.errors import SequenceError
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import tokenizer_zoo as zoo
 
-from megatron_sft_idx.chat.tokenizer import load_tokenizer
-from megatron_sft_idx.chat.tokenizer import tokens as engine_module
+from megatron_sft_idx.chat.tokenizer import fast_engine, load_tokenizer
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
 
@@ -249,5 +248,5 @@ def test_gigatoken_is_taken_where_it_is_known_and_installed(tmp_path: Path, monk
     assert load_tokenizer(folder).backend == "gigatoken"
     assert load_tokenizer(folder, backend="tokenizers").backend == "tokenizers"
     assert load_tokenizer(zoo.write_folder(tmp_path / "b", "metaspace")).backend == "tokenizers"
-    monkeypatch.setattr(engine_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(fast_engine, "find_spec", lambda name: None)
     assert load_tokenizer(folder).backend == "tokenizers"

@@ -29,16 +29,10 @@ from hypothesis import strategies as st
 from productions import piped, produced
 from tokenizers import Tokenizer
 
-from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, load_tokenizer
-from megatron_sft_idx.chat.tokenizer import tokens as engine_module
-from megatron_sft_idx.chat.tokenizer.tokens import (
-    FastEngine,
-    build_tokenizer,
-    exact_ids,
-    known_class,
-    load_fast_engine,
-    settled,
-)
+from megatron_sft_idx.chat.tokenizer import DifferentIdsError, comparing_all_texts, fast_engine, load_tokenizer
+from megatron_sft_idx.chat.tokenizer.exact import build_tokenizer, exact_ids
+from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, load_fast_engine
+from megatron_sft_idx.chat.tokenizer.known_ids import known_class, settled
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Limits
@@ -136,7 +130,7 @@ def test_what_all_tables_know_is_no_matter_of_this_pythons(monkeypatch: pytest.M
     def unasked(character: str) -> str:
         raise AssertionError(f"{character!r}: asked this Python's tables")
 
-    monkeypatch.setattr(engine_module.unicodedata, "category", unasked)
+    monkeypatch.setattr(fast_engine.unicodedata, "category", unasked)
     fast, exact = engines(zoo.spec_of("qwen2"))
     assert differing(fast, exact, ["plain", "naïve 😀", in_context("\U00011de0")]) == []
 
@@ -251,7 +245,7 @@ def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch
 
 
 def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "known_class", lambda spec: "gpt2")
+    monkeypatch.setattr(fast_engine, "known_class", lambda spec: "gpt2")
     spec = zoo.spec_of("split-unknown")
     assert load_fast_engine(spec, build_tokenizer(spec)) is None
 
@@ -263,7 +257,7 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
     texts = [zoo.random_text(rng, 20) for _ in range(10)]
     assert differing(fast, exact, texts) == []
     assert fast._encoder is before
-    monkeypatch.setattr(engine_module, "RENEWAL_NBYTES", 100)
+    monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
     assert differing(fast, exact, texts) == []
     assert fast._encoder is not before
 
@@ -338,7 +332,7 @@ class WrongAtTimes:
 def wrong_text(*, is_sampled: bool) -> str:
     """A text of which gigatoken gives wrong ids, and which is compared wherever it stands, or not."""
     texts = (f"zqwrong {number}" for number in range(10_000))
-    return next(text for text in texts if engine_module.is_sampled(text) == is_sampled)
+    return next(text for text in texts if fast_engine.is_sampled(text) == is_sampled)
 
 
 def test_texts_are_compared_by_what_they_say_and_not_by_where_they_stand() -> None:
@@ -363,7 +357,7 @@ def test_the_error_stays_what_it_is_between_processes() -> None:
 
 
 def test_about_one_text_in_a_hundred_is_compared() -> None:
-    assert 200 <= sum(engine_module.is_sampled(f"text {number}") for number in range(30_000)) <= 300
+    assert 200 <= sum(fast_engine.is_sampled(f"text {number}") for number in range(30_000)) <= 300
 
 
 @pytest.fixture
@@ -376,7 +370,7 @@ def wrong_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
         return [one[::-1] if "zqwrong" in text else one for text, one in zip(texts, ids, strict=True)]
 
     monkeypatch.setattr(FastEngine, "raw_ids", wrong)
-    monkeypatch.setattr(engine_module, "is_sampled", lambda text: "zqsampled" in text)
+    monkeypatch.setattr(fast_engine, "is_sampled", lambda text: "zqsampled" in text)
 
 
 def numbered(folder: Path, answers: Mapping[int, str], *, rows: int = 2000, more: str = "") -> Path:

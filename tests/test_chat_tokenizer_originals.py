@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tokenizer_probe import probe
 
 from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer, originals
-from megatron_sft_idx.chat.tokenizer.tokens import byte_alphabet
+from megatron_sft_idx.chat.tokenizer.spellings import byte_alphabet
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_sft_idx.chat.tokenizer.tokens import KNOWN_SPLITS
+from megatron_sft_idx.chat.tokenizer.known_ids import KNOWN_SPLITS
 from megatron_sft_idx.chat.types import Rendered, Span
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

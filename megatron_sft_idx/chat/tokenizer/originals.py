@@ -21,8 +21,9 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_sft_idx.chat.tokenizer.passages import AddedTokens, Located, Passage
+from megatron_sft_idx.chat.tokenizer.spellings import TokenSpellings
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedToken, TokenizerFiles, refuse
-from megatron_sft_idx.chat.tokenizer.tokens import AddedTokens, Located, Passage, TokenSpellings
 from megatron_sft_idx.errors import FormatError
 
 # Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.chat.tokenizer.json_model import Backend, JsonModel
 from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
+from megatron_sft_idx.chat.tokenizer.passages import Passage
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
-from megatron_sft_idx.chat.tokenizer.tokens import Backend, JsonModel, Passage
+from megatron_sft_idx.chat.tokenizer.weights import as_encoded, span_edges, weigh_held
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -127,8 +129,8 @@ class Tokenizer:
             weights, crossed, spelled = spellings.weights(ids, utf8, spans)
             for i in np.flatnonzero(spelled).tolist():
                 edges = spellings.edges(ids[i], utf8[i]) if crossed[i] else None
-                crossings = [] if edges is None else _weigh(edges, rendered[i])[1]
-                result[i] = _weighed(rendered[i], ids[i], weights[i], crossings, straddling)
+                crossings = [] if edges is None else weigh_held(edges, rendered[i])[1]
+                result[i] = as_encoded(rendered[i], ids[i], weights[i], crossings, straddling)
         # Texts that their tokens do not spell go by the library's offsets, which serve every tokenizer and every text.
         for i in [i for i in range(len(rendered)) if i not in result]:
             row = rendered[i]
@@ -136,8 +138,8 @@ class Tokenizer:
                 row_ids, edges = self._model.locate(passages[i])
             except ValueError as error:
                 raise SequenceError("rendered", i, str(error)) from error
-            mask, crossings = _weigh(edges, row)
-            result[i] = _weighed(row, row_ids, mask, crossings, straddling)
+            mask, crossings = weigh_held(edges, row)
+            result[i] = as_encoded(row, row_ids, mask, crossings, straddling)
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
@@ -189,7 +191,7 @@ class Tokenizer:
         for index, row in enumerate(rendered):
             whole = Passage(row.text, row.literals)
             weights = [0.0, *(weight for span in row.spans for weight in (span.weight, 0.0))]
-            for (start, stop), weight in zip(pairwise(_edges(row)), weights, strict=True):
+            for (start, stop), weight in zip(pairwise(span_edges(row)), weights, strict=True):
                 if start < stop:
                     middle = start > 0 and not row.text.endswith(self._added_texts, 0, start)
                     passages.append(whole.stretch(start, stop, middle=middle))
@@ -201,100 +203,9 @@ class Tokenizer:
             ids[index].append(passage_ids)
             masks[index].append(np.full(len(passage_ids), weight, np.float32))
         return [
-            _weighed(row, np.concatenate(ids[i]), np.concatenate(masks[i]), [], True) for i, row in enumerate(rendered)
+            as_encoded(row, np.concatenate(ids[i]), np.concatenate(masks[i]), [], True)
+            for i, row in enumerate(rendered)
         ]
-
-
-def append_eod(encoded: Encoded, tokenizer: Tokenizer) -> Encoded:
-    """The sequence with an end-of-document token at its end, the tokenizer's ``eos_id``.
-
-    A sequence that ends with the token already gets no second one. Where the sequence ends in a trained answer, the
-    token is trained with the weight of the last trained token. White space at the end is ignored.
-
-    Raises:
-        ValueError: the tokenizer has no ``eos_id``.
-    """
-    eod = tokenizer.eos_id
-    if eod is None:
-        raise ValueError("the tokenizer has no end-of-sequence token")
-    ids, mask = encoded.input_ids, encoded.loss_mask
-    end = _last(ids == eod)
-    if end < 0 or not _is_space(ids[end + 1 :], tokenizer):
-        ids, mask = np.append(ids, np.int32(eod)), np.append(mask, np.float32(0))
-
-    def ends_at(token: int) -> bool:
-        """Whether nothing but white space and the end of document stands behind this token."""
-        behind = ids[token + 1 :]
-        return token >= 0 and _is_space(behind[behind != eod], tokenizer)
-
-    answer_end = _last(mask != 0)
-    # An answer may end in the token and white space, both trained: then nothing is left to do.
-    if ends_at(answer_end) and not ends_at(_last((ids == eod) & (mask != 0))):
-        ends = np.flatnonzero(ids == eod)
-        mask = mask.copy()
-        mask[ends[ends > answer_end][:1]] = mask[answer_end]
-    return encoded._replace(input_ids=ids, loss_mask=mask)
-
-
-def _last(chosen: NDArray[np.bool_]) -> int:
-    """The position of the last chosen token; -1 where none is."""
-    return int(np.flatnonzero(chosen)[-1]) if chosen.any() else -1
-
-
-def _is_space(ids: NDArray[np.int32], tokenizer: Tokenizer) -> bool:
-    """Whether the text of these tokens is white space or empty; a character may be of several tokens."""
-    # The last few tokens nearly always tell, and the text may be long. They may begin in the middle of a character.
-    if tokenizer.decode(ids[-8:]).replace("\ufffd", "").strip():
-        return False
-    return not tokenizer.decode(ids).strip()
-
-
-# ---- spans to weights ----
-
-
-class _Crossing(NamedTuple):
-    """A token that is trained on and begins before its span."""
-
-    token: int  # its number in the text
-    before: str  # its characters that lie before the span
-    text: str  # all of its characters
-    begins_in_span: bool  # whether its first character lies in an earlier span that is trained on too
-
-
-def _weigh(edges: NDArray[np.int64], row: Rendered) -> tuple[NDArray[np.float32], list[_Crossing]]:
-    """The weights of a text's tokens. ``edges`` has the characters ``[begin, end)`` that each holds: int64 [tokens, 2].
-
-    Returns:
-        The weights, float32 [tokens], and the tokens that begin before the span that they are trained on for.
-    """
-    _edges(row)
-    weights = np.zeros(len(edges), np.float32)
-    held = np.flatnonzero(edges[:, 0] < edges[:, 1])  # the tokens that hold a character at all
-    begins, ends = edges[held].T
-    crossings = []
-    trained_up_to = 0
-    for span in row.spans:
-        first = int(np.searchsorted(ends, span.start, "right"))
-        last = int(np.searchsorted(begins, span.stop, "left")) - 1
-        if first > last or span.start == span.stop:
-            continue  # no token holds a character of it
-        begin, end = int(begins[first]), int(ends[first])
-        tokens = slice(held[first], held[last] + 1)
-        weights[tokens] = np.maximum(weights[tokens], np.float32(span.weight))
-        if span.weight and begin < span.start:
-            before, text = row.text[begin : span.start], row.text[begin:end]
-            crossings.append(_Crossing(int(held[first]), before, text, begin < trained_up_to))
-        trained_up_to = span.stop if span.weight else trained_up_to
-    return weights, crossings
-
-
-def _edges(row: Rendered) -> list[int]:
-    """0, where each span begins and ends, and the text's length; ValueError if they are not in ascending order."""
-    edges = [0, *(edge for span in row.spans for edge in (span.start, span.stop)), len(row.text)]
-    if edges != sorted(edges):
-        text = f"the text of {len(row.text)} characters"
-        raise ValueError(f"spans descend, overlap or end past {text}: {row.spans!r:.200}")
-    return edges
 
 
 def _utf8(index: int, text: str) -> bytes:
@@ -304,27 +215,3 @@ def _utf8(index: int, text: str) -> bytes:
         found = ascii(text[error.start])
         reason = f"character {error.start} is {found}, half of a surrogate pair, which no text can hold"
         raise SequenceError("rendered", index, reason) from error
-
-
-def _weighed(
-    row: Rendered,
-    ids: NDArray[np.uint32],
-    weights: NDArray[np.float32],
-    crossings: Sequence[_Crossing],
-    straddling: bool,
-) -> Encoded:
-    """A sequence of these ids and weights; without ``straddling``, tokens that begin before their span get weight 0."""
-    input_ids = ids.view(np.int32)
-    if not (crossings or row.literals):
-        return Encoded(input_ids, weights, row.notes)
-    notes = dict(row.notes)
-    headers = [crossing for crossing in crossings if crossing.before.strip() and not crossing.begins_in_span]
-    if crossings:
-        notes["straddling" if straddling else "straddling_left_out"] = len(crossings)
-    if headers and straddling:
-        notes["straddling_header"] = len(headers)
-    if row.literals:
-        notes["literals"] = len(row.literals)
-    if not straddling:
-        weights[[crossing.token for crossing in crossings if not crossing.begins_in_span]] = 0
-    return Encoded(input_ids, weights, notes, headers[0].text if headers else "")
