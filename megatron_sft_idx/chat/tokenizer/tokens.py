@@ -277,6 +277,9 @@ ASSIGNED = (
 COMPARED_FIRST, COMPARED_LATER = 1000, 128
 """How many texts are tokenised by both libraries at first; and of how many later texts one is."""
 
+COMPARED_NBYTES = 2 << 20
+"""The first comparison ends after so many characters: long texts would take it many seconds."""
+
 # After this much text, which takes seconds, an encoder is made anew, which takes a tenth of a second.
 RENEWAL_NBYTES = 64 << 20
 
@@ -334,7 +337,7 @@ class FastEngine:
     def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
         self._make, self._exact, self._nfc = make, exact, nfc
         self._encoder, self._seen_nbytes = make(), 0
-        self._num_compared = 0
+        self._num_compared = self._compared_nbytes = 0
 
     def ids(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Token ids of the texts, without special tokens added.
@@ -343,8 +346,11 @@ class FastEngine:
             FormatError: the two libraries give different ids for a text that is compared.
         """
         ids = self._settled_ids(texts)
-        first = max(0, COMPARED_FIRST - self._num_compared)
-        self._num_compared += len(texts[:first])
+        first = 0
+        while first < len(texts) and self._num_compared < COMPARED_FIRST and self._compared_nbytes < COMPARED_NBYTES:
+            self._num_compared += 1
+            self._compared_nbytes += len(texts[first])
+            first += 1
         compared = [
             i
             for i, text in enumerate(texts)
