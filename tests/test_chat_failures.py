@@ -38,10 +38,10 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "encloses the loop over the messages or stands outside it"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
     "endless": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", PAIR, "loop iterations"),
-    "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters for one conversation"),
+    "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters than any conversation needs"),
     "long range": ("{% for a in range(10 ** 9) %}{% endfor %}", PAIR, "line 1: a template may not do this: Range too big"),
-    "long string": ("{{ 'x' * 10 ** 9 }}", PAIR, "repeating something 1000000000 times"),
-    "great number": ("{{ 9 ** 9 ** 9 }}", PAIR, "too large for a chat template"),
+    "long string": ("{{ 'x' * 10 ** 9 }}", PAIR, "repeats text or a list to more than"),
+    "great number": ("{{ 9 ** 9 ** 9 }}", PAIR, "computes ** of something else than numbers up to"),
 }  # fmt: skip
 
 

@@ -373,7 +373,7 @@ def test_control_tokens_that_the_template_reads_mean_what_it_makes_of_them() -> 
 def test_a_template_that_runs_away_without_a_control_token_is_not_said_to_read_it() -> None:
     endless = "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}"
     source = "{% if messages[0].content[0] == 'a' and '</s>' not in messages[0].content %}" + endless + "{% endif %}"
-    with pytest.raises(SequenceError, match="characters for one conversation"):
+    with pytest.raises(SequenceError, match="characters than any conversation needs"):
         make(source + CHATML).render(talk(user("a</s>"), said("fine")))
 
 

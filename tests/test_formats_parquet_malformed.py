@@ -85,7 +85,7 @@ def test_other_columns_are_refused(tmp_path: Path, table: pa.Table, reason: str)
 def test_weights_are_refused_unless_loss_is_allowed(tmp_path: Path) -> None:
     packs = [demo_samples()[0], sample_of([3], lambda p: 0.5, lambda p: p)]
     spec = {"mask_dtype": np.dtype(np.float32)}
-    with pytest.raises(FormatError, match=r"pack 1 has a loss weight of 0\.5.*allow-loss"):
+    with pytest.raises(FormatError, match=r"pack 1 has a loss weight of 0\.5.*lossy"):
         write_packs(Writer, tmp_path / "x", packs, spec=spec)
     assert folder_of(tmp_path) == []
     write_packs(Writer, tmp_path / "x", packs, spec=spec, lossy=True)

@@ -24,7 +24,7 @@ from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
 from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
 
 # What is looked at before the work begins.
-_FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 8 << 20
+_FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 2 << 20
 _PIECE_NBYTES = 1 << 18
 
 
@@ -110,7 +110,7 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
 
 
 def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows: int | None = None) -> None:
-    """Have the first 1,000 usable rows of the input, but no more than 8 MiB of it, tokenised by both libraries.
+    """Have the first 1,000 usable rows of the input, but no more than 2 MiB of it, tokenised by both libraries.
 
     This is done once and before the workers begin, so the same rows are compared whatever their number. Nothing is
     done where gigatoken is not used.
