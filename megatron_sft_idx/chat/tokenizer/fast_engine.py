@@ -24,7 +24,7 @@ from megatron_sft_idx.chat.tokenizer.exact import exact_ids
 from megatron_sft_idx.chat.tokenizer.known_ids import known_class, settled
 from megatron_sft_idx.errors import FormatError
 
-COMPARED_ROWS, COMPARED_ONE_IN = 1000, 128
+COMPARED_ROWS, COMPARED_ONE_IN = 1000, 512
 """How many rows at the beginning of a job are tokenised by both libraries; and of how many other texts one is."""
 
 _compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
