@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from chats import CHATS, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
 
+from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.shard import Shard, find_remains, publication, read_header
 from megatron_sft_idx.tokenize import gather, parts, pipeline
 
@@ -324,6 +326,12 @@ def test_a_corpus_that_is_asked_for_later_is_made(case, prefix):
     ("options", "said"),
     [
         (("--train-on", "all"), "train on was 'assistant', is 'all'"),
+        (("--no-train-on-thinking",), "train on thinking was True, is False"),
+        (("--no-train-on-tool-calls",), "train on tool calls was True, is False"),
+        (("--earlier-reasoning", "split"), "earlier reasoning was 'drop', is 'split'"),
+        (("--partial-markers", "keep"), "partial markers was 'error', is 'keep'"),
+        (("--allow-control-tokens",), "allow control tokens was False, is True"),
+        (("--template-date", "2026-01-01"), "template date was None, is '2026-01-01'"),
         (("--append-eod",), "append eod was False, is True"),
         (("--chat-template-kwargs", '{"a": 1}'), "template kwargs a was None, is 1"),
         (("--seq-length", 2048), "packing capacity was 1024, is 2048"),
@@ -338,6 +346,12 @@ def test_changed_options_are_named(case, prefix, options, said):
     assert f"had other input or options: {said}; pass" in refused.err
     assert everything_in(prefix.parent) == before
     case.assert_ends_the_same(prefix)
+
+
+def test_each_option_of_the_masks_is_changed_above():
+    marks = next(mark for mark in test_changed_options_are_named.pytestmark if mark.name == "parametrize")
+    changed = {said.partition(" was ")[0].replace(" ", "_") for _, said in marks.args[1]}
+    assert {field.name for field in fields(MaskOptions)} <= changed
 
 
 def test_changed_input_is_named(case, prefix, tmp_path):

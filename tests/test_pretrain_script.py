@@ -334,6 +334,19 @@ def test_errors_are_one_line(more: list[str], code: int, line: str, data: Path) 
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("first", ["nowhere: no shard here", "Connection closed by peer"])
+def test_a_process_that_is_left_alone_says_so_only_where_no_other_has_spoken(first, script, monkeypatch, capsys):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(script, "_get_default_store", lambda: store)
+    kinds = [RuntimeError if "closed" in first else FormatError, RuntimeError, RuntimeError]
+    for kind, message in zip(kinds, [first, "Connection closed by peer", "Connection reset by peer"], strict=True):
+        with pytest.raises(SystemExit, match="1"), script.one_line_errors():
+            raise kind(message)
+    said = capsys.readouterr().err.splitlines()
+    alone = "another process has ended, which says why"
+    assert said == [f"pretrain_sft.py: error: {alone if 'closed' in first else first}"]
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.3, 2.5])
 def test_weights_are_divided_by_as_megatron_does(weight: float, script: ModuleType, data: Path) -> None:
     """By the sum of each micro-batch's weights, cut to a whole number, over all micro-batches."""

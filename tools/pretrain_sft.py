@@ -575,8 +575,10 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
 def one_line_errors() -> Iterator[None]:
     """What goes wrong with data, options and files is a line on standard error, and the process ends with 1.
 
-    Of several processes that meet the same one says so. A bug keeps its traceback.
+    Of several processes that meet the same, one says so, and one that was left alone says nothing where another has
+    said why. A bug keeps its traceback.
     """
+    left_alone = False
     try:
         yield
     except (SFTIndexError, CheckpointingException, OSError, ImportError) as error:
@@ -585,11 +587,12 @@ def one_line_errors() -> Iterator[None]:
         # torchrun ends what is left of a job; the process that failed has said why.
         if not any(words in str(error) for words in _LEFT_ALONE):
             raise
-        message = "another process has ended, which says why"
+        left_alone, message = True, "another process has ended, which says why"
     else:
         return
     with contextlib.suppress(Exception):  # the store may have gone with the first process
-        if _get_default_store().add(f"said {message}", 1) > 1:
+        said = _get_default_store().add("said", 1) > 1
+        if _get_default_store().add(f"said {message}", 1) > 1 or (left_alone and said):
             raise SystemExit(1)
     print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(1)

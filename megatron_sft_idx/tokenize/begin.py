@@ -12,11 +12,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from megatron_sft_idx.chat.inputs import InputFile
+from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
@@ -36,7 +37,9 @@ from megatron_sft_idx.tokenize.selection import Selection, file_weights
 
 _MAX_NBYTES = 1 << 28
 # Beginnings of what ``differences`` says of options that the fingerprint of a chat template covers too.
-_IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")
+_IN_TEMPLATE = tuple(
+    f"{name.replace('_', ' ')} " for name in ("template_kwargs", *(f.name for f in fields(MaskOptions)))
+)
 _VERSION = 2
 _SHARD = "finished shard"
 _LOCK = "run.journal"
