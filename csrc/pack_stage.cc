@@ -16,8 +16,8 @@ std::size_t mask_nbytes(MaskType type) { return type == MaskType::u8 ? 1 : 4; }
 }  // namespace
 
 PackStage::PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple,
-                     std::size_t room)
-    : rules_{capacity, sequence_multiple, tokens, mask}, room_(room) {
+                     std::size_t room, std::int64_t vocab_size)
+    : rules_{capacity, sequence_multiple, tokens, mask, vocab_size}, room_(room) {
   if (tokens == TokenType::i64 || (mask != MaskType::u8 && mask != MaskType::f32)) {
     throw std::invalid_argument("staged as uint16 or int32 tokens, uint8 or float32 masks");
   }
@@ -26,6 +26,7 @@ PackStage::PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std
   if (capacity < 1 || sequence_multiple < 1 || capacity > most || sequence_multiple > most) {
     throw std::invalid_argument("capacity and multiple are 1 to " + std::to_string(most));
   }
+  if (vocab_size < 0) throw std::invalid_argument("a vocabulary has at least one token");
 }
 
 void PackStage::fail(const Breach& breach) const {
@@ -34,17 +35,19 @@ void PackStage::fail(const Breach& breach) const {
 
 template <typename Out>
 void PackStage::copy_tokens(const PackInput& input, Out* out) const {
-  const bool fits = with_tokens(input, [&](const auto* tokens) {
-    // All ids are within 0 and 2^k - 1 exactly when the or of their bits is: one fast instruction an id.
+  const bool surely_fit = with_tokens(input, [&](const auto* tokens) {
+    // No id is above the or of the bits of all, which takes one fast instruction per id. Where the or is too large, as
+    // it may be unless the vocabulary is a power of two, the ids are looked at once more.
     using Bits = std::make_unsigned_t<std::remove_const_t<std::remove_pointer_t<decltype(tokens)>>>;
     Bits bits = 0;
     for (std::size_t i = 0; i < input.tokens_count; ++i) {
       bits = static_cast<Bits>(bits | static_cast<Bits>(tokens[i]));
       out[i] = static_cast<Out>(tokens[i]);
     }
-    return static_cast<std::uint64_t>(bits) <= static_cast<std::uint64_t>(std::numeric_limits<Out>::max());
+    return static_cast<std::uint64_t>(bits) <= static_cast<std::uint64_t>(largest_id(rules_));
   });
-  if (!fits) fail(broken_id(input, rules_).value());
+  if (surely_fit) return;
+  if (const auto breach = broken_id(input, rules_)) fail(*breach);
 }
 
 template <typename Out>

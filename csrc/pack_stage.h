@@ -35,7 +35,9 @@ class PackStage {
   };
 
   // room: tokens staged before add() asks for a flush. capacity: most positions of a pack, each sequence rounded up.
-  PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple, std::size_t room);
+  // vocab_size: ids are below it; 0 where no vocabulary is known.
+  PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple, std::size_t room,
+            std::int64_t vocab_size = 0);
 
   // Stages packs. False, with nothing done, where what is staged must be flushed first. Throws
   // std::invalid_argument, beginning with "pack <its number in the shard>: ", where a rule is broken; nothing is kept.

@@ -15,7 +15,8 @@ std::int64_t number(const PackRules& rules, std::size_t pack) {
   return rules.first_pack + static_cast<std::int64_t>(pack);
 }
 
-std::int64_t largest_id(const PackRules& rules) {
+// The largest id that the dtype holds.
+std::int64_t largest_stored(const PackRules& rules) {
   if (rules.tokens == TokenType::u16) return std::numeric_limits<std::uint16_t>::max();
   return std::numeric_limits<std::int32_t>::max();
 }
@@ -71,6 +72,11 @@ std::optional<Breach> first_bad_mask(const In* mask, const PackInput& input, con
 
 }  // namespace
 
+std::int64_t largest_id(const PackRules& rules) {
+  const std::int64_t stored = largest_stored(rules);
+  return rules.vocab_size > 0 ? std::min(stored, rules.vocab_size - 1) : stored;
+}
+
 std::optional<Breach> broken_shape(const PackInput& input, const PackRules& rules, PackSizes& sizes) {
   if (auto breach = broken_counts(input, rules)) return breach;
   const std::int64_t* starts = input.starts;
@@ -89,16 +95,18 @@ std::optional<Breach> broken_shape(const PackInput& input, const PackRules& rule
 
 std::optional<Breach> broken_id(const PackInput& input, const PackRules& rules) {
   return with_tokens(input, [&](const auto* tokens) -> std::optional<Breach> {
-    // All ids are within 0 and 2^k - 1 exactly when the or of their bits is.
+    // Negative ids are large as unsigned numbers.
     using Bits = std::make_unsigned_t<std::remove_const_t<std::remove_pointer_t<decltype(tokens)>>>;
     const auto largest = static_cast<std::uint64_t>(largest_id(rules));
-    if (input.token_type == TokenType::u16) return std::nullopt;
-    Bits bits = 0;
-    for (std::size_t i = 0; i < input.tokens_count; ++i) bits = static_cast<Bits>(bits | static_cast<Bits>(tokens[i]));
-    if (bits <= largest) return std::nullopt;
+    if (largest >= std::numeric_limits<Bits>::max()) return std::nullopt;
+    Bits most = 0;
+    for (std::size_t i = 0; i < input.tokens_count; ++i) most = std::max(most, static_cast<Bits>(tokens[i]));
+    if (most <= largest) return std::nullopt;
     std::size_t i = 0;
     while (static_cast<Bits>(tokens[i]) <= largest) ++i;
-    return at_token("P8", input, rules, i, tokens[i], largest_id(rules));
+    const bool is_stored = static_cast<Bits>(tokens[i]) <= static_cast<std::uint64_t>(largest_stored(rules));
+    return at_token(is_stored ? "P9" : "P8", input, rules, i, tokens[i],
+                    is_stored ? largest_id(rules) : largest_stored(rules));
   });
 }
 
@@ -163,8 +171,10 @@ std::string in_words(const Breach& breach, const PackRules& rules) {
   } else if (rule == "P7") {
     out << "position " << at << " has loss mask " << found << ", the mask dtype holds "
         << (rules.mask == MaskType::u8 ? "0 and 1 (weights need float32)" : "finite weights of 0 or more");
-  } else {
+  } else if (rule == "P8") {
     out << "position " << at << " has id " << found << ", the token dtype holds 0 to " << expected;
+  } else {
+    out << "position " << at << " has id " << found << ", the vocabulary has " << expected + 1 << " tokens";
   }
   out << " (rule " << rule << ")";
   return out.str();

@@ -1,4 +1,4 @@
-// The rules of packs (FORMAT.md, P1 to P8) in the one place that knows them: packs on their way in are held to them
+// The rules of packs (FORMAT.md, P1 to P9) in the one place that knows them: packs on their way in are held to them
 // here, and what verification walks over is measured with the same parts.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace sft_idx {
 
-// Where a rule is broken. In packs that are taken in, `at` is a sequence (P2 to P4), 0 (P1, P5) or a token (P6 to P8)
+// Where a rule is broken. In packs that are taken in, `at` is a sequence (P2 to P4), 0 (P1, P5) or a token (P6 to P9)
 // of the pack; PackWalk counts from the shard's beginning. `expected` is the most or, for a start (P2, P3), the least
 // that is allowed.
 struct Breach {
@@ -44,6 +44,7 @@ struct PackRules {
   std::int64_t capacity, multiple;
   TokenType tokens;
   MaskType mask;
+  std::int64_t vocab_size = 0;  // ids are below it (P9); 0 where no vocabulary is known
   std::int64_t first_pack = 0;  // number of the first pack, for breaches
 };
 
@@ -90,10 +91,14 @@ std::int64_t padded_length(const Start* starts, std::int64_t count, std::int64_t
   return units * multiple;
 }
 
+// The largest id that the dtype and the vocabulary allow.
+std::int64_t largest_id(const PackRules& rules);
+
 // The first breach of rules P1 to P5; sizes are those of the packs before it. Reads nothing outside the arrays,
 // whatever they hold. Throws std::invalid_argument where lengths and counts do not add up to them.
 std::optional<Breach> broken_shape(const PackInput& input, const PackRules& rules, PackSizes& sizes);
-// Of packs whose shape is good, the first id that its type does not hold (P8), the first mask value (P7), and the first
+// Of packs whose shape is good, the first id that its type does not hold (P8)
+// or that is beyond the vocabulary (P9), the first mask value (P7), and the first
 // label-aligned one that is set at a sequence's end (P6).
 std::optional<Breach> broken_id(const PackInput& input, const PackRules& rules);
 std::optional<Breach> broken_mask(const PackInput& input, const PackRules& rules);

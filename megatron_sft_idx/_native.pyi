@@ -25,6 +25,7 @@ class PackStage:
         capacity: int,
         sequence_multiple: int,
         room: int,
+        vocab_size: int = 0,
     ) -> None: ...
     def add(
         self,

@@ -176,10 +176,10 @@ void bind_stage(py::module_& m) {
         " in words; None where they keep all.");
   py::class_<PackStage>(m, "PackStage", "Packs on their way to disk: checked and copied into the form that is written.")
       .def(py::init([](const py::dtype& tokens, const py::dtype& mask, std::int64_t capacity, std::int64_t multiple,
-                       std::size_t room) {
-             return PackStage(token_type_of(tokens), mask_type_of(mask), capacity, multiple, room);
+                       std::size_t room, std::int64_t vocab_size) {
+             return PackStage(token_type_of(tokens), mask_type_of(mask), capacity, multiple, room, vocab_size);
            }),
-           "token_dtype"_a, "mask_dtype"_a, "capacity"_a, "sequence_multiple"_a, "room"_a)
+           "token_dtype"_a, "mask_dtype"_a, "capacity"_a, "sequence_multiple"_a, "room"_a, "vocab_size"_a = 0)
       .def("add", &stage_add, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
       .def("add_one", &stage_add_one, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),

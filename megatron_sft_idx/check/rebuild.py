@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_sft_idx.check.accept import accepted_findings, write_accepted
 from megatron_sft_idx.check.derive import derive_indexes
 from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import GivenFacts, Repair, restore_under_header
@@ -109,6 +110,7 @@ def rebuild(
     facts: GivenFacts | None = None,
     *,
     copied: bool = False,
+    accept_contents: bool = False,
     dry_run: bool = False,
     watch: Watch = unwatched,
 ) -> Rebuilt:
@@ -130,6 +132,8 @@ def rebuild(
         prefix: the path that the five files share.
         facts: what the user knows of the shard and the files do not say any more.
         copied: the journal and temporary files of a killed build are copies: let the journal name them.
+        accept_contents: if tokens, masks, starts or columns do not have their checksums, and nothing brings them back,
+            write the shard again with what is there. Its header then lists these files under ``accepted``.
         dry_run: only find out what would happen.
         watch: shows the progress of each stage.
 
@@ -144,6 +148,9 @@ def rebuild(
     """
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
+    if accept_contents:
+        restored = rebuild(prefix, facts, copied=copied, dry_run=dry_run, watch=watch)
+        return restored if restored.whole else _accept(paths, restored, dry_run, watch)
     if copied and not dry_run:
         adopt_remains(paths)
     journal = read_journal(paths)
@@ -202,6 +209,21 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         kept = repair.publish()
     states = _states(paths, new_header, faults, how_restored, broken, withheld)
     return Rebuilt(paths.prefix, states, tuple(kept), "; ".join(notes), dry_run, compared)
+
+
+def _accept(paths: ShardPaths, restored: Rebuilt, dry_run: bool, watch: Watch) -> Rebuilt:
+    """Accept the contents of a shard of which a rebuild could not bring back everything."""
+    header = read_header(paths)
+    wrong = accepted_findings(_verified(paths, watch, "reading"))
+    if not dry_run:
+        write_accepted(paths, header, wrong, watch)
+    how = "accepted as it is, under a new checksum"
+    states = []
+    for file in restored.files:
+        fault = wrong.get(file.path)
+        states.append(FileState(file.path, "rebuilt", fault.what, how) if fault else replace(file, state="good"))
+    note = f"the header {'would list' if dry_run else 'lists'} these files under 'accepted'"
+    return Rebuilt(paths.prefix, tuple(states), restored.kept, note, dry_run, compared=False)
 
 
 # ---- what is wrong ----

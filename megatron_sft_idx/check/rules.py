@@ -18,10 +18,10 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
 from megatron_sft_idx.layout.column import (
     COLUMN,
-    COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
     ColumnHeader,
@@ -40,11 +40,12 @@ from megatron_sft_idx.layout.files import (
     idx_places,
     listed_columns,
     pack_idx_header,
+    vocab_size_of,
 )
 
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
 _DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
-_ATTACHED = "restore it from a copy, or remove it and attach it anew"
+_ATTACHED = "restore it from a copy, or remove it and attach it again; if it is no column, give it another name"
 _DOUBTED = (
     "the .seq.idx was derived from the data, so it may be the data that changed: compare all of them with a copy, or"
     " write the shard again; remove the column only if it is another shard's"
@@ -209,12 +210,12 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     metadata = SEQ_IDX.metadata(raw)
     if metadata is not None and type(metadata.get("format_writer")) is not int:
         findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a whole number")
-    tokenizer = (metadata or {}).get("tokenizer")
-    vocab_size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
-        found = f"tokenizer.vocab_size {vocab_size!r:.40} in the JSON block"
+    vocab_size = None
+    try:
+        vocab_size = vocab_size_of(metadata or {})
+    except FormatError:
+        found = f"tokenizer.vocab_size {(metadata or {})['tokenizer']['vocab_size']!r:.40} in the JSON block"
         findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number from 1 on")
-        vocab_size = None
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
@@ -397,11 +398,6 @@ def check_column(
         findings.add(rule, file.path, offset, found, expected, remedy=remedy)
 
     raw = file.read(0, FIXED_NBYTES)
-    # A file is taken for a damaged column, not for a stranger's, if it begins like one, is listed, or names the shard.
-    begins = raw[: len(COLUMN_MAGIC)] == COLUMN_MAGIC[: len(raw)]
-    if not begins and (claims is None or (name not in claims.listed and raw[16:32] != claims.values["shard_id"])):
-        findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
-        return
     raw += file.read(len(raw), COLUMN.stated_nbytes(raw) - len(raw))
     if broken := list(COLUMN.broken_rules(raw)):
         for breach in broken:

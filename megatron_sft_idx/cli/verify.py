@@ -68,8 +68,11 @@ examples:
   a build was killed: the command finds its journal, and keeps every pack that the build completed:
     megatron-sft-idx rebuild data/train
 
+  tokens or masks were damaged, and there is no copy: keep the shard with what is there now:
+    megatron-sft-idx rebuild data/train --accept-contents
+
 Good files are never touched. A damaged file that is replaced stays beside the new one, with .damaged added to its name.
-Tokens, loss masks and columns cannot be derived from other files: restore them from a copy.
+Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, or accept them as they are.
 
 exit code: 0 the shard is whole, or with --dry-run would be; 1 something is lost, or uncertain; 2 wrong usage.
 """
@@ -97,6 +100,8 @@ def add_parser(verbs: Verbs) -> None:
         """
         prefix PREFIX  path that the five files share
         --copied  use .journal and .tmp files of a killed build that were copied here from another place
+        --accept-contents  where contents do not have their checksums and no copy is left: write the shard again with
+            what is there, and list the changed files in its header
         --dry-run  print what would be done, and write nothing
         """,
         prefix=local_path,
@@ -193,7 +198,14 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
         with Progress(stage, total, unit="", log_interval=interval, items="done") as progress:
             yield lambda units: progress.update(units, units)
 
-    report = rebuild(arguments.prefix, facts, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
+    report = rebuild(
+        arguments.prefix,
+        facts,
+        copied=arguments.copied,
+        accept_contents=arguments.accept_contents,
+        dry_run=arguments.dry_run,
+        watch=watch,
+    )
     _print_report(report)
     if not report.opens:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, MaskAlignment, PackRun, read_window, windows
+from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_runs, read_window
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
@@ -81,8 +81,11 @@ class Reader(PackedReader):
         return self._checked(index, window.run()).pack(0)
 
     def _runs(self) -> Iterator[PackRun]:
-        packs = windows(self._files, RUN_TOKENS, self._opened)
-        return (self._checked(window.first_pack, window.run()) for window in packs)
+        """All packs, held to the checksums of the shard: the error about damage comes behind the last run."""
+        first_pack = 0
+        for run in checked_runs(self._files, self._opened, lambda nbytes: None):
+            yield self._checked(first_pack, run)
+            first_pack += len(run)
 
 
 class Writer(PackedWriter):

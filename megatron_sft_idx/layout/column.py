@@ -174,6 +174,74 @@ def is_source(spec: ColumnSpec) -> bool:
     return names_files and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
+def check_named_spec(name: str, spec: ColumnSpec) -> None:
+    """FormatError where a column called ``source`` or ``pair`` has another form than its name promises (C9, C10)."""
+    if name == "source" and not is_source(spec):
+        raise FormatError(
+            "column source: expected uint32 values of width 2 per sequence, and metadata with 'files', a list of"
+            " objects with a 'name' (rule C9); choose another name for other values"
+        )
+    if name == "pair" and spec.kind != PAIR.kind:
+        raise FormatError(
+            "column pair: expected uint32 values of width 2 per sequence (rule C10); choose another name for other"
+            " values"
+        )
+
+
+class NamedRows:
+    """Holds the rows of a column, which come in order, to what its name promises (rules C9 and C10).
+
+    ``source`` and ``pair`` have rules for their rows; of every other name, all rows are accepted.
+
+    Example:
+        >>> rows = NamedRows("pair", PAIR)
+        >>> rows.require(np.array([[7, 0]], np.uint32))
+        >>> rows.accept(np.array([[7, 0]], np.uint32))
+        >>> rows.require(np.array([[8, 1]], np.uint32))
+        Traceback (most recent call last):
+        ...
+        ValueError: column pair: sequences from 0 on are [[7, 0], [8, 1]], expected [n, 0] and [n, 1] (rule C10)
+    """
+
+    def __init__(self, name: str, spec: ColumnSpec) -> None:
+        self._name, self._num_rows = name, 0
+        self._num_files = len(spec.metadata["files"]) if name == "source" else 0
+        self._half_pair = np.empty((0, 2), np.uint32)  # the chosen sequence of a pair whose other one is still to come
+
+    def require(self, rows: NDArray[Any]) -> None:
+        """ValueError where the next rows break a rule. They are not counted until ``accept``."""
+        if self._name == "source" and rows.max(initial=0, axis=0)[0] >= self._num_files:
+            at = int(np.argmax(rows[:, 0] >= self._num_files))
+            raise ValueError(
+                f"column source: sequence {self._num_rows + at} is of file {rows[at, 0]}, expected less than"
+                f" {self._num_files} (rule C9)"
+            )
+        if self._name == "pair":
+            both = np.concatenate([self._half_pair, rows])
+            whole = both[: len(both) // 2 * 2]
+            if (torn := torn_pairs(whole)).size or (len(both) % 2 and both[-1, 1] != 0):
+                at = int(torn[0]) if torn.size else len(both) - 1
+                first = self._num_rows - len(self._half_pair) + at
+                raise ValueError(
+                    f"column pair: sequences from {first} on are {both[at : at + 2].tolist()}, expected [n, 0] and"
+                    " [n, 1] (rule C10)"
+                )
+
+    def accept(self, rows: NDArray[Any]) -> None:
+        """Count rows that ``require`` has passed."""
+        self._num_rows += len(rows)
+        if self._name == "pair":
+            both = np.concatenate([self._half_pair, rows])
+            self._half_pair = both[len(both) // 2 * 2 :].copy()
+
+    def finish(self) -> None:
+        """ValueError where rows are missing behind the last one."""
+        if len(self._half_pair):
+            raise ValueError(
+                f"column pair: the last pair has no rejected sequence, {self._half_pair.tolist()} (rule C10)"
+            )
+
+
 def num_rows_in(of: Any, per: Per) -> int:
     """How many rows a column has: one for each token, sequence or pack that ``of``, such as a ``Header``, counts."""
     return {"token": int(of.num_tokens), "sequence": int(of.num_sequences), "pack": int(of.num_packs)}[per]

@@ -494,6 +494,21 @@ def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_St
     return value if type(value) is kind else None
 
 
+def vocab_size_of(metadata: Mapping[str, Any]) -> int | None:
+    """``tokenizer.vocab_size`` of a JSON block, which all ids are below (rule P9); None where the block has none.
+
+    FormatError: it is there, and is no whole number from 1 on.
+    """
+    tokenizer = metadata.get("tokenizer")
+    value = tokenizer.get("vocab_size") if isinstance(tokenizer, Mapping) else None
+    if value is not None and (type(value) is not int or value < 1):
+        raise FormatError(
+            f"metadata: tokenizer.vocab_size is {value!r:.40}, expected a whole number from 1 on, or None where the"
+            " vocabulary is unknown (rule P9)"
+        )
+    return value
+
+
 # ---- the header of .seq.idx ----
 
 # The only alignment on disk: loss_mask[j] says whether predicting token j + 1 of the same sequence is trained on.
@@ -644,7 +659,8 @@ class Header:
         return stated_in(self.metadata, "sources", "fingerprint", str)
 
     def encode(self) -> bytes:
-        """The bytes of the header, with its checksum."""
+        """The bytes of the header, with its checksum. FormatError: ``metadata`` breaks rule P9, or is not JSON."""
+        vocab_size_of(self.metadata)
         values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(self, name)}
         values |= {
             "token_dtype": token_dtype_of(self.token_dtype)[0],

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
-from megatron_sft_idx.layout import FileDigest
+from megatron_sft_idx.layout import FileDigest, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
 from megatron_sft_idx.storage import is_remote
@@ -446,7 +446,7 @@ def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> It
     arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
     small = (paths.idx, 0, idx), (paths.seq_idx, header.nbytes, arrays), (paths.starts, 0, starts)
     for path, begin, digest in () if is_remote(paths.prefix) else small:
-        _require_checksum(path, "F3", digest_file(path, begin).checksum, digest.checksum)
+        _require_checksum(paths, path, "F3", digest_file(path, begin).checksum, digest.checksum)
     advance(idx.nbytes + arrays.nbytes)
     expected = {paths.tokens: ("F3", tokens.checksum), paths.loss: ("F3", loss.checksum)}
     expected |= {paths.column(name): ("C7", column.header.checksum) for name, column in columns.items()}
@@ -460,15 +460,33 @@ def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> It
         yield run
         del run, rows, values  # before the next are read, into the same memory
     for path, (rule, checksum) in expected.items():
-        _require_checksum(path, rule, hashes[path].checksum(), checksum)
+        _require_checksum(paths, path, rule, hashes[path].checksum(), checksum)
 
 
-def _require_checksum(path: str, rule: str, found: bytes, expected: bytes) -> None:
+def require_checksums(files: OpenFiles, columns: OpenColumns, advance: Advance) -> None:
+    """Read all bytes of a shard, with columns, and hold them to their checksums.
+
+    Arguments and errors are those of ``checked_runs``. This is for verbs that read a shard in another order than it is
+    stored in: a checksum covers a whole file, in its order.
+    """
+    for _ in checked_runs(files, columns, advance):
+        pass
+
+
+def nbytes_to_check(files: OpenFiles, columns: OpenColumns) -> int:
+    """How many bytes ``checked_runs`` reads."""
+    header = files.header
+    of_columns = sum(len(column) * column.spec.row_nbytes for column in columns.values())
+    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes + of_columns
+
+
+def _require_checksum(paths: ShardPaths, path: str, rule: str, found: bytes, expected: bytes) -> None:
     if found != expected:
         raise CorruptShardError(
             path,
             0,
             rule,
             f"checksum of all bytes is {found.hex()}, the header says {expected.hex()}; the file was changed or is of"
-            " another shard: restore it. Nothing was published",
+            f" another shard: restore it, or accept what is there: megatron-sft-idx rebuild {paths.prefix}"
+            " --accept-contents. Nothing was published",
         )

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
-from megatron_sft_idx.packs.merge import begin_copy, nbytes_of, open_source
+from megatron_sft_idx.packs.merge import begin_copy, open_source
 from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
-from megatron_sft_idx.packs.run import COPIED_TOKENS, OpenColumns, checked_runs, windows
+from megatron_sft_idx.packs.run import COPIED_TOKENS, OpenColumns, nbytes_to_check, require_checksums, windows
 from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_outputs, renames_left_error
@@ -108,7 +108,7 @@ def split(
     columns = dict(shard.columns)
     outputs = _plan(shard, columns, prefix, size)
     origin = Origin(shard.header, lambda first, stop: _spans(shard, first, stop))
-    nbytes = nbytes_of(shard.header) + sum(len(column) * column.spec.row_nbytes for column in columns.values())
+    nbytes = nbytes_to_check(shard.files, columns)
     with watch("splitting", nbytes + sum(output.nbytes for output in outputs)) as advance:
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
         require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
@@ -118,8 +118,7 @@ def split(
         def write(missing: Sequence[int]) -> Iterator[Header]:
             kept.difference_update(missing)
             _require_room(prefix, [outputs[number] for number in missing])
-            for _ in checked_runs(shard.files, columns, advance):
-                pass
+            require_checksums(shard.files, columns, advance)
             advance(sum(outputs[number].nbytes for number in kept))
             for number in missing:
                 yield _copy(outputs[number], shard, columns, origin, overwrite=overwrite, durable=durable)

@@ -22,7 +22,9 @@ from megatron_sft_idx.layout.column import (
     Alignment,
     ColumnHeader,
     ColumnSpec,
+    NamedRows,
     Per,
+    check_named_spec,
     num_rows_in,
     torn_pairs,
 )
@@ -69,7 +71,8 @@ def write_column(
 
     Raises:
         FormatError: the shard was written with a column of this name, or another file has its name; the number of rows
-            does not fit the shard; the format allows no such name, dtype or shape.
+            does not fit the shard; the format allows no such name, dtype or shape; or ``source`` or ``pair`` is not
+            what its name promises.
         ShardNotFoundError: there is no such shard.
     """
     paths = ShardPaths.of(prefix).with_columns([check_column_name(name)])
@@ -80,6 +83,8 @@ def write_column(
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
     first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0 on")
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
+    check_named_spec(name, spec)
+    named_rows = NamedRows(name, spec)
     with locked_prefix(paths):
         if read_header(paths) != header:
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
@@ -96,10 +101,16 @@ def write_column(
                 array = _array_of_rows(values_of_rows, name, where)
                 try:
                     stored = spec.array(name, array, len(array))
+                    named_rows.require(stored)
                 except ValueError as error:
                     raise FormatError(f"{where}: {error}") from None
+                named_rows.accept(stored)
                 rows += len(stored)
                 hashed.write(stored.reshape(-1))
+            try:
+                named_rows.finish()
+            except ValueError as error:
+                raise FormatError(f"{path}: {error}") from None
             if rows != expected:
                 raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
             column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())

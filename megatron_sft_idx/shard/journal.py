@@ -42,7 +42,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnSpec, Per
+from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnSpec, Per, check_named_spec
 from megatron_sft_idx.layout.files import (
     MASK_DTYPES,
     MAX_CAPACITY,
@@ -54,6 +54,7 @@ from megatron_sft_idx.layout.files import (
     column_of,
     mask_dtype_of,
     token_dtype_of,
+    vocab_size_of,
 )
 from megatron_sft_idx.storage import OutputFile
 from megatron_sft_idx.storage.publish import describe, head_of, lock_file, make_folders
@@ -115,9 +116,12 @@ class BuildOptions:
             if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
                 raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {MAX_CAPACITY}")
             object.__setattr__(self, name, int(value))
-        SEQ_IDX.nbytes(self.metadata)  # metadata that cannot be stored is refused now, not after hours of writing
-        for name in self.columns:
+        # What cannot be stored is refused now, not after hours of writing.
+        SEQ_IDX.nbytes(self.metadata)
+        vocab_size_of(self.metadata)
+        for name, spec in self.columns.items():
             check_column_name(name)
+            check_named_spec(name, spec)
 
     def growing_files(self, paths: ShardPaths) -> list[GrowingFile]:
         """The files that grow as packs come: tokens, masks, starts, then the columns."""

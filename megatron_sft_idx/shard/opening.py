@@ -201,10 +201,14 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
-    """Names of a shard's columns: those that it lists, and those of columns at its prefix whose headers have its id.
+    """Names of a shard's columns: those that it lists, and those that were attached.
 
     ``beside`` are the names of columns whose files lie at the prefix, as of ``columns_beside``; None to look for them.
-    CorruptShardError: a file that begins as a column does is damaged. StorageError: an object store does not answer.
+
+    Raises:
+        CorruptShardError: a file that has the name of a column of the shard cannot be read as one. Nothing tells a
+            damaged column from a file of somebody else, so none is passed over.
+        StorageError: an object store does not answer.
     """
     names = columns_beside([paths.prefix])[paths.prefix] if beside is None else beside
     return sorted(name for name in {*names, *listed_columns(header.metadata)} if has_column(paths, header, name))
@@ -212,7 +216,19 @@ def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | No
 
 def has_column(paths: ShardPaths, header: Header, name: str) -> bool:
     """Whether a column is one of those that ``column_names`` gives. Errors as of that."""
-    return name in listed_columns(header.metadata) or _shard_of(paths.column(name)) == header.shard_id
+    if name in listed_columns(header.metadata):
+        return True
+    path = paths.column(name)
+    if (start := read_start(path, COLUMN)) is None:
+        return False
+    shard_id = ColumnHeader.decode(start.raw, path).shard_id
+    if shard_id != header.shard_id:
+        detail = (
+            f"of shard {shard_id.hex()}, this one is {header.shard_id.hex()}; put it next to its own shard, or move it"
+            " away"
+        )
+        raise CorruptShardError(path, 16, "C6", detail)
+    return True
 
 
 def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:

@@ -44,6 +44,7 @@ from megatron_sft_idx.shard.journal import (
     with_named_columns,
     with_present_columns,
 )
+from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.storage import OutputFile, name_in_errors, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
@@ -112,10 +113,24 @@ def check_free(
             would be too long.
         OSError: too little space on the disk, or too few inodes.
     """
-    paths = with_present_columns(paths) if only is None else paths.with_columns_of(only)
+    if only is None:
+        _refuse_strange_columns(paths)
+        paths = with_present_columns(paths)
+    else:
+        paths = paths.with_columns_of(only)
     replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
     _require_ours(paths, [*(() if any_file else replaced), *paths.unpublished.all])
     return replaced
+
+
+def _refuse_strange_columns(paths: ShardPaths) -> None:
+    """FormatError where a file has the name of a column of the new shard and is none: no verb could read the shard."""
+    for name in sorted(columns_beside([paths.prefix])[paths.prefix] - {*paths.columns}):
+        if not is_column(path := paths.column(name)):
+            raise FormatError(
+                f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
+                " choose another prefix"
+            )
 
 
 def _require_ours(paths: ShardPaths, files: Iterable[str]) -> None:

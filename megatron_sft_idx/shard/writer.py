@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, num_rows_in
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, NamedRows, num_rows_in
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     MAX_CAPACITY,
@@ -28,6 +28,7 @@ from megatron_sft_idx.layout.files import (
     mask_array,
     pack_idx_header,
     token_array,
+    vocab_size_of,
 )
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.shard.journal import (
@@ -143,8 +144,10 @@ class ShardWriter:
             options.capacity or MAX_CAPACITY,
             options.sequence_multiple,
             self._stage_tokens,
+            vocab_size_of(options.metadata) or 0,
         )
         self._staged_columns: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
+        self._named_rows = {name: NamedRows(name, spec) for name, spec in options.columns.items()}
         # The files that grow as packs come, by path. Their hashes cover the rows that are counted.
         self._files: dict[str, tuple[GrowingFile, HashedFile]] = {}
         with self._all_or_nothing():
@@ -277,18 +280,22 @@ class ShardWriter:
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
         for name, values in arrays.items():
+            self._named_rows[name].accept(values)
             self._staged_columns[name].append(values.copy())  # the caller may change its array before the flush
 
     def _column_arrays(
         self, columns: Mapping[str, ArrayLike], tokens: int, sequences: int, packs: int
     ) -> dict[str, NDArray[Any]]:
-        """Values of all columns, in their dtypes. SequenceError: a column is missing, unknown or has other rows."""
+        """Values of all columns, in their dtypes. SequenceError: a column is missing or unknown, or a row is wrong."""
         rows, specs = {"token": tokens, "sequence": sequences, "pack": packs}, self._options.columns
         try:
             if columns.keys() != specs.keys():
                 names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
                 raise ValueError(f"columns {names}; this writer was opened for {expected}")
-            return {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
+            arrays = {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
+            for name, values in arrays.items():
+                self._named_rows[name].require(values)
+            return arrays
         except (TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
 
@@ -361,6 +368,7 @@ class ShardWriter:
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
         for name in values:
+            self._named_rows[name].accept(values[name])
             self._staged_columns[name].append(values[name])
         self._write_staged(run.tokens, run.loss_mask)
 
@@ -436,7 +444,9 @@ class ShardWriter:
     def complete(self) -> Header:
         """Write the indexes. Then no more packs can be added, and a ``Shard`` can be opened at ``paths.unpublished``.
 
-        FormatError: the metadata is not JSON.
+        Raises:
+            FormatError: the metadata is not JSON, or has another vocabulary than when the writer was opened.
+            SequenceError: the last pair of a column ``pair`` is not whole.
         """
         self._require_open()
         self._publication.require_owner()
@@ -449,6 +459,16 @@ class ShardWriter:
     def _write_indexes(self) -> Header:
         """Write the indexes, from the packs that the journal records, and the headers of the columns."""
         options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
+        if (vocab_size := vocab_size_of(self.metadata)) != vocab_size_of(options.metadata):
+            raise FormatError(
+                f"{self.prefix}: tokenizer.vocab_size is {vocab_size} now, and ids were held to"
+                f" {vocab_size_of(options.metadata)}; pass it with the metadata when the writer is opened"
+            )
+        for rows in self._named_rows.values():
+            try:
+                rows.finish()
+            except ValueError as error:
+                raise SequenceError(self.prefix, None, str(error)) from None
         packs = JournalPacks(paths.journal, stage.num_packs)
         idx = write_idx(publication.open(paths.idx), packs, options.token_dtype, stage.num_packs)
         tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))

@@ -318,7 +318,8 @@ class PartsFolder:
         """Remove the parts; ``run.json`` stays. The caller must hold the lock."""
         for entry in os.scandir(self.path):
             if entry.path != self.state_path and entry.name != _LOCK and _is_ours(entry):
-                os.unlink(entry.path)
+                with contextlib.suppress(FileNotFoundError):  # a task on another machine may have renamed it just now
+                    os.unlink(entry.path)
 
     def has_parts(self) -> bool:
         """Whether any part is in the folder."""
@@ -361,6 +362,8 @@ def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list
     metadata = header.metadata
     if "recovered" in metadata:
         return ["it was recovered from an interrupted build, and may lack packs"]
+    if "accepted" in metadata:
+        return ["it was rebuilt with contents that do not have their checksums"]
     if packed:
         if differs := noted_differences(metadata, job.packing):
             return differs

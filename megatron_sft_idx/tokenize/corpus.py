@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.packs.run import fewer_tokens
+from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.progress import show_progress
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
+
+# So much is checked between two lines of progress where there is no terminal.
+_CHECK_LOG_MIB = 1024
 
 
 def pack_shard(
@@ -52,6 +56,7 @@ def pack_shard(
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
+        CorruptShardError: the shard does not have its checksums; nothing is written.
         FormatError: an option that cannot be, a source that the shard does not name, no sequence to pack, a column
             with a row a pack, or ``prefix`` is that of the source.
     """
@@ -65,6 +70,10 @@ def pack_shard(
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
+    # Packs are read in the order of the plan, in which no checksum can be computed.
+    watch = show_progress(_CHECK_LOG_MIB if log_interval else 0)
+    with watch("checking", nbytes_to_check(source.files, reader.columns)) as advance:
+        require_checksums(source.files, reader.columns, advance)
     # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     left_out = {} if chosen is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(chosen)}

@@ -168,7 +168,8 @@ class Local(contextlib.AbstractContextManager["Local"]):
     ) -> Generator[Any, None, None]:
         """``function(shared, item)`` for every item, in order; at most three items a worker are held at a time.
 
-        The caller must take all results of one call before the next call.
+        The caller must take all results of one call before the next call. After an error, or if the caller closes the
+        generator before its end, all processes have ended: no task goes on that writes files.
 
         Args:
             function: importable from a module; may be called more than once for an item.
@@ -189,6 +190,21 @@ class Local(contextlib.AbstractContextManager["Local"]):
                     on_result(result)
                 yield result
             return
+        try:
+            yield from self._map_at_workers(function, shared, items, name_of, on_result)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _map_at_workers(
+        self,
+        function: Callable[[Shared, Item], Any],
+        shared: Shared,
+        items: Iterable[Item | NotYet],
+        name_of: Callable[[Item], str],
+        on_result: Callable[[Any], None],
+    ) -> Generator[Any, None, None]:
+        """``map_in_order`` where there are workers."""
         pickled_shared, unread_items = pickle.dumps(shared), iter(items)
         # Tasks whose results were not taken yet, in the order of their items; and those of dead workers.
         held: deque[_Task] = deque()
