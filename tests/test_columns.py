@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 from chats import command
-from columned import SOURCE, SPECS, assert_columns, values_of, write_columned
+from columned import SOURCE, SPECS, assert_columns, unchecked, values_of, write_columned
 from hypothesis import given
 from hypothesis import strategies as st
 from kills import killed_at
@@ -275,13 +275,16 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
     (tmp_path / "x.mine.col").write_text("a list of mine")
     (tmp_path / "x.folder.col").mkdir()
-    assert list(Shard(tmp_path / "x").columns) == []
+    with pytest.raises(CorruptShardError, match=r"x\.mine\.col.*rule C1"):
+        list(Shard(tmp_path / "x").columns)
+    assert {finding.rule for finding in verify_shard(tmp_path / "x").findings} == {"C1"}
     (tmp_path / "x.folder.col").rmdir()
     with pytest.raises(FormatError, match="expected a column of a shard"):
         write_column(tmp_path / "x", "mine", np.zeros(len(PACKS)), per="pack", overwrite=True)
     with pytest.raises(FormatError, match=r"x\.mine\.col"):
         write_columned(tmp_path / "x", PACKS, {"mine": ColumnSpec("pack", "u1")}, overwrite=True)
-    write_samples(tmp_path / "x", PACKS[:3], overwrite=True)
+    with pytest.raises(FormatError, match=r"x\.mine\.col: it has the name of a column of .*x and is no column"):
+        write_samples(tmp_path / "x", PACKS[:3], overwrite=True)
     remove_shard(ShardPaths.of(tmp_path / "x"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.mine.col", "a list of mine")]
 
@@ -540,13 +543,10 @@ def test_a_shard_is_written_without_a_broken_column_as_it_is_advised(
         write_column(tmp_path / "x", "source", np.zeros(shape, np.uint32), per="sequence", metadata=SOURCE.metadata)
     raw = change(bytearray(path.read_bytes()))
     path.write_bytes(b"" if raw is None else raw)
-    if not rebuild(tmp_path / "x").whole:
-        advice = command("rebuild", tmp_path / "x").err.rsplit(": megatron-sft-idx ", 1)[1].split()
-        done = command(*advice[:-1], tmp_path / "new")
-        assert (done.code, "column source left out, as was allowed: " in done.out) == (0, True), done.err
-    else:  # it does not begin like a column any more, and nobody says that there was one
-        assert (rule, listed) == ("C1", False)
-        assert command("merge", tmp_path / "x", "--output-prefix", tmp_path / "new").code == 0
+    assert not rebuild(tmp_path / "x").whole
+    advice = command("rebuild", tmp_path / "x").err.rsplit(": megatron-sft-idx ", 1)[1].split()
+    done = command(*advice[:-1], tmp_path / "new")
+    assert (done.code, "column source left out, as was allowed: " in done.out) == (0, True), done.err
     assert (verify_shard(tmp_path / "new", full=True).ok, list(Shard(tmp_path / "new").columns)) == (True, [])
     assert Shard(tmp_path / "new").shard_id == kept.shard_id
 
@@ -576,7 +576,12 @@ def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
     tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], rows: list[int], count: int
 ) -> None:
     write_samples(tmp_path / "x", PACKS)
-    write_column(tmp_path / "x", "pair", change(paired(100)).astype(np.uint32), per="sequence")
+    torn = change(paired(100)).astype(np.uint32)
+    if rows:
+        with pytest.raises(FormatError, match=r"column pair: sequences from \d+ on are .* \(rule C10\)"):
+            write_column(tmp_path / "x", "pair", np.split(torn, [33]), per="sequence")
+    with unchecked():
+        write_column(tmp_path / "x", "pair", torn, per="sequence")
     report = verify_shard(tmp_path / "x", full=True)
     found = [finding for finding in report.findings if finding.rule == "C10"]
     begin = Shard(tmp_path / "x").columns["pair"].spec.header_nbytes
@@ -595,7 +600,10 @@ def test_a_pair_without_its_second_and_another_column_of_that_name_are_told_too(
     count = len(odd[0].starts)
     for name, rows in (("x", paired(count)), ("y", paired(count)[:, 0]), ("z", paired(count).astype(np.float32))):
         write_samples(tmp_path / name, odd)
-        write_column(tmp_path / name, "pair", rows, per="sequence")
+        with pytest.raises(FormatError, match="C10"):
+            write_column(tmp_path / name, "pair", rows, per="sequence")
+        with unchecked():
+            write_column(tmp_path / name, "pair", rows, per="sequence")
         assert {finding.rule for finding in verify_shard(tmp_path / name, full=True).findings} == {"C10"}
         with pytest.raises(CorruptShardError, match="C10"):
             pair_numbers(Shard(tmp_path / name))
@@ -639,7 +647,13 @@ def test_any_bytes_are_a_column_or_refused(raw: bytes) -> None:
 
 def test_a_column_that_names_no_files_is_no_source(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
-    write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
+    with pytest.raises(FormatError, match=r"column source: expected uint32 values .* and metadata with 'files'"):
+        write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
+    beyond = np.full((100, 2), 3, np.uint32)
+    with pytest.raises(FormatError, match="sequence 0 is of file 3, expected less than 3"):
+        write_column(tmp_path / "x", "source", beyond, per="sequence", metadata=SOURCE.metadata)
+    with unchecked():
+        write_column(tmp_path / "x", "source", np.zeros((100, 2), np.uint32), per="sequence")
     assert [(f.rule, f.found) for f in verify_shard(tmp_path / "x").findings] == [
         ("C9", "a source that names no files")
     ]
@@ -649,10 +663,9 @@ def test_a_column_of_another_shard_is_a_finding_and_not_a_column(tmp_path: Path)
     write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
     write_samples(tmp_path / "y", PACKS[:39])
     shutil.copy(tmp_path / "x.source.col", tmp_path / "y.source.col")
-    columns = Shard(tmp_path / "y").columns
-    assert list(columns) == []
-    assert "source" not in columns
-    assert columns.get("source") is None
+    for looked_at in (list, dict, lambda columns: columns.get("source")):
+        with pytest.raises(CorruptShardError, match="C6"):
+            looked_at(Shard(tmp_path / "y").columns)
     with pytest.raises(CorruptShardError, match="C6"):
         Shard(tmp_path / "y", columns=["source"])
     assert {finding.rule for finding in verify_shard(tmp_path / "y").findings} == {"C5", "C6"}

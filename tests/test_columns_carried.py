@@ -283,19 +283,29 @@ def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
     assert len([note for note in report.notes if re.match("column (topk|late) left out", note)]) == 2
 
 
-def test_files_of_others_are_no_columns_and_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stray", ["text", "empty", "of another shard"])
+@pytest.mark.parametrize("at", ["s", "x", "x-00001-of-00002"])
+def test_a_file_with_the_name_of_a_column_is_never_passed_over(tmp_path: Path, stray: str, at: str) -> None:
+    """Nothing tells a stranger's file from a column whose head is damaged: next to source or output, it stops verbs."""
     write_columned(tmp_path / "s", PACKS[:20], FEW)
-    write_samples(tmp_path / "other", PACKS[:7])
-    attach(tmp_path / "other", "stray", "pack")
-    os.rename(tmp_path / "other.stray.col", tmp_path / "s.stray.col")
-    for name in ("s.notes.col", "x.notes.col", "x-00000-of-00002.notes.col"):
-        (tmp_path / name).write_text("mine")
-    before = files_of(tmp_path, "s")
-    merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
-    split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2), durable=False)
-    assert sorted(Shard(tmp_path / "x").columns) == sorted(Shard(tmp_path / "x-00000-of-00002").columns) == sorted(FEW)
-    assert files_of(tmp_path, "s") == before
-    assert {(tmp_path / name).read_text() for name in ("x.notes.col", "x-00000-of-00002.notes.col")} == {"mine"}
+    path = tmp_path / f"{at}.notes.col"
+    if stray == "of another shard":
+        write_samples(tmp_path / "other", PACKS[:7])
+        attach(tmp_path / "other", "notes", "pack")
+        os.rename(tmp_path / "other.notes.col", path)
+    else:
+        path.write_text({"text": "mine", "empty": ""}[stray])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    if at == "s":
+        assert {finding.path for finding in verify_shard(tmp_path / "s").findings} == {str(path)}
+    for refused, verb in (
+        (at != "x-00001-of-00002", lambda: merge([tmp_path / "s"] * 2, tmp_path / "x", durable=False)),
+        (at != "x", lambda: split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2), durable=False)),
+    ):
+        if refused:
+            with pytest.raises(FormatError, match=r"\.notes\.col"):
+                verb()
+            assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_folder_is_looked_at_as_often_for_many_shards_as_for_few(

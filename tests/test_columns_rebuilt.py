@@ -48,7 +48,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_columns_of_a_shard_that_is_mended_are_listed_as_before(tmp_path: Path, what: str) -> None:
     write_columned(tmp_path / "x", PACKS, SPECS)
     write_column(tmp_path / "x", "late", np.arange(20), per="pack")
-    (tmp_path / "x.notes.col").write_text("a stranger's")
     before = files_in(tmp_path)
     DAMAGE[what](tmp_path / "x")
     done = command("rebuild", tmp_path / "x")
@@ -78,15 +77,15 @@ def test_columns_stay_as_attached_ones_where_the_listing_is_lost(tmp_path: Path)
     assert verify_shard(tmp_path / "x", full=True).ok
 
 
-def test_a_file_that_is_no_column_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_column_is_told_and_left_alone(tmp_path: Path) -> None:
     write_columned(tmp_path / "x", PACKS, FEW)
     (tmp_path / "x.notes.col").write_text("a stranger's")
     for full in (False, True):
         report = verify_shard(tmp_path / "x", full=full)
-        assert report.ok
-        assert [note for note in report.notes if "x.notes.col: left alone" in note]
+        assert [(finding.rule, finding.path) for finding in report.findings] == [("C1", str(tmp_path / "x.notes.col"))]
+        assert "if it is no column, give it another name" in report.findings[0].remedy
     done = command("rebuild", tmp_path / "x")
-    assert (done.code, "nothing to do" in done.out, "notes" in done.out) == (0, True, False)
+    assert (done.code, "x.notes.col: lost: " in done.out, "nothing was rebuilt" in done.out) == (1, True, True)
     assert (tmp_path / "x.notes.col").read_text() == "a stranger's"
     # Where the header lists it, it is a column that was lost.
     (tmp_path / "x.topk.col").write_text("a stranger's")

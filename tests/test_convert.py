@@ -452,7 +452,8 @@ def padded(pack: Sample, multiple: int, eod_id: int) -> Sample:
 @given(packs=samples(least=1), multiple=st.integers(1, 9), capacity=st.integers(0, 50))
 def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multiple: int, capacity: int) -> None:
     capacity = max(capacity, *(len(pack.tokens) for pack in packs))
-    write_samples(tmp_path / "x", packs, capacity=capacity, overwrite=True, metadata={"tokenizer": {"vocab_size": 9}})
+    metadata = {"tokenizer": {"vocab_size": 1 << 16}}
+    write_samples(tmp_path / "x", packs, capacity=capacity, overwrite=True, metadata=metadata)
     expected = [padded(pack, multiple, 7) for pack in packs]
     positions = [[b - a - 1 for a, b in pairwise(pack.bounds)] for pack in expected]
     target = tmp_path / "x.parquet"

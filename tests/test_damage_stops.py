@@ -16,12 +16,10 @@ import pytest
 from chats import command, files_of, preprocess
 from damage import KINDS
 
-from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.cli.main import build_parser
-from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, write_column
+from megatron_sft_idx.shard import Shard, write_column
 
 # Verbs that derive nothing from a shard of ours, or that are there to deal with a damaged one.
 OTHER_VERBS = {

@@ -206,7 +206,7 @@ def with_columns(packs: list[Sample]) -> PackRun:
     run = run_of(packs)
     columns = {
         "place": column("token", np.arange(len(run.tokens))),
-        "source": column("sequence", np.arange(2 * len(run.seq_starts)).reshape(-1, 2)),
+        "row": column("sequence", np.arange(2 * len(run.seq_starts)).reshape(-1, 2)),
         "number": column("pack", np.arange(len(run))),
     }
     return dataclasses.replace(run, columns=columns)
@@ -217,7 +217,7 @@ def test_columns_go_with_the_packs_that_are_cut_out_and_joined(packs: list[Sampl
     run = with_columns(packs)
     cut = data.draw(st.integers(0, len(packs)))
     parts = [run.subrun(0, cut), run.subrun(cut, len(packs))]
-    assert [len(part.columns["source"].values) for part in parts] == [len(part.seq_starts) for part in parts]
+    assert [len(part.columns["row"].values) for part in parts] == [len(part.seq_starts) for part in parts]
     whole = PackRun.joined(parts)
     for name, (spec, values) in run.columns.items():
         assert whole.columns[name].spec == spec
@@ -231,7 +231,7 @@ def test_padding_inside_packs_keeps_the_columns_of_what_is_padded() -> None:
     padded = Padding(4, 0).pad(with_columns(PACKS))
     assert padded.tokens.tolist() == [1, 2, 3, 0, 0, 0, 4, 5, 6, 0, 0, 0]
     assert padded.columns["place"].values.tolist() == [0, 1, 2, 0, 0, 0, 3, 4, 5, 0, 0, 0]
-    assert padded.columns["source"].values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert padded.columns["row"].values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(("per", "expected"), [("token", 6), ("sequence", 4), ("pack", 3)])
@@ -256,14 +256,14 @@ def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: P
         return
     if name != "pbin":  # which is not written at all without leave to lose
         with (
-            pytest.raises(FormatError, match=f"columns number, place, source: {name} has no place for them"),
+            pytest.raises(FormatError, match=f"columns number, place, row: {name} has no place for them"),
             create(str(tmp_path / "x"), name, spec_of(PACKS)) as writer,
         ):
             writer.write(with_columns(PACKS))
         assert os.listdir(tmp_path) == []
     with create(str(tmp_path / "x"), name, spec_of(PACKS), lossy=True) as writer:
         writer.write(with_columns(PACKS))
-    assert writer.lost["columns"] == "columns number, place, source: the format has no place for them"
+    assert writer.lost["columns"] == "columns number, place, row: the format has no place for them"
 
 
 @given(samples(least=1), st.integers(1, 60))

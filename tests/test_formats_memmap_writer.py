@@ -55,17 +55,19 @@ def test_all_five_arrays_come_back(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_masks_are_stored_as_they_come(tmp_path: Path) -> None:
-    """All ones has values at sequence ends; they are the caller's, and readers clear them."""
+    """All ones has values at sequence ends; they are the caller's, and readers want to know what they mean."""
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         writer = MemmapShardWriter(folder, num_bins=2, pack_size=64, total_seq_starts=4)
         for i in range(2):
-            writer.write_bin(i, np.arange(50, dtype=np.int32), np.ones(50, np.uint8), np.array([0, 25], np.uint32))
+            mask = np.ones(50, np.uint8)
+            mask[24] = i  # one of the four sequences ends as a label-aligned mask does
+            writer.write_bin(i, np.arange(50, dtype=np.int32), mask, np.array([0, 25], np.uint32))
         assert "mask_alignment" not in writer.finalize()
-        assert loaded(Path(folder))["loss_mask"][:, :50].all()
+        assert loaded(Path(folder))["loss_mask"][:, :50].sum() == 99
         reader = Reader(folder)
         assert [int(run.loss_mask.sum()) for run in reader.runs()] == [96]
         assert reader.notes == [
-            "4 loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
+            "3 loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
         ]
 
 

@@ -100,7 +100,7 @@ def test_the_heap_does_not_grow_with_packs_or_tokens(
 
 # ---- shards that do not go together ----
 
-TOKENIZER = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 9}, "chat_template": {"fingerprint": "ttt"}}
+TOKENIZER = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 1000}, "chat_template": {"fingerprint": "ttt"}}
 DIFFERENT = [
     ("token dtype", {"token_dtype": np.uint16}, "uint16", "int32"),
     ("mask dtype", {"mask_dtype": np.float32}, "float32", "uint8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from packs import Sample, demo_samples, five_files, sample_of, write_samples
 from reseal import Files, arrays_of, field, put, reseal, set_fields, set_item
 
 from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import files as layout_files
 from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES
+from megatron_sft_idx.shard import journal, writer
 
 SPECIFICATION = (Path(__file__).parents[1] / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 Change = Callable[[Files], Files]
@@ -242,7 +246,14 @@ def test_an_option_overrides_the_vocabulary_of_the_shard(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "32000", [1]])
 def test_a_vocabulary_that_is_no_size_is_a_finding(tmp_path: Path, size: object) -> None:
-    write_samples(tmp_path / "x", demo_samples(), metadata={"tokenizer": {"vocab_size": size}})
+    metadata = {"tokenizer": {"vocab_size": size}}
+    with pytest.raises(FormatError, match=r"tokenizer.vocab_size is .*, expected a whole number from 1 on"):
+        write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
+    assert os.listdir(tmp_path) == []
+    with pytest.MonkeyPatch.context() as another_writer:
+        for module in (layout_files, journal, writer):
+            another_writer.setattr(module, "vocab_size_of", lambda metadata: None)
+        write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
     for full in (False, True):
         found = verify_shard(tmp_path / "x", full=full).findings
         assert [(f.rule, f.expected) for f in found] == [("P9", "a whole number from 1 on")]

@@ -37,7 +37,7 @@ from megatron_sft_idx.shard.journal import (
     with_named_columns,
     with_present_columns,
 )
-from megatron_sft_idx.shard.opening import read_header, read_start, where_to_look
+from megatron_sft_idx.shard.opening import columns_beside, read_header, read_start, where_to_look
 from megatron_sft_idx.shard.publication import interrupted_error, locked_prefix
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
@@ -375,8 +375,8 @@ def _states(
         else:
             states.append(FileState(path, "good"))
     is_doubted = header.rebuilt and header.shard_id not in _shards_of_columns(paths).values()
-    paths = with_present_columns(paths.with_columns(listed_columns(header.metadata)))
-    for path in map(paths.column, paths.columns):
+    beside = columns_beside([paths.prefix])[paths.prefix]
+    for path in map(paths.column, sorted({*beside, *listed_columns(header.metadata)})):
         if (finding := broken.get(path)) and finding.rule == "C6" and is_doubted:
             states.append(FileState(path, "uncertain", finding.what, finding.remedy))
         elif finding:

@@ -15,6 +15,7 @@ import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -131,6 +132,8 @@ class PackedReader(ABC):
     _token_offsets: NDArray[np.int64]
     # What the file says in the words of this package; it may hold anything, and files of other writers have none.
     _package_metadata: Mapping[str, Any] = {}
+    # Whether the file itself says how its masks are aligned.
+    _states_alignment = False
 
     def __init__(
         self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", **options: Any
@@ -142,6 +145,10 @@ class PackedReader(ABC):
         if self.label_only and self.alignment != "label":
             raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
         self._open(**options)
+        if not self.label_only:
+            with suppress(SequenceError):  # the caller meets it when the packs are read
+                if (run := next(iter(self._runs()), None)) is not None:
+                    self._refuse_token_masks(run.unplaced, len(run.seq_starts))
 
     @abstractmethod
     def _open(self, *args: Any, **options: Any) -> None:
@@ -154,6 +161,7 @@ class PackedReader(ABC):
             FormatError: the caller asked for another alignment than the file states: masks would be shifted twice.
         """
         if file_alignment in MASK_ALIGNMENTS:
+            self._states_alignment = True
             if self.alignment not in ("label", file_alignment):
                 raise FormatError(
                     f"{self.path}: it says that its loss masks are {file_alignment}-aligned, mask alignment"
@@ -162,6 +170,20 @@ class PackedReader(ABC):
             self.alignment = file_alignment
         if self.alignment in ALIGNMENT_NOTES:
             self.notes.append(ALIGNMENT_NOTES[self.alignment])
+
+    def _refuse_token_masks(self, num_set_ends: int, num_sequences: int) -> None:
+        """FormatError where masks are taken as label-aligned and all of the first sequences end in a set value.
+
+        A label-aligned mask has no set value there, as nothing is predicted behind the end. A token-aligned mask has
+        one wherever an answer is trained to its end.
+        """
+        is_assumed = self.alignment == "label" and not self._states_alignment
+        if is_assumed and 0 < num_sequences == num_set_ends:
+            raise FormatError(
+                f"{self.path}: all of the first {num_sequences:,} sequences end in a loss mask above 0, where a"
+                " label-aligned mask has nothing to predict: these masks are token-aligned; pass mask_alignment='token'"
+                " (--mask-alignment token)"
+            )
 
     @cached_property
     def spec(self) -> PackedSpec:

@@ -177,6 +177,7 @@ class Reader(PackedReader):
         self.packs = read_legacy(self.path, mask_alignment=self.alignment)
         self._dtypes = self.packs.tokens.dtype, self.packs.loss_mask.dtype
         self._take_alignment()
+        self._refuse_token_masks(self.packs.unplaced, len(self.packs.seq_starts))
         if self.packs.unplaced:
             self.notes.append(unplaced_note(self.packs.unplaced, self.alignment))
         self.num_packs, self._token_offsets = len(self.packs), self.packs.token_offsets

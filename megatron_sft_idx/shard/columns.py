@@ -83,14 +83,13 @@ def write_column(
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
     first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0 on")
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
-    check_named_spec(name, spec)
-    named_rows = NamedRows(name, spec)
     with locked_prefix(paths):
         if read_header(paths) != header:
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
         if name in listed_columns(header.metadata):
             raise FormatError(f"{path}: the shard was written with this column; choose another name")
-        expected = num_rows_in(header, per)
+        check_named_spec(name, spec)
+        named_rows, expected = NamedRows(name, spec), num_rows_in(header, per)
         with new_file(path, _KIND, overwrite=overwrite) as new:
             file = new.open()
             # By the magic the next attempt knows what a killed one left, and takes it over.

@@ -455,6 +455,7 @@ def publish_outputs(
         headers = [existing_header(number) if existing_header else None for number in range(len(shards))]
         missing = [number for number, header in enumerate(headers) if header is None]
         for paths in [shards[number] for number in missing]:
+            _refuse_strange_columns(paths)
             check_free(paths, overwrite=overwrite, only=paths.all)
         for number in missing if existing_header else ():
             drop_build(shards[number])
@@ -513,6 +514,8 @@ class Publication:
         lock: int | None = None,
     ) -> None:
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
+        if only is None:
+            _refuse_strange_columns(paths)
         _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
