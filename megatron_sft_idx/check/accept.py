@@ -31,9 +31,9 @@ def accepted_findings(report: Report) -> dict[str, Finding]:
     """
     paths = ShardPaths.of(report.prefix)
     # The offsets in .seq.idx say where packs are: without them, there is no content to accept.
-    of_contents = {each for each in report.findings if each.rule in _CHECKSUMS and each.path != paths.seq_idx}
+    of_contents = [each for each in report.findings if each.rule in _CHECKSUMS and each.path != paths.seq_idx]
     wrong = {finding.path: finding for finding in of_contents}
-    ignored = of_contents | {finding for finding in report.findings if finding.rule in _COUNTS}
+    ignored = {*of_contents, *(finding for finding in report.findings if finding.rule in _COUNTS)}
     if paths.idx in wrong:  # it is made again from the offsets
         ignored |= {finding for finding in report.findings if finding.path == paths.idx}
     others = [finding for finding in report.findings if finding not in ignored]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, StorageError
 from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
-from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name
+from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, vocab_size_of
 from megatron_sft_idx.packs.run import (
     MASK_ALIGNMENTS,
     MaskAlignment,
@@ -293,8 +293,9 @@ class PackedWriter(ABC):
         self._counts, self._changed_weights = PackCounts(), 0
         self._is_complete = self._is_published = False
         self.lost: dict[str, str] = {}
+        self._vocab_size = None
         if spec is not None:
-            self.columns = spec.columns
+            self.columns, self._vocab_size = spec.columns, vocab_size_of(spec.metadata)
         try:
             self._begin(spec, **options)
             if self.columns and not self.stores_columns:
@@ -331,9 +332,13 @@ class PackedWriter(ABC):
         Raises:
             FormatError: the format cannot hold columns, or loss weights other than 0 and 1, and loss is not allowed;
                 or the run has other columns than were announced; or the writer is finished.
-            SequenceError: a pack does not fit what the spec announced.
+            SequenceError: a pack does not fit what the spec announced, or has an id beyond its vocabulary.
         """
         self._require_open()
+        if self._vocab_size is not None and run.tokens.max(initial=0) >= self._vocab_size:
+            at = int(np.argmax(run.tokens))
+            reason = f"id {run.tokens[at]}, the vocabulary has {self._vocab_size} tokens (rule P9)"
+            raise SequenceError(self._path, self._pack_of_token(run, at), reason)
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})

@@ -16,6 +16,7 @@ from megatron_sft_idx._native import PackStage
 
 _TOKENS, _MASKS = ("u2", "i4"), ("u1", "f4")
 _INPUT_TOKENS, _INPUT_MASKS = ("u2", "i4", "i8"), ("u1", "i8", "f4", "f8")
+_VOCABULARIES = (0, 1, 200, 65536, 70000, 2**40)
 _ODD_IDS = (-1, 65535, 65536, 2**31 - 1, 2**31, 2**40, -(2**63))
 _ODD_MASKS = (2, -1, 0.5, float("nan"), float("inf"), 1e39)
 _ODD_STARTS = (-1, 0, 2**31, 2**63 - 1, -(2**63))
@@ -25,8 +26,10 @@ def run(data: bytes) -> None:
     data = data.ljust(7, b"\0")
     token, mask = _TOKENS[data[0] % 2], _MASKS[data[1] % 2]
     capacity, multiple = 1 + data[2] % 40, 1 + data[3] % 8
-    stage = PackStage(np.dtype(token), np.dtype(mask), capacity, multiple, 1 << 16)
-    twin = Twin(np.iinfo(token).max, mask == "f4", capacity, multiple)
+    vocab_size = _VOCABULARIES[data[0] // 2 % len(_VOCABULARIES)]
+    stage = PackStage(np.dtype(token), np.dtype(mask), capacity, multiple, 1 << 16, vocab_size)
+    largest = min(np.iinfo(token).max, vocab_size - 1 if vocab_size else 2**62)
+    twin = Twin(largest, mask == "f4", capacity, multiple)
     given_token, given_mask = _INPUT_TOKENS[data[4] % 3], _INPUT_MASKS[data[5] % 4]
     token_aligned = bool(data[6] % 2)
     for ids, masks, starts in _packs(data[7:]):
