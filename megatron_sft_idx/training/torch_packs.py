@@ -87,7 +87,7 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
     """Packs for a plain ``DataLoader``, and batches that models of transformers take as they are.
 
     In every layout a token attends to its own sequence alone, and the loss that a model returns is the mean over the
-    tokens that our masks train on.
+    tokens that our masks train on. Checksums are not compared: run ``verify --full`` before a long training.
 
     Args:
         source: what ``open_dataset`` takes, or what it returned; or a ``Shard`` or ``SFTIndexedDataset``.
