@@ -13,9 +13,10 @@ import textwrap
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import on_one_line, unescaped
 from megatron_sft_idx.packs.destination import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, require_local
 from megatron_sft_idx.storage.publish import resolve
@@ -50,6 +51,17 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if "\n" in text:
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and usage keep their line breaks, and whose errors are on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the error, and end the program with exit code 2."""
+        super().error(on_one_line(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(message, unescaped(file or sys.stderr))
 
 
 class Collected(argparse.Action):

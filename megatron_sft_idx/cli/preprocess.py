@@ -24,6 +24,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.lines import print_layout, print_lines
 from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.publication import places_of
@@ -306,16 +307,16 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.full and not arguments.dry_run:
         parser.error("--full goes with --dry-run: a run reads all rows anyway")
     if not arguments.dry_run:
-        print(run_job(rows, options, staging=arguments.staging, summary=arguments.summary))
+        print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return
     output = Destination(options.prefix, staging=arguments.staging)
     with inputs_of(rows, output.local) as (inputs, as_given):
         lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
-    print(as_given("\n".join(lines)))
+    print_lines(map(as_given, lines))
     if first is not None:
-        print("the first sequence, trained tokens marked:\n")
-        print(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
-    print("\nnothing was written")
+        print_layout("the first sequence, trained tokens marked:\n")
+        print_layout(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
+    print_layout("\nnothing was written")
 
 
 def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -354,6 +355,6 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     counts = (options.capacity, None, report, seconds)
     summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards, options=asdict(options))
     output.publish()
-    print(summary)
+    print_layout(str(summary))
     if arguments.summary is not None:
         summary.write(arguments.summary, overwrite=arguments.overwrite)

@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import sys
 
 from megatron_sft_idx.cli.options import Verbs, add_verb, declare, natural, preprocess_arguments
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import log_line, print_layout
 from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, places_at, require_apart
@@ -148,4 +148,4 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.watch is not None:
         reads += [Place(arguments.watch, "--watch"), *places_at(arguments.watch, "the input")]
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
-    print(produce(options, log=lambda line: print(line, file=sys.stderr, flush=True)))
+    print_layout(produce(options, log=log_line))

@@ -20,6 +20,7 @@ from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, decl
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.lines import print_layout, print_lines
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.shard_set import distinct, find_prefixes
@@ -149,10 +150,10 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             continue
         results.append({**report.as_json(), "error": None})
         if not arguments.json:
-            print("\n".join(report.lines()), flush=True)
+            print_lines(report.lines())
     num_bad = sum(not result["ok"] for result in results)
     if arguments.json:
-        print(json.dumps({"ok": not num_bad, "shards": results}, indent=2))
+        print_layout(json.dumps({"ok": not num_bad, "shards": results}, indent=2))
     elif len(results) > 1:
         print(f"{len(results)} shards: " + (f"{num_bad} NOT ok, {len(results) - num_bad} ok" if num_bad else "all ok"))
     return 1 if num_bad else 0

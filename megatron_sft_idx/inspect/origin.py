@@ -6,6 +6,7 @@ column's metadata gives them; lines are counted from 1, as in editors and errors
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,8 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
     if names is None:
         raise FormatError(f"{shard.prefix}: has no column {SOURCE}; preprocess writes it, but not with --no-source")
     name, _, line = text.rpartition(":")
+    if name not in names:  # as it is in the file system, not as it is shown
+        name = shortened(os.fsencode(name).decode(errors="backslashreplace"), _MAX_CHARACTERS)
     if not names:
         raise FormatError(f"{shard.prefix}: its column {SOURCE} names no input files to look a line up in")
     if name not in names or not re.fullmatch("[0-9]{1,18}", line) or int(line) < 1:

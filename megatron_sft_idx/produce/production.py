@@ -22,6 +22,7 @@ from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.lines import joined
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
     Files,
@@ -239,7 +240,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         *([f"  skipped       {cursor.skipped:,}"] if cursor.skipped else []),
         f"seconds         {time.monotonic() - begin:.1f}",
     ]
-    return "\n".join(lines)
+    return joined(lines)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -14,6 +13,7 @@ from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.tokenizer import Backend
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
+from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
 from megatron_sft_idx.storage import is_remote, open_regular
@@ -251,7 +251,7 @@ def run_job(
         output.prepare(reads, beside=[corpus], columns=options.encoding.columns, resume=resume, nbytes=nbytes)
         report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
-            log=lambda line: print(as_given(line), file=sys.stderr, flush=True),
+            log=lambda line: log_line(as_given(line)),
         )
     output.publish()
     if report.corpus is not None:
