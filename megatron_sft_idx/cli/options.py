@@ -207,8 +207,8 @@ def local_path(text: str) -> str:
 # ---- shared ----
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of where the shard is written, and of progress."""
+def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the options of where the shard is written, and of progress; the prefix is ``required`` or not."""
     group = parser.add_argument_group("output")
     declare(
         group,
@@ -217,7 +217,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         --output-shards N  write N shards, PREFIX-00000-of-0000N and so on; a glob or the folder then names all of them
             (default: one shard, at PREFIX)
         """,
-        output_prefix={"required": True},
+        output_prefix={"required": required},
         output_shards=1,
     )
     add_staging(group)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -75,7 +77,7 @@ examples:
 
   see what would be made, and write nothing:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
-        --seq-length 4096 --output-prefix data/train --dry-run
+        --seq-length 4096 --dry-run
 
 rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
 tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
@@ -233,7 +235,7 @@ def add_parser(verbs: Verbs) -> None:
     add_mask_options(parser)
     _add_selection_options(parser)
     add_packing_options(parser)
-    add_output_options(parser)
+    add_output_options(parser, required=False)
     group = parser.add_argument_group("running")
     declare(
         group,
@@ -258,7 +260,8 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         """
-        --dry-run  encode the first rows of every file, show what they become and what would fail, and write nothing
+        --dry-run  encode the first rows of every file, show what they become and what would stop a run, and write
+            nothing; needs no --output-prefix
         --full  with --dry-run: encode all rows, and show every bad row, all lengths, and how they would be packed
         """,
     )
@@ -298,7 +301,9 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    values, rows = preprocess_arguments(arguments), arguments.input
+    if arguments.output_prefix is None and not arguments.dry_run:
+        parser.error("the following arguments are required: --output-prefix (only --dry-run goes without)")
+    values, rows = preprocess_arguments(arguments) | {"output_prefix": arguments.output_prefix or ""}, arguments.input
     try:
         rows = downloaded(values, rows) if arguments.download else rows
         options = preprocess_options(values)
@@ -309,9 +314,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if not arguments.dry_run:
         print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return
-    output = Destination(options.prefix, staging=arguments.staging)
-    with inputs_of(rows, output.local) as (inputs, as_given):
-        lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
+    prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
+    # Rows of a pipe are not put beside the output, whose folder may not be there.
+    with inputs_of(rows, os.path.join(tempfile.gettempdir(), "dry-run")) as (inputs, as_given):
+        lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
     print_lines(map(as_given, lines))
     if first is not None:
         print_layout("the first sequence, trained tokens marked:\n")

@@ -57,7 +57,7 @@ class PreprocessOptions:
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
-        prefix: of the packed shard, or what the prefixes of several begin with.
+        prefix: of the packed shard, or what the prefixes of several begin with; "" for a dry run without one.
         encoding: how rows become sequences, without the weights of files.
         packing: how sequences become packs.
         engine: ``local`` runs tasks on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
@@ -108,16 +108,18 @@ class PreprocessOptions:
         """The files of the input, and the options with the weights of files by their numbers.
 
         Raises:
-            FormatError: an input that is none, or holds packs; shards or corpus would replace a file of it, or lie
-                beside other splits.
+            FormatError: an input that is none, or holds packs.
         """
         files = row_files(self.inputs)
+        return files, replace(self, packing=self.packing_of(files))
+
+    def check_outputs(self, files: Sequence[InputFile]) -> None:
+        """FormatError where shards or corpus would replace a file of the input, or lie beside other splits."""
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
         if self.output_shards > 1:
             refuse_other_splits(self.prefix, self.output_shards)
-        return files, replace(self, packing=self.packing_of(files))
 
     @property
     def max_rows(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,7 +52,7 @@ class _Looked(NamedTuple):
 def preview(
     options: PreprocessOptions, *, full: bool = False
 ) -> tuple[list[str], Marked | None, Callable[[Sequence[int]], str]]:
-    """Check all that a job needs, and encode the first rows of every file; writes nothing.
+    """Encode the first rows of every file, and say what would stop the job; writes nothing.
 
     Args:
         options: of the job.
@@ -62,15 +63,12 @@ def preview(
         decodes its ids.
 
     Raises:
-        SFTIndexError: an input or an option that cannot be used, or files at the prefix that may not be replaced.
+        SFTIndexError: an input or an option that cannot be used.
     """
     files, options = options.expanded()
     require_decided_rows(files, options.encoding.rows, options.max_rows)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
-    for prefix in job.outputs:
-        job.check_free(prefix, overwrite=options.overwrite)
-    job.folder.check_is_ours()
     by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
     trained, first, missing = [0] * len(files), None, options.max_rows
     shared = encoder.options, job.cutting, missing
@@ -107,7 +105,25 @@ def preview(
     bad_rows = [error for report in reports for error in report.bad_rows]
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
     lines += _outlook(options, sum(report.skipped for report in reports), _end_to_end(lengths), full=full)
+    lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
+
+
+def _in_the_way(job: Job) -> Iterator[str]:
+    """Why the job could not write at its prefix."""
+    options = job.options
+    if not options.prefix:
+        return
+    checks: list[Callable[[], Any]] = [
+        partial(options.check_outputs, job.files),
+        *(partial(job.check_free, prefix, overwrite=options.overwrite or options.resume) for prefix in job.outputs),
+        job.folder.check_is_ours,
+    ]
+    for check in checks:
+        try:
+            check()
+        except (SFTIndexError, OSError) as error:
+            yield str(error)
 
 
 def _end_to_end(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
@@ -174,7 +190,7 @@ def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *
     elif options.packing.selection is None:
         pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
         try:
-            shards, prefix = options.output_shards, options.prefix
+            shards, prefix = options.output_shards, options.prefix or "the output"
             plan = plan_packs(lengths, options.packing, shards=shards, name=prefix, groups=pairs).plan
             yield f"packs           {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
         except SFTIndexError as error:

@@ -71,6 +71,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         with contextlib.ExitStack() as stack:
             with _timed("preparing", seconds):
                 files, options = options.expanded()
+                options.check_outputs(files)
                 require_decided_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
