@@ -159,6 +159,15 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
     )
 
 
+def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
+    """Add ``--max-bad-rows``; ``judged`` says when a share is compared."""
+    declared = (
+        "--max-bad-rows LIMIT  with --on-bad-row skip: stop if more rows cannot be used, a number such as 10 or a share"
+        f" such as 0.01 or 1%%; {judged}; what is tokenised is kept for a run with a larger limit (default: no limit)"
+    )
+    declare(group, declared)
+
+
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the chat template, and of what is trained on."""
     declare(
@@ -225,6 +234,7 @@ def add_parser(verbs: Verbs) -> None:
     declared = "--input PATH...  files, globs, or save_to_disk folders, also at s3:// or msc://; - reads a pipe"
     declare(group, declared, input={"required": True})
     add_row_options(group)
+    add_bad_row_limit(group, "a share is judged at the end of the input, or as soon as it cannot be kept")
     declare(
         group,
         """

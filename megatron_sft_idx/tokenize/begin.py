@@ -27,6 +27,7 @@ from megatron_sft_idx.shard.publication import drop_build, publish_all
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.publish import Kind, Place, describe, head_of, write_file
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import output_prefixes, require_outputs_apart
@@ -69,6 +70,7 @@ class PreprocessOptions:
         keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
         loss_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
+        max_bad_rows: how many rows may be skipped; None for no limit. Changes no byte.
         repeats: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
     """
 
@@ -85,6 +87,7 @@ class PreprocessOptions:
     keep_corpus: bool = False
     log_interval: int = 0
     loss_weights: Sequence[str] = ()
+    max_bad_rows: BadRowLimit | None = None
     repeats: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
@@ -104,7 +105,9 @@ def preview(
     lines = [line for each in zip(files, reports, lengths, trained, strict=True) for line in _file_lines(which, *each)]
     bad_rows = [error for report in reports for error in report.bad_rows]
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
-    lines += _outlook(options, sum(report.skipped for report in reports), _end_to_end(lengths), full=full)
+    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
+    read = CorpusReport(rows, skipped, bad_rows)
+    lines += _outlook(options, read, _end_to_end(lengths), full=full)
     lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
 
@@ -175,11 +178,18 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None], stretch: Stretch)
     return _Looked(stretch if max_rows is not None else replace(stretch, dealt=()), part, trained_tokens, first)
 
 
-def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *, full: bool) -> Iterator[str]:
+def _outlook(
+    options: PreprocessOptions, read: CorpusReport, lengths: NDArray[np.int64], *, full: bool
+) -> Iterator[str]:
     """In lines for people: the packs, where all rows were encoded, and the reasons why the job would stop."""
     reasons: list[str] = []
-    if bad and options.encoding.on_bad_row == "error":
-        reasons.append(f"{bad:,} rows cannot be used; --on-bad-row skip goes on without them")
+    if read.skipped and options.encoding.on_bad_row == "error":
+        reasons.append(f"{read.skipped:,} rows cannot be used; --on-bad-row skip goes on without them")
+    elif options.max_bad_rows is not None:
+        try:
+            options.max_bad_rows.require(read, read.rows if full else None, "the input")
+        except TooManyBadRowsError as error:
+            reasons.append(str(error))
     if not full or not len(lengths):
         longest = options.packing.longest_sequence
         if (overlong := int((lengths > longest).sum())) and options.packing.overlong == "error":

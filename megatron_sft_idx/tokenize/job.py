@@ -17,6 +17,7 @@ from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
 from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
@@ -68,6 +69,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     system_starts: SystemStarts = "error",
     mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
+    max_bad_rows: int | float | str | None = None,
     append_eod: bool = False,
     packing: PackingMethod = "auto",
     packing_effort: Effort = "normal",
@@ -154,6 +156,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         encoding=replace(encoding, content=of_rows),
         packing=packing,
         loss_weights=tuple(given["loss_weight"]),
+        max_bad_rows=BadRowLimit.of(given),
         repeats=tuple(given["repeat"]),
     )
 
@@ -266,7 +269,9 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of all options, also nested ones; without the template's text."""
     for name in (each.name for each in fields(options)):
         value = getattr(options, name)
-        if is_dataclass(value):
+        if isinstance(value, BadRowLimit):
+            yield name, value.given
+        elif is_dataclass(value):
             yield from _effective(value)
         elif name == "workers" and value is None:
             yield name, available_cpus()

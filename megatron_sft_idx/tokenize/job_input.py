@@ -105,7 +105,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         try:
             yield [path], lambda message: message.replace(path, name)
         except SequenceError as error:
-            raise SequenceError(error.source.replace(path, name), error.position, error.reason) from None
+            source, reason = (text.replace(path, name) for text in (error.source, error.reason))
+            raise SequenceError(source, error.position, reason) from None
 
 
 def _entries_of(rows: Rows) -> Iterator[Any] | None:
