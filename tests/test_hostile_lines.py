@@ -18,7 +18,8 @@ from hostile import RECIPES, Recipe, World, verbs, within
 
 from megatron_sft_idx.cli import main
 from megatron_sft_idx.cli.streams import standard_streams
-from megatron_sft_idx.lines import EscapedLines, get_logger, on_one_line, print_layout
+from megatron_sft_idx.lines import EscapedLines, get_logger, log_line, on_one_line, print_layout
+from megatron_sft_idx.storage.progress import Progress
 
 # A line end of each kind, colour, the cursor, a byte that is no UTF-8, characters that reorder text or are unseen.
 NOT_UTF8 = "\udcff"
@@ -113,6 +114,22 @@ def test_a_verb_that_just_prints_is_escaped(capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert err == f"{on_one_line(f'{EVIL} {EVIL}')}\n{on_one_line(EVIL)}␊\n\n"
     assert out == err + "a\n\tb\n"
+
+
+def test_lines_of_progress_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Progress(EVIL, 9, unit="B", log_interval=1, items="rows") as progress:
+        progress.update(9, 1)
+    log_line(EVIL)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{on_one_line(EVIL)}: 1 rows, 100.0%")
+    assert second == on_one_line(EVIL)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with standard_streams(), Progress(EVIL, 9, unit="B", log_interval=1, items="rows") as progress:
+        progress.update(9, 1)
+    bar = capsys.readouterr().err
+    assert "\r" in bar  # which moves the cursor
+    assert on_one_line(EVIL) in bar
+    require_safe(bar.replace("\r", ""))
 
 
 def test_a_handler_of_logging_ends_its_lines() -> None:
