@@ -26,7 +26,7 @@ class SFTIndexError(Exception):
 
 
 class ShardNotFoundError(SFTIndexError, FileNotFoundError):
-    """Some or all of a shard's five files are not there.
+    """Some or all of a shard's five files are not there, or a column of it.
 
     Attributes:
         prefix: the path the five files share.
@@ -40,6 +40,8 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
         super().__init__(prefix, self.missing, remedy)
 
     def __str__(self) -> str:
+        if all(path.endswith(".col") for path in self.missing):
+            return f"{self.prefix}: {self.remedy}"
         missing = ", ".join(self.missing) if len(self.missing) < 5 else f"{self.missing[0]} and the other four"
         return f"{self.prefix}: no shard here, missing {missing} (rule F1); {self.remedy}"
 

@@ -152,6 +152,8 @@ def spelled(recipe: Recipe, *, all_of_them: bool) -> Iterator[Cell]:
     flag_sets = recipe.flag_sets()
     for slot in recipe.writes:
         for i, value in enumerate(SPELLINGS):
+            if recipe.verb == "rebuild" and value in (*FOLDERS, "*"):
+                continue  # it takes folders and globs, which name the shard in the world
             for flags in flag_sets if all_of_them else [flag_sets[i % len(flag_sets)]]:
                 yield Cell(recipe, flags, slot, value)
 

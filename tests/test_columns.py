@@ -291,7 +291,7 @@ def test_a_strangers_file_is_never_replaced_by_a_column(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
     write_columned(tmp_path / "x", PACKS, {"source": SOURCE})
-    with pytest.raises(ShardNotFoundError, match="the shard has no column other; write_column attaches one"):
+    with pytest.raises(ShardNotFoundError, match=r"has no column other; it has .*; write_column attaches one"):
         Shard(tmp_path / "x", columns=["other"])
     assert Shard(tmp_path / "x").columns.get("other") is None
     os.unlink(tmp_path / "x.source.col")
@@ -300,7 +300,7 @@ def test_a_column_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> Non
     write_column(tmp_path / "x", "late", np.zeros(len(PACKS)), per="pack")
     again = pickle.loads(pickle.dumps(Shard(tmp_path / "x", columns=["late"])))
     os.unlink(tmp_path / "x.late.col")
-    with pytest.raises(ShardNotFoundError, match="the shard has no column late"):
+    with pytest.raises(ShardNotFoundError, match="has no column late; it has "):
         again[0]
     (tmp_path / "x.source.col").mkdir()
     assert [finding.rule for finding in verify_shard(tmp_path / "x").findings] == ["C8"]

@@ -215,7 +215,7 @@ def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (None, r"t: no column note, which .*s has; a merged shard has the columns that all have"),
+        (None, r"t: has no column note; it has .*; .*s has one; a merged shard has the columns that all have"),
         (
             ColumnSpec("pack", "f4"),
             r"t: column note is float32 x 1 a pack, in .*s uint16 x 2 a token, aligned with lab",

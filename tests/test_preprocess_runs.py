@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,17 +51,62 @@ def test_dry_run_shows_and_writes_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def why_stopped(done):
+    return done.err.splitlines()[-1].removeprefix("megatron-sft-idx: error: ")
+
+
 @pytest.mark.parametrize("name", ["x.idx", "x.source.col", "x.parts", "x.parts/notes.txt"])
-def test_dry_run_refuses_what_the_run_would_refuse(tmp_path, name):
+def test_dry_run_says_what_would_be_in_the_way(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    refused = [preprocess(tmp_path / "x", *more) for more in ((), ("--dry-run",))]
-    assert [(done.code, done.err.splitlines()[-1]) for done in refused] == [(1, refused[0].err.splitlines()[-1])] * 2
+    refused, dry = (preprocess(tmp_path / "x", *more) for more in ((), ("--dry-run",)))
+    assert (refused.code, dry.code) == (1, 0)
+    assert f"would stop      {why_stopped(refused)}" in dry.out
 
 
-@pytest.mark.parametrize("options", [("--repeat", "other.jsonl=2"), ("--output-shards", 2)])
-def test_dry_run_refuses_options_that_the_run_would_refuse(tmp_path, options):
-    assert preprocess(tmp_path / "x", "--output-shards", 3).code == 0
+@pytest.mark.parametrize("more", [(), ("--output-shards", 2), ("--seed", 5, "--full")])
+def test_dry_run_works_where_a_shard_is(tmp_path, more):
+    assert preprocess(tmp_path / "x", "--output-shards", 3 if "--output-shards" in more else 1).code == 0
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    dry = preprocess(tmp_path / "x", *more, "--dry-run")
+    assert (dry.code, "[[" in dry.out) == (0, True), dry
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+    refused = preprocess(tmp_path / "x", *(word for word in more if word != "--full"))
+    assert refused.code == 1
+    assert f"would stop      {why_stopped(refused)}" in dry.out
+    if "--output-shards" not in more:
+        assert "would stop" not in preprocess(tmp_path / "x", "--dry-run", "--overwrite").out
+
+
+@pytest.mark.parametrize("more", [(), ("--full",)])
+def test_dry_run_needs_no_prefix(tmp_path, monkeypatch, more):
+    given = (
+        "preprocess",
+        "--tokenizer",
+        TOKENIZER,
+        "--seq-length",
+        1024,
+        "--earlier-reasoning",
+        "drop",
+        "--workers",
+        0,
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with_prefix = preprocess(tmp_path / "x", "--dry-run", *more)
+    assert command(*given, "--input", CHATS, "--dry-run", *more) == with_prefix
+    with open(CHATS) as pipe:
+        monkeypatch.setattr("sys.stdin", pipe)
+        piped = command(*given, "--input", "-", "--dry-run", "--output-prefix", "new/x", *more)
+    assert piped.out.splitlines()[1:] == with_prefix.out.splitlines()[1:]
+    assert [*tmp_path.rglob("*")] == [tmp_path / "temporary"]
+    refused = command(*given, "--input", CHATS)
+    assert (refused.code, "required: --output-prefix" in refused.err) == (2, True)
+
+
+def test_dry_run_refuses_options_that_the_run_would_refuse(tmp_path):
+    options = ("--repeat", "other.jsonl=2")
     refused = [preprocess(tmp_path / "x", *options, *more) for more in ((), ("--dry-run",))]
     assert [(done.code, done.err) for done in refused] == [(1, refused[0].err)] * 2
 

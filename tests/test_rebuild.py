@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import command, preprocess
+from hostile import verbs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import (
@@ -295,3 +296,46 @@ def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: Gi
     with pytest.raises(FormatError, match=message):
         rebuild(tmp_path / "x", known)
     assert folder_of(tmp_path) == sorted(set(WHOLE) - {"x.seq.idx"})
+
+
+def test_many_shards_are_named_as_for_verify_and_each_is_rebuilt_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    files = {name: small(tmp_path / "parts" / name) for name in ("a-9", "a-10", "a-11")}
+    os.unlink("parts/a-9.idx")
+    os.unlink("parts/a-11.seq.bin")
+    damage("parts/a-11.seq.idx", -1)
+    calls: list[str] = []
+
+    def counted(prefix: str, *arguments: Any, **options: Any) -> Any:
+        calls.append(prefix)
+        return rebuild(prefix, *arguments, **options)
+
+    monkeypatch.setattr("megatron_sft_idx.cli.verify.rebuild", counted)
+    os.symlink("parts", "link")
+    named = ("parts", "parts/a-9", "parts/a-1*", "link/a-10.idx", "missing")
+    for dry_run in (True, False):
+        done = command("rebuild", *named, *(["--dry-run"] if dry_run else []))
+        assert calls == ["parts/a-9", "parts/a-10", "parts/a-11", "missing"]
+        calls.clear()
+        assert done.code == 1
+        whole = [line for line in done.out.splitlines() if line.startswith("parts/a-10")]
+        assert whole == ["parts/a-10: nothing to do"]
+        end = "4 shards: 2 NOT whole, 2 whole" + ("; nothing was written" if dry_run else "")
+        assert done.out.splitlines()[-1] == end
+        assert [line.split(": ")[2] for line in done.err.splitlines()] == ["parts/a-11", "missing"]
+        assert os.path.exists("parts/a-9.idx") == (not dry_run)
+    assert five_files(tmp_path / "parts/a-9") == files["a-9"]
+    done = command("rebuild", "parts/a-9", "parts/a-10")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "parts/a-9: nothing to do\nparts/a-10: nothing to do\n2 shards: all whole\n"
+
+
+def test_both_verbs_take_the_same_arguments() -> None:
+    taken = []
+    for verb in ("verify", "rebuild"):
+        (positional,) = (each for each in verbs()[verb]._actions if not each.option_strings)
+        taken.append((positional.dest, positional.nargs, positional.metavar, positional.help))
+    assert taken[0] == taken[1]

@@ -22,7 +22,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -50,6 +49,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_sft_idx.cli.options import add_read_options, positive, preprocess_arguments, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.lines import log_line, print_lines
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.tokenize import encoding_options
 from megatron_sft_idx.training.batch import Tensors
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with 2."""
         if os.environ.get("RANK", "0") == "0":
-            print(f"{self.prog}: error: {message}", file=sys.stderr)
+            log_line(f"{self.prog}: error: {message}")
         raise SystemExit(2)
 
 
@@ -215,7 +215,7 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
     if begun is not None and loaded is not None and args.load.resolve() != args.save.resolve():
         held = f"--save {args.save} holds {begun} steps, --load {args.load} {loaded}"
         if os.environ.get("RANK", "0") == "0":
-            print(f"{held}: {'--load' if taken else '--save'} is continued", flush=True)
+            print_lines([f"{held}: {'--load' if taken else '--save'} is continued"])
     if begun is not None and not taken:
         args.load = args.save
 
@@ -381,7 +381,7 @@ def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: 
         fresh = args.save / "latest.tmp"
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(args.save / _LATEST)
-        print(f"saved {target}", flush=True)
+        print_lines([f"saved {target}"])
     if live:
         live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
@@ -409,7 +409,7 @@ def load_checkpoint(
         if live:
             live.load_states(found.get("live"))
         if torch.distributed.get_rank() == 0:
-            print(f"going on from {source}: {step} steps are done", flush=True)
+            print_lines([f"going on from {source}: {step} steps are done"])
     return step
 
 
@@ -434,7 +434,7 @@ class Log:
     def say(self, line: str) -> None:
         """Print a line, once."""
         if self.speaks:
-            print(line, flush=True)
+            print_lines([line])
 
 
 def train(
@@ -594,7 +594,7 @@ def one_line_errors() -> Iterator[None]:
         said = _get_default_store().add("said", 1) > 1
         if _get_default_store().add(f"said {message}", 1) > 1 or (left_alone and said):
             raise SystemExit(1)
-    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    log_line(f"{Path(__file__).name}: error: {message}")
     raise SystemExit(1)
 
 

@@ -13,6 +13,7 @@ from megatron_sft_idx.formats.bridge import Padding, summary_path
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
+from megatron_sft_idx.lines import print_lines
 from megatron_sft_idx.packs.run import MASK_ALIGNMENTS
 from megatron_sft_idx.storage.progress import Progress
 
@@ -162,7 +163,7 @@ def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
             return stack.enter_context(bar).update
 
         report = convert(arguments.source, arguments.destination, arguments.to, options, on_pass=on_pass)
-    print("\n".join(_report_lines(report, arguments.destination, arguments.to)))
+    print_lines(_report_lines(report, arguments.destination, arguments.to))
     if padding is not None:
         print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")
 

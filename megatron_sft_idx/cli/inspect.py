@@ -36,11 +36,11 @@ from megatron_sft_idx.inspect.text import (
     find_text,
     ids_as_text,
     mark_pack,
-    on_one_line,
     shortened,
     trained_tokens,
 )
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.lines import on_one_line, print_layout, print_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Progress
@@ -243,7 +243,9 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         elif column.spec.per == "sequence" and name != SOURCE:
             for values, row in zip(of_sequences, column.values[first:last].tolist(), strict=True):
                 values[name] = row
-    lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
+    if not arguments.json:
+        print_layout(mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color()))
+    lines: list[str] = []
     shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
     if of_pack:
         shown["columns"] = of_pack
@@ -330,8 +332,10 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
 
 def _print_result(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:
     """Print ``value`` as JSON with ``--json``, else ``lines``."""
-    for line in [json.dumps(_plain(value), indent=2)] if arguments.json else lines:
-        print(line)
+    if arguments.json:
+        print_layout(json.dumps(_plain(value), indent=2))
+    else:
+        print_lines(lines)
 
 
 def _plain(value: Any) -> Any:

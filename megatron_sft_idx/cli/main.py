@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli.options import HelpFormatter
+from megatron_sft_idx.cli.options import HelpFormatter, Parser
 from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
@@ -58,7 +58,7 @@ class _VerbListFormatter(HelpFormatter):
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
     """The program's parser, with the options of one verb, or of all if ``verb`` is not the name of a verb."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
         epilog=_EXAMPLE,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_staging, add_verb, declare, local_path, nbytes
 from megatron_sft_idx.formats.registry import places
+from megatron_sft_idx.lines import print_lines
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.packs.merge import merge
@@ -153,7 +154,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         f"trained tokens  {header.num_trained_tokens:,}",
         *(f"note            {note}" for note in report.notes),
     ]
-    print("\n".join(lines))
+    print_lines(lines)
 
 
 def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,10 @@ import textwrap
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import on_one_line, unescaped
 from megatron_sft_idx.packs.destination import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, require_local
 from megatron_sft_idx.storage.publish import resolve
@@ -50,6 +51,17 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if "\n" in text:
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and usage keep their line breaks, and whose errors are on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the error, and end the program with exit code 2."""
+        super().error(on_one_line(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(message, unescaped(file or sys.stderr))
 
 
 class Collected(argparse.Action):
@@ -195,8 +207,8 @@ def local_path(text: str) -> str:
 # ---- shared ----
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of where the shard is written, and of progress."""
+def add_output_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add the options of where the shard is written, and of progress; the prefix is ``required`` or not."""
     group = parser.add_argument_group("output")
     declare(
         group,
@@ -205,7 +217,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         --output-shards N  write N shards, PREFIX-00000-of-0000N and so on; a glob or the folder then names all of them
             (default: one shard, at PREFIX)
         """,
-        output_prefix={"required": True},
+        output_prefix={"required": required},
         output_shards=1,
     )
     add_staging(group)

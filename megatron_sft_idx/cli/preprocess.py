@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -24,6 +26,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.lines import print_layout, print_lines
 from megatron_sft_idx.packs.destination import Destination
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.publication import places_of
@@ -74,7 +77,7 @@ examples:
 
   see what would be made, and write nothing:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
-        --seq-length 4096 --output-prefix data/train --dry-run
+        --seq-length 4096 --dry-run
 
 rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
 tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
@@ -156,6 +159,15 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
     )
 
 
+def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
+    """Add ``--max-bad-rows``; ``judged`` says when a share is compared."""
+    declared = (
+        "--max-bad-rows LIMIT  with --on-bad-row skip: stop if more rows cannot be used, a number such as 10 or a share"
+        f" such as 0.01 or 1%%; {judged}; what is tokenised is kept for a run with a larger limit (default: no limit)"
+    )
+    declare(group, declared)
+
+
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the chat template, and of what is trained on."""
     declare(
@@ -222,6 +234,7 @@ def add_parser(verbs: Verbs) -> None:
     declared = "--input PATH...  files, globs, or save_to_disk folders, also at s3:// or msc://; - reads a pipe"
     declare(group, declared, input={"required": True})
     add_row_options(group)
+    add_bad_row_limit(group, "a share is judged at the end of the input, or as soon as it cannot be kept")
     declare(
         group,
         """
@@ -232,7 +245,7 @@ def add_parser(verbs: Verbs) -> None:
     add_mask_options(parser)
     _add_selection_options(parser)
     add_packing_options(parser)
-    add_output_options(parser)
+    add_output_options(parser, required=False)
     group = parser.add_argument_group("running")
     declare(
         group,
@@ -257,7 +270,8 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         """
-        --dry-run  encode the first rows of every file, show what they become and what would fail, and write nothing
+        --dry-run  encode the first rows of every file, show what they become and what would stop a run, and write
+            nothing; needs no --output-prefix
         --full  with --dry-run: encode all rows, and show every bad row, all lengths, and how they would be packed
         """,
     )
@@ -297,7 +311,9 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    values, rows = preprocess_arguments(arguments), arguments.input
+    if arguments.output_prefix is None and not arguments.dry_run:
+        parser.error("the following arguments are required: --output-prefix (only --dry-run goes without)")
+    values, rows = preprocess_arguments(arguments) | {"output_prefix": arguments.output_prefix or ""}, arguments.input
     try:
         rows = downloaded(values, rows) if arguments.download else rows
         options = preprocess_options(values)
@@ -306,16 +322,17 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.full and not arguments.dry_run:
         parser.error("--full goes with --dry-run: a run reads all rows anyway")
     if not arguments.dry_run:
-        print(run_job(rows, options, staging=arguments.staging, summary=arguments.summary))
+        print_layout(str(run_job(rows, options, staging=arguments.staging, summary=arguments.summary)))
         return
-    output = Destination(options.prefix, staging=arguments.staging)
-    with inputs_of(rows, output.local) as (inputs, as_given):
-        lines, first, decode = preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full)
-    print(as_given("\n".join(lines)))
+    prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
+    # Rows of a pipe are not put beside the output, whose folder may not be there.
+    with inputs_of(rows, os.path.join(tempfile.gettempdir(), "dry-run")) as (inputs, as_given):
+        lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
+    print_lines(map(as_given, lines))
     if first is not None:
-        print("the first sequence, trained tokens marked:\n")
-        print(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
-    print("\nnothing was written")
+        print_layout("the first sequence, trained tokens marked:\n")
+        print_layout(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
+    print_layout("\nnothing was written")
 
 
 def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -354,6 +371,6 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     counts = (options.capacity, None, report, seconds)
     summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards, options=asdict(options))
     output.publish()
-    print(summary)
+    print_layout(str(summary))
     if arguments.summary is not None:
         summary.write(arguments.summary, overwrite=arguments.overwrite)

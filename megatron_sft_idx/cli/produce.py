@@ -6,15 +6,15 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import sys
 
 from megatron_sft_idx.cli.options import Verbs, add_verb, declare, natural, preprocess_arguments
-from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
+from megatron_sft_idx.cli.preprocess import add_bad_row_limit, add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import log_line, print_layout
 from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, places_at, require_apart
-from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
+from megatron_sft_idx.tokenize import BadRowLimit, available_cpus, encoding_options, packing_options, reads_of
 
 _HELP = """\
 Tokenise and pack an input shard by shard, into a folder that training reads at the same time.
@@ -36,10 +36,10 @@ examples:
         --tokens-per-shard 50000000 --catalog data/live --max-ahead-shards 20 --keep-recent 0
 
 If the command ended early, for whatever reason, the same command continues its catalog, with the same bytes: no row is
-missing and none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may
-differ. If the input or another option differs, the command refuses and says which; the files of a catalog that is
-complete are compared by their sizes alone. Input from a pipe must be piped again from its beginning: rows that are in
-a shard already are compared and skipped. To start anew, name another folder.
+missing and none comes twice. Options that change no byte (--workers, --max-ahead-*, --max-bad-rows, --keep-recent,
+--consumers) may differ. If the input or another option differs, the command refuses and says which; the files of a
+catalog that is complete are compared by their sizes alone. Input from a pipe must be piped again from its beginning:
+rows that are in a shard already are compared and skipped. To start anew, name another folder.
 
 A shard counts as completed when every consumer has saved a checkpoint that includes it. With --watch, write files under
 a name that begins with . or _ or ends in .tmp, .part or .partial, and rename them when they are whole. Files of other
@@ -81,6 +81,7 @@ def add_parser(verbs: Verbs) -> None:
         settle={"type": _seconds, "default": 5.0},
     )
     add_row_options(group)
+    add_bad_row_limit(group, "a share is judged before each shard is published, over all rows of the catalog so far")
     add_mask_options(parser)
     add_packing_options(parser)
     declare(
@@ -140,6 +141,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             encoding=encoding_options(preprocess_arguments(arguments)),
             packing=packing,
             max_ahead_nbytes=arguments.max_ahead_gb,
+            max_bad_rows=BadRowLimit.of(vars(arguments)),
             **{name: getattr(arguments, name) for name in _SAME_NAMES},
         )
     except FormatError as error:
@@ -148,4 +150,4 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.watch is not None:
         reads += [Place(arguments.watch, "--watch"), *places_at(arguments.watch, "the input")]
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
-    print(produce(options, log=lambda line: print(line, file=sys.stderr, flush=True)))
+    print_layout(produce(options, log=log_line))

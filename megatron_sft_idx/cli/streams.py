@@ -1,4 +1,4 @@
-"""Standard streams that cannot fail a command by accident, and errors as people read them.
+"""Standard streams that cannot fail a command by accident, keep a line on one line, and errors as people read them.
 
 Under cron and in batch jobs a standard stream may be closed, lie on a full disk, or be a terminal that hangs up. Python
 then has None where the stream was, or raises at every print; and the next file that is opened gets the number of the
@@ -17,9 +17,10 @@ import select
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.lines import EscapedLines, unescaped
 
 
 def message_of(error: Exception) -> str:
@@ -32,10 +33,8 @@ def message_of(error: Exception) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print an error to stderr, without control characters: a quoted name could otherwise command the terminal."""
-    from megatron_sft_idx.inspect.text import PICTURES
-
-    print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
+    """Print an error to stderr, on one line."""
+    print(f"megatron-sft-idx: error: {message}", file=sys.stderr)
 
 
 STDOUT, STDERR = "standard output", "standard error"
@@ -76,9 +75,10 @@ class _LossyFile(io.FileIO):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[Output]:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by streams of a ``_LossyFile`` each, and put them back at the end.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by ``EscapedLines`` on a ``_LossyFile``; put them back at the end.
 
-    Streams that are not descriptors 1 and 2, such as those of a caller that collects the output, stay as they are.
+    ``EscapedLines`` of streams that are not descriptors 1 and 2 write to these, such as those of a caller that collects
+    the output.
     Yields the ``Output`` of stdout, which has an error from the beginning if stdout is closed.
     """
     outputs = Output(), Output()
@@ -92,16 +92,17 @@ def standard_streams() -> Iterator[Output]:
                 outputs[0].error = OSError(errno.EBADF, "closed, and what this command prints is its product", STDOUT)
     originals = sys.stdout, sys.stderr
     replacements = [_replacement(stream, number, outputs[number - 1]) for number, stream in enumerate(originals, 1)]
-    sys.stdout, sys.stderr = (new or old for new, old in zip(replacements, originals, strict=True))
+    escaped = [EscapedLines(unescaped(new or old)) for new, old in zip(replacements, originals, strict=True)]
+    sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in escaped)
     try:
         yield outputs[0]
     finally:
-        for number, (stream, output) in enumerate(zip(replacements, outputs, strict=True), 1):
-            if stream is not None:
-                output.strict = False
+        for number, (stream, replacement, output) in enumerate(zip(escaped, replacements, outputs, strict=True), 1):
+            output.strict = False
+            with contextlib.suppress(OSError, ValueError):  # of a caller's stream that fails or is closed
                 stream.flush()
-                if output.error is not None:  # keep Python from trying again when it exits
-                    _to_devnull(number)
+            if replacement is not None and output.error is not None:  # keep Python from trying again when it exits
+                _to_devnull(number)
         sys.stdout, sys.stderr = originals
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from megatron_sft_idx.check import GivenFacts, Rebuilt, Report, rebuild, verify_shard
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path, natural
 from megatron_sft_idx.cli.streams import message_of, print_error
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.lines import print_layout, print_lines
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.shard.shard_set import distinct, find_prefixes
@@ -71,11 +72,16 @@ examples:
   tokens or masks were damaged, and there is no copy: keep the shard with what is there now:
     megatron-sft-idx rebuild data/train --accept-contents
 
+  indexes of every shard in a folder:
+    megatron-sft-idx rebuild data/
+
 Good files are never touched. A damaged file that is replaced stays beside the new one, with .damaged added to its name.
 Tokens, loss masks and columns cannot be derived from other files: restore them from a copy, or accept them as they are.
 
-exit code: 0 the shard is whole, or with --dry-run would be; 1 something is lost, or uncertain; 2 wrong usage.
+exit code: 0 all shards are whole, or with --dry-run would be; 1 something is lost, or uncertain; 2 wrong usage.
 """
+# The argument of both verbs.
+_SHARDS = "shards PREFIX...  prefixes, folders of shards, or globs"
 _LINE_MIB = 10_240
 
 
@@ -84,8 +90,8 @@ def add_parser(verbs: Verbs) -> None:
     line = "check that shards are whole and keep every rule of the format"
     declare(
         add_verb(verbs, "verify", line, _VERIFY_HELP, _verify, product=lambda arguments: True),
-        """
-        shards PREFIX...  prefixes, folders of shards, or globs
+        f"""
+        {_SHARDS}
         --full  read every byte, not only headers, sizes and the ends of arrays
         --json  print one JSON document instead of text
         --vocab-size N  with --full: every id must be below N (default: the size that the shard says its tokenizer has)
@@ -97,14 +103,14 @@ def add_parser(verbs: Verbs) -> None:
     )
     declare(
         parser,
-        """
-        prefix PREFIX  path that the five files share
+        f"""
+        {_SHARDS}
         --copied  use .journal and .tmp files of a killed build that were copied here from another place
         --accept-contents  where contents do not have their checksums and no copy is left: write the shard again with
             what is there, and list the changed files in its header
         --dry-run  print what would be done, and write nothing
         """,
-        prefix=local_path,
+        shards=local_path,
     )
     add_log_interval(parser, "bytes or tokens", 1 << 30)
     declare(
@@ -154,12 +160,12 @@ def _verify(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             continue
         results.append({**report.as_json(), "error": None})
         if not arguments.json:
-            print("\n".join(report.lines()), flush=True)
+            print_lines(report.lines())
     num_bad = sum(not result["ok"] for result in results)
     if arguments.json:
-        print(json.dumps({"ok": not num_bad, "shards": results}, indent=2))
+        print_layout(json.dumps({"ok": not num_bad, "shards": results}, indent=2))
     elif len(results) > 1:
-        print(f"{len(results)} shards: " + (f"{num_bad} NOT ok, {len(results) - num_bad} ok" if num_bad else "all ok"))
+        print(_totals(len(results), num_bad, "ok"))
     return 1 if num_bad else 0
 
 
@@ -182,7 +188,7 @@ def _named_prefixes(shards: Iterable[str]) -> dict[str, SFTIndexError | OSError 
     return prefixes
 
 
-def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> int:
     facts = GivenFacts(
         token_dtype=np.dtype(arguments.token_dtype) if arguments.token_dtype else None,
         mask_dtype=np.dtype(arguments.mask_dtype) if arguments.mask_dtype else None,
@@ -198,32 +204,56 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
         with Progress(stage, total, unit="", log_interval=interval, items="done") as progress:
             yield lambda units: progress.update(units, units)
 
-    report = rebuild(
-        arguments.prefix,
-        facts,
-        copied=arguments.copied,
-        accept_contents=arguments.accept_contents,
-        dry_run=arguments.dry_run,
-        watch=watch,
-    )
-    _print_report(report)
+    prefixes, num_bad = _named_prefixes(arguments.shards), 0
+    for prefix, unnamed in prefixes.items():
+        try:
+            if unnamed is not None:
+                raise unnamed
+            report = rebuild(
+                prefix,
+                facts,
+                copied=arguments.copied,
+                accept_contents=arguments.accept_contents,
+                dry_run=arguments.dry_run,
+                watch=watch,
+            )
+        except (SFTIndexError, OSError) as error:
+            # One shard that cannot be made whole does not keep the others from it.
+            complaint = message_of(error)
+        else:
+            _print_report(report, is_one_of_many=len(prefixes) > 1)
+            complaint = _complaint(report)
+        if complaint:
+            num_bad += 1
+            print_error(complaint)
+    if len(prefixes) > 1:
+        print(_totals(len(prefixes), num_bad, "whole") + ("; nothing was written" if arguments.dry_run else ""))
+    return 1 if num_bad else 0
+
+
+def _totals(count: int, num_bad: int, good: str) -> str:
+    return f"{count} shards: " + (f"{num_bad} NOT {good}, {count - num_bad} {good}" if num_bad else f"all {good}")
+
+
+def _complaint(report: Rebuilt) -> str:
+    """Why the shard is not whole; "" if it is."""
     if not report.opens:
-        raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")
+        return f"{report.prefix}: no whole shard can be made of what is left; see the lines above"
     if report.uncertain:
-        raise FormatError(
-            f"{report.prefix}: data or columns have changed, and nothing tells which; see the lines above"
-        )
+        return f"{report.prefix}: data or columns have changed, and nothing tells which; see the lines above"
     if not report.whole:
         rest = "the rest is whole" if report.compared else "the rest keeps every rule"
-        raise FormatError(
+        return (
             f"{report.prefix}: columns are lost, {rest}; see the lines above, or write it without them:"
             f" megatron-sft-idx merge {report.prefix} --lossy --output-prefix NEW"
         )
+    return ""
 
 
-def _print_report(report: Rebuilt) -> None:
+def _print_report(report: Rebuilt, *, is_one_of_many: bool) -> None:
+    """Print what was found and done; of a shard that was whole, one of many, in one line."""
     for file in report.files:
-        if file.state == "good" and column_of(file.path):
+        if file.state == "good" and (is_one_of_many or column_of(file.path)):
             continue
         state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
         print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))
@@ -232,7 +262,8 @@ def _print_report(report: Rebuilt) -> None:
     if report.note:
         print(f"{report.prefix}: {report.note}")
     if report.dry_run:
-        print("nothing was written")
+        if not is_one_of_many:
+            print("nothing was written")
     elif report.changed and report.whole and report.compared:
         print(f"{report.prefix}: a whole shard, every checksum verified")
     elif report.changed and report.whole:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, StorageError
 from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
-from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, vocab_size_of
+from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, no_column, vocab_size_of
 from megatron_sft_idx.packs.run import (
     MASK_ALIGNMENTS,
     MaskAlignment,
@@ -587,5 +587,5 @@ def column_specs_of(values: Mapping[str, Any], path: str, chosen: Sequence[str] 
     except (AttributeError, FormatError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: what it says of its columns is wrong: {error}; write it again") from None
     if missing := [name for name in chosen or () if name not in specs]:
-        raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(specs) or 'none'}")
+        raise FormatError(f"{path}: {no_column(missing[0], specs)}")
     return specs if chosen is None else {name: specs[name] for name in chosen}

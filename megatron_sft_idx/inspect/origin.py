@@ -6,6 +6,7 @@ column's metadata gives them; lines are counted from 1, as in editors and errors
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import shortened
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 
@@ -59,11 +61,15 @@ def sources_of(shard: Shard, pack: int) -> list[str]:
 def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
     """File and row of an origin as ``origin_name`` writes it. FormatError: there is no such file, or no line."""
     names = source_names(shard)
-    if names is None:
-        raise FormatError(f"{shard.prefix}: has no column {SOURCE}; preprocess writes it, but not with --no-source")
-    name, _, line = text.rpartition(":")
+    if names is None and SOURCE not in shard.columns:
+        raise FormatError(
+            f"{shard.prefix}: {no_column(SOURCE, shard.columns)}; preprocess writes it, but not with --no-source"
+        )
     if not names:
         raise FormatError(f"{shard.prefix}: its column {SOURCE} names no input files to look a line up in")
+    name, _, line = text.rpartition(":")
+    if name not in names:  # as it is in the file system, not as it is shown
+        name = shortened(os.fsencode(name).decode(errors="backslashreplace"), _MAX_CHARACTERS)
     if name not in names or not re.fullmatch("[0-9]{1,18}", line) or int(line) < 1:
         listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise FormatError(f"{text}: expected a file and a line of it, such as {names[0]}:1; files are {listed}")

@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.lines import PICTURES, on_one_line
 from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
-# Text comes from anywhere, and a terminal obeys escape codes. So a control character is shown as its picture, and a
-# character that reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.
-PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-_UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
-PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
-_LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
 _CONTEXT = 40  # characters shown before and after a match
 _MAX_CHARACTER_TOKENS = 8  # the most tokens that one character consists of
 
@@ -47,11 +41,6 @@ def shown_nbytes(nbytes: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def on_one_line(text: str) -> str:
-    """A text with every control character, line ends included, as its picture."""
-    return text.translate(_LINE_PICTURES)
 
 
 def shortened(text: str, max_characters: int) -> str:
@@ -164,7 +153,7 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
 
 def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], source: str = "") -> str:
     """The line above a sequence in ``mark_pack``."""
-    trained, source = np.count_nonzero(weights), f" ({source})" if source else ""
+    trained, source = np.count_nonzero(weights), f" ({on_one_line(source)})" if source else ""
     return (
         f"── sequence {number}{source}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
     )

@@ -66,6 +66,11 @@ def check_column_name(name: str) -> str:
     )
 
 
+def no_column(name: str, columns: Iterable[str]) -> str:
+    """What every error says where a column is asked for that is not there: its name, and those of the others."""
+    return f"has no column {name}; it has {', '.join(sorted(columns)) or 'none'}"
+
+
 class _PathWithSuffix:
     """An attribute of ``ShardPaths``: the path of the file with this suffix."""
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import re
 import time
@@ -33,11 +32,12 @@ import orjson
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, UnsupportedVersionError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_beginning, require_local
 from megatron_sft_idx.storage.publish import Kind, write_file
 
-logger = logging.getLogger("megatron_sft_idx.live")
+logger = get_logger("megatron_sft_idx.live")
 
 PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"
 VERSION = 1

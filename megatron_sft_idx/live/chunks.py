@@ -13,7 +13,6 @@ everything behind a bad line is the same on all ranks.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     recognise,
     run_of_lines,
 )
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits, Unchanged, Waiter
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
@@ -48,7 +48,7 @@ from megatron_sft_idx.training import Arrays, Index, require_judged
 
 OnBadRow = Literal["error", "skip"]
 
-logger = logging.getLogger("megatron_sft_idx.live")
+logger = get_logger("megatron_sft_idx.live")
 
 # ---- the folder, as a consumer sees it ----
 

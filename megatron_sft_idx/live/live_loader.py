@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
 import multiprocessing.synchronize
 import os
 import threading
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import check_column_name
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import (
     Ack,
     Base,
@@ -43,7 +43,7 @@ from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
-logger = logging.getLogger("megatron_sft_idx.live")
+logger = get_logger("megatron_sft_idx.live")
 # A micro-batch, and where the rank stands after it. Each process ends with one delivery that has no micro-batch.
 _Delivery: TypeAlias = tuple[Tensors | None, RankState]
 # A worker process hands over an error as a value: raised there, torch would make a RuntimeError of it.

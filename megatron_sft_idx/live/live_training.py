@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ from megatron.core import parallel_state
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.layout.files import stated_in
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import Base, ack_folder, newest_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
@@ -27,7 +27,7 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors, parallel_multiple
 
-logger = logging.getLogger("megatron_sft_idx.live")
+logger = get_logger("megatron_sft_idx.live")
 
 LIVE = "live:"
 # Options that only chunks have: whoever gives one says what is in the folder, or will be.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import xxhash
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packs.buckets import RemoteTarget, remote_prefix, upload
 from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
 from megatron_sft_idx.shard import remove_shard
@@ -101,7 +101,7 @@ class Destination:
             require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(shards))
         if self._remote:
             self._prepare_remote(keep=not self._overwrite and not resume)
-            print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
+            log_line(f"building at {self.local}, to be uploaded to {self.prefix}")
 
     def _prepare_remote(self, *, keep: bool) -> None:
         """Check that nothing is in the way, by writing an object and removing it too; ``keep`` refuses any shard."""
@@ -138,10 +138,9 @@ class Destination:
                 del pending[0]
         except (SFTIndexError, KeyboardInterrupt, SystemExit):
             for suffix in pending:
-                print(
+                log_line(
                     f"the shard is built, and kept at {self.local + suffix}; send it when the store is up again:"
-                    f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}",
-                    file=sys.stderr,
+                    f" megatron-sft-idx copy {self.local + suffix} {self.prefix + suffix}"
                 )
             raise
 

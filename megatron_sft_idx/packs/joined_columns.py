@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, listed_columns, no_column
 from megatron_sft_idx.packs.provenance import SplitOutput
 from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.shard import Shard
@@ -160,7 +160,7 @@ class JoinedColumns:
         first, like = of_shards[0].prefix, of_shards[0].spec
         for prefix, columns in zip(prefixes, self._found, strict=True):
             if (found := columns.get(name)) is None:
-                return f"{prefix}: no column {name}, which {first} has"
+                return f"{prefix}: {no_column(name, columns)}; {first} has one"
             if found.spec.kind != like.kind:
                 return f"{prefix}: column {name} is {kind_in_words(found.spec)}, in {first} {kind_in_words(like)}"
             if (found.files is None) != (of_shards[0].files is None):

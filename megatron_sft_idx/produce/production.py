@@ -22,6 +22,7 @@ from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.lines import joined
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
     Files,
@@ -40,6 +41,7 @@ from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, require_space, resolve
 from megatron_sft_idx.tokenize import (
+    BadRowLimit,
     CorpusReport,
     EncodedPiece,
     EncodingOptions,
@@ -98,6 +100,8 @@ class ProduceOptions:
         ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
         end_after: after how many seconds without anything new in ``watch`` the input ends; None waits for ``_END``.
         settle: how long, in seconds, a file in ``watch`` must have stayed the same to count as whole.
+        max_bad_rows: how many rows of the whole catalog may be skipped; None for no limit. A share is judged before
+            each shard is published, over all rows so far, and at the end of the input.
     """
 
     inputs: Sequence[str]
@@ -114,6 +118,7 @@ class ProduceOptions:
     ack_dir: str | None = None
     end_after: float | None = None
     settle: float = 5.0
+    max_bad_rows: BadRowLimit | None = None
 
     def __post_init__(self) -> None:
         for path, role in (
@@ -239,7 +244,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         *([f"  skipped       {cursor.skipped:,}"] if cursor.skipped else []),
         f"seconds         {time.monotonic() - begin:.1f}",
     ]
-    return "\n".join(lines)
+    return joined(lines)
 
 
 @contextlib.contextmanager
@@ -345,7 +350,7 @@ class _Production:
         """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
         self._work.clear()
         cursor, num_tokens, options = before, 0, self._options
-        parts = PartsSoFar(report, options.encoding.on_bad_row, self._log)
+        parts = PartsSoFar(report, options.encoding.on_bad_row, self._log, limit=options.max_bad_rows)
         while num_tokens < options.tokens_per_shard and (result := self._next(results, report)) is not None:
             origin, info, encoded = result
             path = os.path.join(self._work.path, f"000000-{len(parts.paths):06d}.part")
@@ -358,6 +363,7 @@ class _Production:
             self._num_tokens += len(encoded.input_ids)
             self._new_nbytes += encoded.num_bytes
             self._read_nbytes = origin.nbytes
+        parts.require_few_bad_rows(self._catalog.folder, at_end=True)
         if not num_tokens:
             return None
         # The packed shard takes about as many bytes as its parts, but for the tokens that packing leaves out.

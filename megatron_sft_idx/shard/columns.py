@@ -28,7 +28,7 @@ from megatron_sft_idx.layout.column import (
     num_rows_in,
     torn_pairs,
 )
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns, no_column
 from megatron_sft_idx.shard.journal import is_column
 from megatron_sft_idx.shard.opening import column_names, has_column, open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import locked_prefix
@@ -195,9 +195,9 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     path = paths.column(name)
     listed = listed_columns(header.metadata).get(name)
     if (file := read_start(path, COLUMN)) is None:
-        remedy = f"the shard has no column {name}; write_column attaches one"
+        remedy = f"{no_column(name, column_names(paths, header))}; write_column attaches one"
         if listed is not None:
-            remedy = f"the shard was written with column {name} (rule C8): restore the file"
+            remedy = f"missing {path}: the shard was written with column {name} (rule C8): restore the file"
         raise ShardNotFoundError(paths.prefix, [path], remedy)
     column = ColumnHeader.decode(file.raw, path)
     checksum = file.raw[-CHECKSUM_NBYTES:].hex()
@@ -228,6 +228,17 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     return ShardColumn(name, column, items)
 
 
+class _NoColumnError(KeyError):
+    """A shard has no column of a name; lists the others when it is shown, as ``get`` and ``in`` raise it too."""
+
+    def __init__(self, name: str, columns: ShardColumns) -> None:
+        super().__init__(name)
+        self._columns = columns
+
+    def __str__(self) -> str:
+        return f"{self._columns.prefix}: {no_column(self.args[0], self._columns)}"
+
+
 class ShardColumns(Mapping[str, ShardColumn]):
     """The columns of a shard by name, those that it lists and those that were attached; each is opened on first use."""
 
@@ -237,6 +248,11 @@ class ShardColumns(Mapping[str, ShardColumn]):
         self._paths, self._header, self._backend = paths, header, backend
         self._opened: dict[str, ShardColumn] = {}
 
+    @property
+    def prefix(self) -> str:
+        """Of the shard."""
+        return self._paths.prefix
+
     def open(self, name: str) -> ShardColumn:
         """The column of this name. Errors as of ``open_column``."""
         if name not in self._opened:
@@ -245,7 +261,7 @@ class ShardColumns(Mapping[str, ShardColumn]):
 
     def __getitem__(self, name: str) -> ShardColumn:
         if name not in self._opened and not has_column(self._paths, self._header, name):
-            raise KeyError(name)
+            raise _NoColumnError(name, self)
         return self.open(name)
 
     def __iter__(self) -> Iterator[str]:

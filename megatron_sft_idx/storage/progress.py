@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from megatron_sft_idx.lines import log_line, on_one_line, unescaped
+
 # Work calls these with what was done since the last call, never with a sum. Advance takes units, such as bytes; Update
 # takes units and items, such as tokens and packs.
 Advance: TypeAlias = Callable[[int], None]
@@ -46,7 +48,13 @@ class Progress:
             from tqdm import tqdm  # not needed by those who only name the types
 
             self._bar = tqdm(
-                total=total, unit=unit, unit_scale=True, unit_divisor=self._divisor, desc=what, smoothing=0.1
+                total=total,
+                unit=unit,
+                unit_scale=True,
+                unit_divisor=self._divisor,
+                desc=on_one_line(what),
+                smoothing=0.1,
+                file=unescaped(sys.stderr),  # a bar moves the cursor
             )
 
     def __enter__(self) -> Progress:
@@ -90,11 +98,9 @@ class Progress:
         # One rate is enough if items are the units.
         beside = "" if units == items else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
         share = 100 * self._units / self._total if self._total else 100.0
-        print(
+        log_line(
             f"{self._what}: {self._num_items:,} {self._items}, {share:.1f}%, {items / seconds:,.0f} {self._items}/s,"
-            f"{beside} {time_left} left",
-            file=sys.stderr,
-            flush=True,
+            f"{beside} {time_left} left"
         )
 
 

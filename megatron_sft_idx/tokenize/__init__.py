@@ -7,6 +7,7 @@ decides what of an interrupted job can be used. Only ``encoding`` may know how a
 on disk, and what its journal says, is for the folder ``shard`` to know.
 """
 
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import (
     PartsFolder,
     PreprocessOptions,

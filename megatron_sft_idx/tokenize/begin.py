@@ -27,6 +27,7 @@ from megatron_sft_idx.shard.publication import drop_build, publish_all
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.local import read_beginning
 from megatron_sft_idx.storage.publish import Kind, Place, describe, head_of, write_file
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import output_prefixes, require_outputs_apart
@@ -57,7 +58,7 @@ class PreprocessOptions:
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
-        prefix: of the packed shard, or what the prefixes of several begin with.
+        prefix: of the packed shard, or what the prefixes of several begin with; "" for a dry run without one.
         encoding: how rows become sequences, without the weights of files.
         packing: how sequences become packs.
         engine: ``local`` runs tasks on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
@@ -69,6 +70,7 @@ class PreprocessOptions:
         keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
         loss_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
+        max_bad_rows: how many rows may be skipped; None for no limit. Changes no byte.
         repeats: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
     """
 
@@ -85,6 +87,7 @@ class PreprocessOptions:
     keep_corpus: bool = False
     log_interval: int = 0
     loss_weights: Sequence[str] = ()
+    max_bad_rows: BadRowLimit | None = None
     repeats: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
@@ -108,16 +111,18 @@ class PreprocessOptions:
         """The files of the input, and the options with the weights of files by their numbers.
 
         Raises:
-            FormatError: an input that is none, or holds packs; shards or corpus would replace a file of it, or lie
-                beside other splits.
+            FormatError: an input that is none, or holds packs.
         """
         files = row_files(self.inputs)
+        return files, replace(self, packing=self.packing_of(files))
+
+    def check_outputs(self, files: Sequence[InputFile]) -> None:
+        """FormatError where shards or corpus would replace a file of the input, or lie beside other splits."""
         inputs = [Place(file.path, "the input") for file in files]
         outputs = output_prefixes(self.prefix, self.output_shards, valid=self.has_valid)
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
         if self.output_shards > 1:
             refuse_other_splits(self.prefix, self.output_shards)
-        return files, replace(self, packing=self.packing_of(files))
 
     @property
     def max_rows(self) -> int | None:

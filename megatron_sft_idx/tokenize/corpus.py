@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
@@ -102,9 +103,13 @@ def pack_shard(
 def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
     """Numbers of the sequences made from files of these names; FormatError where the column ``source`` has no such."""
     column = source.columns.get("source")
-    files = None if column is None else column.spec.metadata.get("files")
-    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
-        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
+    if column is None:
+        raise FormatError(
+            f"{source.prefix}: {no_column('source', source.columns)}; --source needs it, and preprocess writes it"
+        )
+    files = column.spec.metadata.get("files")
+    if column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
+        raise FormatError(f"{source.prefix}: its column source names no files to choose; that of preprocess does")
     listed = [file.get("name") if isinstance(file, dict) else None for file in files]
     if unknown := sorted({*names} - {*listed}):
         known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")

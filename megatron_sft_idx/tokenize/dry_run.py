@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
@@ -51,7 +53,7 @@ class _Looked(NamedTuple):
 def preview(
     options: PreprocessOptions, *, full: bool = False
 ) -> tuple[list[str], Marked | None, Callable[[Sequence[int]], str]]:
-    """Check all that a job needs, and encode the first rows of every file; writes nothing.
+    """Encode the first rows of every file, and say what would stop the job; writes nothing.
 
     Args:
         options: of the job.
@@ -62,15 +64,12 @@ def preview(
         decodes its ids.
 
     Raises:
-        SFTIndexError: an input or an option that cannot be used, or files at the prefix that may not be replaced.
+        SFTIndexError: an input or an option that cannot be used.
     """
     files, options = options.expanded()
     require_decided_rows(files, options.encoding.rows, options.max_rows)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
-    for prefix in job.outputs:
-        job.check_free(prefix, overwrite=options.overwrite)
-    job.folder.check_is_ours()
     by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
     trained, first, missing = [0] * len(files), None, options.max_rows
     shared = encoder.options, job.cutting, missing
@@ -106,8 +105,28 @@ def preview(
     lines = [line for each in zip(files, reports, lengths, trained, strict=True) for line in _file_lines(which, *each)]
     bad_rows = [error for report in reports for error in report.bad_rows]
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
-    lines += _outlook(options, sum(report.skipped for report in reports), _end_to_end(lengths), full=full)
+    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
+    read = CorpusReport(rows, skipped, bad_rows)
+    lines += _outlook(options, read, _end_to_end(lengths), full=full)
+    lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
+
+
+def _in_the_way(job: Job) -> Iterator[str]:
+    """Why the job could not write at its prefix."""
+    options = job.options
+    if not options.prefix:
+        return
+    checks: list[Callable[[], Any]] = [
+        partial(options.check_outputs, job.files),
+        *(partial(job.check_free, prefix, overwrite=options.overwrite or options.resume) for prefix in job.outputs),
+        job.folder.check_is_ours,
+    ]
+    for check in checks:
+        try:
+            check()
+        except (SFTIndexError, OSError) as error:
+            yield str(error)
 
 
 def _end_to_end(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
@@ -159,11 +178,18 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None], stretch: Stretch)
     return _Looked(stretch if max_rows is not None else replace(stretch, dealt=()), part, trained_tokens, first)
 
 
-def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *, full: bool) -> Iterator[str]:
+def _outlook(
+    options: PreprocessOptions, read: CorpusReport, lengths: NDArray[np.int64], *, full: bool
+) -> Iterator[str]:
     """In lines for people: the packs, where all rows were encoded, and the reasons why the job would stop."""
     reasons: list[str] = []
-    if bad and options.encoding.on_bad_row == "error":
-        reasons.append(f"{bad:,} rows cannot be used; --on-bad-row skip goes on without them")
+    if read.skipped and options.encoding.on_bad_row == "error":
+        reasons.append(f"{read.skipped:,} rows cannot be used; --on-bad-row skip goes on without them")
+    elif options.max_bad_rows is not None:
+        try:
+            options.max_bad_rows.require(read, read.rows if full else None, "the input")
+        except TooManyBadRowsError as error:
+            reasons.append(str(error))
     if not full or not len(lengths):
         longest = options.packing.longest_sequence
         if (overlong := int((lengths > longest).sum())) and options.packing.overlong == "error":
@@ -174,7 +200,7 @@ def _outlook(options: PreprocessOptions, bad: int, lengths: NDArray[np.int64], *
     elif options.packing.selection is None:
         pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
         try:
-            shards, prefix = options.output_shards, options.prefix
+            shards, prefix = options.output_shards, options.prefix or "the output"
             plan = plan_packs(lengths, options.packing, shards=shards, name=prefix, groups=pairs).plan
             yield f"packs           {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
         except SFTIndexError as error:

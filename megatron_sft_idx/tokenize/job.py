@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -14,9 +13,11 @@ from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.tokenizer import Backend
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, check_option
+from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
 from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
@@ -68,6 +69,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     system_starts: SystemStarts = "error",
     mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
+    max_bad_rows: int | float | str | None = None,
     append_eod: bool = False,
     packing: PackingMethod = "auto",
     packing_effort: Effort = "normal",
@@ -154,6 +156,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         encoding=replace(encoding, content=of_rows),
         packing=packing,
         loss_weights=tuple(given["loss_weight"]),
+        max_bad_rows=BadRowLimit.of(given),
         repeats=tuple(given["repeat"]),
     )
 
@@ -251,7 +254,7 @@ def run_job(
         output.prepare(reads, beside=[corpus], columns=options.encoding.columns, resume=resume, nbytes=nbytes)
         report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
-            log=lambda line: print(as_given(line), file=sys.stderr, flush=True),
+            log=lambda line: log_line(as_given(line)),
         )
     output.publish()
     if report.corpus is not None:
@@ -266,7 +269,9 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of all options, also nested ones; without the template's text."""
     for name in (each.name for each in fields(options)):
         value = getattr(options, name)
-        if is_dataclass(value):
+        if isinstance(value, BadRowLimit):
+            yield name, value.given
+        elif is_dataclass(value):
             yield from _effective(value)
         elif name == "workers" and value is None:
             yield name, available_cpus()

@@ -6,6 +6,7 @@ the job ends: the pipeline reads its input more than once, in many processes.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import json
@@ -15,11 +16,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.lines import unescaped
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
@@ -55,7 +56,7 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[str], str]]]:
     """Paths of the input. Rows that are no paths are written beside ``prefix``, and removed when the context ends.
 
@@ -104,7 +105,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         try:
             yield [path], lambda message: message.replace(path, name)
         except SequenceError as error:
-            raise SequenceError(error.source.replace(path, name), error.position, error.reason) from None
+            source, reason = (text.replace(path, name) for text in (error.source, error.reason))
+            raise SequenceError(source, error.position, reason) from None
 
 
 def _entries_of(rows: Rows) -> Iterator[Any] | None:
@@ -226,7 +228,8 @@ def _download(hub_name: re.Match[str], kind: str, files: Sequence[str]) -> str:
     except ImportError:
         raise SFTIndexError(f"--download {name}: needs huggingface_hub: pip install huggingface_hub") from None
     try:
-        return str(snapshot_download(repository, repo_type=kind, revision=revision, allow_patterns=list(files)))
+        with contextlib.redirect_stderr(unescaped(sys.stderr)):  # its bars move the cursor
+            return str(snapshot_download(repository, repo_type=kind, revision=revision, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SFTIndexError(f"--download {name}: {reason}") from None

@@ -46,6 +46,7 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import move_into_place
+from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
@@ -346,6 +347,7 @@ class PartsSoFar:
         log: takes lines for people.
         files: how many files the input has.
         max_rows: how many usable rows are taken, None for all; a row behind them is not looked at.
+        limit: how many rows may be skipped; None for no limit.
 
     Attributes:
         report: as given.
@@ -368,8 +370,10 @@ class PartsSoFar:
         *,
         files: int = 1,
         max_rows: int | None = None,
+        limit: BadRowLimit | None = None,
     ) -> None:
         self.report, self._on_bad_row, self._log, self._max_rows = report, on_bad_row, log, max_rows
+        self._limit = limit
         self.paths: list[str] = []
         self.lengths: list[NDArray[np.uint32]] = []
         self.lines, self.mask_dtype, self._notes = [0] * files, "uint8", Counter[str]()
@@ -388,9 +392,11 @@ class PartsSoFar:
 
         Raises:
             SequenceError: it has a bad row, and none may be skipped; or a row that the options do not decide.
+            TooManyBadRowsError: more rows are bad than the limit allows, however many good ones follow.
         """
         info = part.info
         self._report(info, name, first)
+        self.require_few_bad_rows(name)
         if info.undecided:
             raise SequenceError(name, first + info.undecided, f"{UNDECIDED}, and in none before it; {DECIDE}")
         self._notes.update(info.notes)
@@ -425,6 +431,14 @@ class PartsSoFar:
             elif skipped == _MAX_SHOWN + 1:
                 self._log("skipped more rows, which are not shown")
         report.skipped += info.skipped
+
+    def require_few_bad_rows(self, name: str, *, at_end: bool = False) -> None:
+        """TooManyBadRowsError if the limit cannot be kept any more, or ``at_end`` of the input is not kept."""
+        if self._limit is not None:
+            skipped = self.report.skipped
+            # With --max-rows, there are never more rows than those and the bad ones.
+            most = None if self._max_rows is None else self._max_rows + skipped
+            self._limit.require(self.report, self.report.rows if at_end else most, name)
 
     @property
     def has_enough(self) -> bool:

@@ -31,6 +31,7 @@ from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 from megatron_sft_idx.shard.journal import locked_outputs
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, find_finished
 from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
@@ -71,6 +72,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         with contextlib.ExitStack() as stack:
             with _timed("preparing", seconds):
                 files, options = options.expanded()
+                options.check_outputs(files)
                 require_decided_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
@@ -81,6 +83,7 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
                 finished = find_finished(job)
             if finished:
                 headers, report = finished, CorpusReport.of(finished[0])
+                _require_few_bad_rows(options, report)
                 _remove_leftovers(job)
             else:
                 with job.folder.locked():
@@ -106,7 +109,8 @@ def _make(
     """Tokenise, or take the corpus that an earlier job kept; then pack. Headers of the shards, and counts of rows."""
     options, (state, corpus) = job.options, begin(job)
     on_bad_row, max_rows = options.encoding.on_bad_row, options.max_rows
-    parts = PartsSoFar(CorpusReport(), on_bad_row, job.log, files=len(job.files), max_rows=max_rows)
+    limit = options.max_bad_rows
+    parts = PartsSoFar(CorpusReport(), on_bad_row, job.log, files=len(job.files), max_rows=max_rows, limit=limit)
     if corpus is None:
         with _timed("tokenising", seconds), _parts_kept(job, parts):
             compare_libraries(job.encoder, job.files, max_rows)
@@ -115,6 +119,7 @@ def _make(
             job.folder.write(replace(state, tokenized=True))
     else:
         seconds["tokenising"], parts.report = 0.0, CorpusReport.of(corpus.header)
+        _require_few_bad_rows(options, parts.report)
     with _timed("packing", seconds), _corpus_kept(job):
         common: dict[str, Any] = {"shards": options.output_shards, "overwrite": state.overwrite}
         common |= {"resume": options.resume, "log_interval": options.log_interval}
@@ -129,6 +134,12 @@ def _make(
             corpus = Shard(job.corpus)
         pack_shard(corpus, options.prefix, options.packing, **common)
         return [read_header(prefix) for prefix in job.outputs], parts.report
+
+
+def _require_few_bad_rows(options: PreprocessOptions, report: CorpusReport) -> None:
+    """TooManyBadRowsError where an earlier job skipped more rows than this one may."""
+    if options.max_bad_rows is not None:
+        options.max_bad_rows.require(report, report.rows, options.prefix)
 
 
 def _cluster(job: Job) -> contextlib.AbstractContextManager[Cluster]:
@@ -158,7 +169,7 @@ def _parts_kept(job: Job, parts: PartsSoFar) -> Iterator[None]:
     except _InputChangedError:
         raise
     except BaseException as error:
-        is_of_input = isinstance(error, (FormatError, SequenceError))
+        is_of_input = isinstance(error, (FormatError, SequenceError)) and not isinstance(error, TooManyBadRowsError)
         disk_is_full = isinstance(error, OSError) and error.errno in _DISK_FULL
         if is_of_input or disk_is_full or not folder.has_parts():
             folder.clear()
@@ -205,6 +216,7 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
 
     Raises:
         SequenceError: a row cannot be used, and none may be skipped.
+        TooManyBadRowsError: more rows cannot be used than the job may skip.
         FormatError: the input has no usable row, or has changed since an interrupted job read it.
     """
     options, report = job.options, parts.report
@@ -252,6 +264,7 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
                 if options.resume and not part.reused and parts.num_reused == len(parts.paths):
                     job.log(f"resuming after {report.rows:,} rows")
                 parts.add(part, stretch.name, stretch.number, before)
+    parts.require_few_bad_rows(job.files[0].path, at_end=True)
     if not any(map(len, parts.lengths)):
         raise FormatError(
             f"{job.files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"

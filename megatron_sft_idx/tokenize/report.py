@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.lines import joined
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
 _SELECTED = (
@@ -193,7 +194,7 @@ class Summary:
     valid: PackReport | None = None
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return joined(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes as values that JSON has."""

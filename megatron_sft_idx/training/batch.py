@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
+from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
 from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_slots
@@ -257,8 +258,7 @@ class BatchAssembler(Dataset[Tensors]):
             )
         for name in columns:
             if name not in source.columns:
-                opened = ", ".join(source.columns) or "none"
-                raise FormatError(f"column {name}: not among those that the shards were opened with: {opened}")
+                raise FormatError(f"columns: the source {no_column(name, source.columns)}; open its shards with it")
         self.source, self.seq_length, self.sequence_multiple = source, seq_length, sequence_multiple
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id

@@ -25,7 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sft_idx.layout.files import RESERVED_NAMES, no_column
 from megatron_sft_idx.training.batch import Tensors, segments_of
+
+
+def _column(batch: Tensors, name: str) -> Tensor:
+    """A column of a batch. ValueError: the batch does not have it."""
+    if name not in batch:
+        columns = [key for key in batch if key not in RESERVED_NAMES]
+        raise ValueError(f"batch: {no_column(name, columns)}; ask for it in columns")
+    return batch[name]
+
 
 # ---- by source ----
 
@@ -36,7 +46,7 @@ def files_of(batch: Tensors) -> Tensor:
     Args:
         batch: with the column ``source`` [B, width - 1, 2] and boundaries, as an assembler gives it.
     """
-    return batch["source"][..., 0].long().gather(1, segments_of(batch))
+    return _column(batch, "source")[..., 0].long().gather(1, segments_of(batch))
 
 
 def sums_by_file(losses: Tensor, loss_mask: Tensor, files: Tensor, count: int) -> Tensor:
@@ -116,7 +126,7 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
     Raises:
         ValueError: a sequence that is trained on has no partner beside it: the pair was torn, or is none.
     """
-    pair, reference = batch["pair"].to(torch.int64), batch["ref_logp"]
+    pair, reference = _column(batch, "pair").to(torch.int64), _column(batch, "ref_logp")
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]
     trained = sequence_logp(torch.ones_like(logp, dtype=torch.float32), batch)[:, : pair.shape[1]] > 0
     number, rejected = pair.unbind(-1)

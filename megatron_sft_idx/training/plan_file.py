@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard.shard_set import running_sums
 from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _REVISION = 1
 _HEADER_NBYTES = 4096

@@ -23,9 +23,10 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Of megatron-core, which is Megatron-LM's too.
 RELEASE = (package_info.MAJOR, package_info.MINOR)

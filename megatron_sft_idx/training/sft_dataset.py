@@ -24,13 +24,14 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_shard_judged
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # ---- what a run says ----
 
