@@ -502,8 +502,8 @@ def patiently(path: str, look: Callable[[], _T]) -> _T:
     assert isinstance(last, OSError)
     name = errno.errorcode.get(last.errno or 0, "unknown error")
     raise SFTIndexError(
-        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}) at each of {failures} looks in {waited:.0f} s; see"
-        " whether its file system is there, and start the same command again"
+        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}) at each of {failures} looks in"
+        f" {waited:.0f} s; see whether its file system is there, and start the same command again"
     ) from last
 
 

@@ -111,9 +111,10 @@ class CatalogShards(Catalog, LiveShards):
         prefix = self.shard_prefix(number)
 
         def look() -> _Read:
-            # Readers take whatever goes wrong here for a shard that is not there.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.stat(ShardPaths.of(prefix).seq_idx)
+            # Readers take whatever goes wrong here for a file that is not there.
+            for path in ShardPaths.of(prefix).all:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(path)
             return read(prefix)
 
         return patiently(prefix, look)
