@@ -39,19 +39,21 @@ def failing(path: Path, number: int, looks: float) -> Iterator[list[int]]:
     """
     failed = [0]
 
-    def faulty(real: Callable[..., Any]) -> Callable[..., Any]:
+    def faulty(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(where: Any, *more: Any, **named: Any) -> Any:
             # Where a lock or a rename is at work, its own file has another name.
             if isinstance(where, str | os.PathLike) and os.fspath(where) == str(path) and failed[0] < looks:
                 failed[0] += 1
+                if name == "access":
+                    return False
                 raise OSError(number, os.strerror(number), str(path))
             return real(where, *more, **named)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "stat", "listdir"):
-            patch.setattr(os, name, faulty(getattr(os, name)))
+        for name in ("open", "stat", "listdir", "access"):
+            patch.setattr(os, name, faulty(name, getattr(os, name)))
         yield failed
 
 
@@ -67,7 +69,7 @@ def torn(path: Path, nbytes: int, patch: pytest.MonkeyPatch, *, heals: bool) -> 
         path.write_bytes(whole)
 
 
-def lengths_of(path: Path, most: int = 12) -> list[int]:
+def lengths_of(path: Path, most: int) -> list[int]:
     """Some lengths at which a document is torn: empty, just begun, one byte short, and others."""
     nbytes = path.stat().st_size
     inside = random.Random(nbytes).sample(range(2, nbytes - 1), min(most, nbytes - 3))
@@ -88,8 +90,8 @@ class Look(NamedTuple):
     is_document: bool = False
 
 
-def survives_bad_looks(look: Look, patch: pytest.MonkeyPatch) -> None:
-    """One bad look changes nothing, whatever is bad about it."""
+def survives_bad_looks(look: Look, patch: pytest.MonkeyPatch, most: int = 12) -> None:
+    """One bad look changes nothing, whatever is bad about it. A document is torn at ``most`` lengths or so."""
     hurry(patch)
     expected = look.value()
     for number in ERRORS:
@@ -99,19 +101,19 @@ def survives_bad_looks(look: Look, patch: pytest.MonkeyPatch) -> None:
     for number in (errno.EIO, errno.ESTALE):
         with failing(look.path, number, 7):
             assert look.value() == expected, errno.errorcode[number]
-    for nbytes in lengths_of(look.path) if look.is_document else ():
+    for nbytes in lengths_of(look.path, most) if look.is_document else ():
         with torn(look.path, nbytes, patch, heals=True):
             assert look.value() == expected, nbytes
 
 
-def reports_lasting_faults(look: Look, patch: pytest.MonkeyPatch) -> None:
+def reports_lasting_faults(look: Look, patch: pytest.MonkeyPatch, most: int = 12) -> None:
     """A fault that lasts is an error that names the file, and the number of the system's error."""
     hurry(patch)
     for number in (errno.EIO, errno.ESTALE):
         with failing(look.path, number, float("inf")), pytest.raises(SFTIndexError) as error:
             look.value()
         assert str(error.value).startswith(f"{look.path}: {os.strerror(number)} ({errno.errorcode[number]}, errno ")
-    for nbytes in lengths_of(look.path) if look.is_document else ():
+    for nbytes in lengths_of(look.path, most) if look.is_document else ():
         with torn(look.path, nbytes, patch, heals=False), pytest.raises(FormatError) as refused:
             look.value()
         assert str(refused.value).startswith(f"{look.path}: ")
