@@ -266,3 +266,16 @@ def test_a_dead_producer_is_no_less_dead_where_its_state_comes_and_goes(scene):
         scene.at(second, lambda: path.rename(path.with_name("away")))
         scene.at(second + 1, lambda: path.with_name("away").rename(path))
     assert "the producer is dead: no sign of life for 3" in scene.refused(1, producer_timeout=30)
+
+
+def test_time_in_which_nobody_could_look_is_not_silence(scene):
+    """A file system that hangs holds one look up for minutes, and the producer too, whose next beat comes after it."""
+
+    def hang() -> None:
+        scene.now, scene.beats_until = scene.now + 300, 0
+
+    scene.say(published=1)
+    scene.at(50, hang)
+    scene.at(353, lambda: setattr(scene, "beats_until", float("inf")))
+    scene.at(400, lambda: scene.publish(1))
+    assert scene.wait(1, producer_timeout=30) == "published"

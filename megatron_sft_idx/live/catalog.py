@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
 import re
 import time
@@ -435,17 +436,28 @@ class Waiter:
 
 
 class Unchanged:
-    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one."""
+    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._since = clock, clock()
+    Args:
+        clock: seconds since some moment.
+        longest_gap: two looks that are further apart do not count the time between them, in which it may have changed
+            or may have been held up like the one who looks.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, longest_gap: float = math.inf) -> None:
+        self._clock, self._longest_gap = clock, longest_gap
+        self._since = self._looked = clock()
         self.sight: Any = None
 
     def seconds(self, sight: Any) -> float:
         """For how long it has been ``sight``, in seconds: 0 where it was something else at the last look."""
+        now = self._clock()
+        if now - self._looked > self._longest_gap:
+            self._since += now - self._looked
+        self._looked = now
         if sight != self.sight:
-            self.sight, self._since = sight, self._clock()
-        return self._clock() - self._since
+            self.sight, self._since = sight, now
+        return now - self._since
 
 
 # ---- looking at what others write ----

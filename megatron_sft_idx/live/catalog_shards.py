@@ -31,6 +31,8 @@ from megatron_sft_idx.training import require_shard_judged
 _Read = TypeVar("_Read")
 # How much later than another file a network file system may show one.
 _LAG_SECONDS = 5.0
+# A longer time between two looks was spent in a file system that hangs, perhaps for the producer too.
+_LONGEST_GAP = 10.0
 
 
 class CatalogShards(Catalog, LiveShards):
@@ -199,7 +201,7 @@ class CatalogShards(Catalog, LiveShards):
         """
         if self.is_published(number):
             return True
-        beat, missing, stuck = (Unchanged(waiter.clock) for _ in range(3))
+        beat, missing, stuck = (Unchanged(waiter.clock, _LONGEST_GAP) for _ in range(3))
         state: ProducerState | None = None
         silent = 0.0
 

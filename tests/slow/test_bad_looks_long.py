@@ -9,12 +9,11 @@ import pytest
 import test_bad_looks as producers
 import test_bad_looks_live as consumers
 from bad_looks import reports_lasting_faults, survives_bad_looks
-from test_bad_looks import catalog as catalog
-from test_bad_looks_live import folder as folder
 
 from megatron_sft_idx.live import Catalog
 
 pytestmark = pytest.mark.slow
+catalog, folder = producers.catalog, consumers.folder
 
 
 @pytest.mark.parametrize("what", producers.LOOKS)
