@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bad_looks import hurry
 from hypothesis import given
 from hypothesis import strategies as st
 from kills import killed_at
@@ -25,6 +26,12 @@ from megatron_sft_idx.shard import remove_shard
 STATE = ProducerState(
     Limits(1024, 64, 2, "uint16", 2, 5, 10**9, 0), 7, "waiting for input", None, 12, 3, {"a": [1]}, {"rows": 5}
 )
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong here lasts, and need not be waited for."""
+    hurry(monkeypatch)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_looks import hurry, torn
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
@@ -239,7 +240,42 @@ def test_others_that_do_not_commit_are_waited_for(scene):
     assert scene.wait(5, uncommitted=lambda: 0, producer_timeout=30) == "published"
 
 
-def test_a_damaged_document_is_named(scene):
+def test_a_damaged_document_is_named(scene, monkeypatch):
+    hurry(monkeypatch)
     Path(scene.catalog.folder, "_producer.json").write_text("{")
     with pytest.raises(FormatError, match="not a JSON document"):
         scene.wait(0)
+
+
+def test_a_living_producer_whose_state_is_not_seen_for_a_while_is_not_dead(scene, monkeypatch):
+    """Whether its document is torn or missing whenever somebody looks, for a minute and for all but one look in it."""
+    path = Path(scene.catalog.folder, "_producer.json")
+    scene.say(published=1)
+    with torn(path, 10, monkeypatch, heals=True):
+        scene.at(80, lambda: scene.publish(1))
+        for second in range(2, 60, 2):
+            scene.at(second + 0.5, lambda: path.write_bytes(b""))
+        assert scene.wait(1, producer_timeout=30) == "published"
+
+
+def test_a_dead_producer_is_no_less_dead_where_its_state_comes_and_goes(scene):
+    scene.say(published=1)
+    scene.beats_until = 0
+    path = Path(scene.catalog.folder, "_producer.json")
+    for second in range(1, 60, 2):
+        scene.at(second, lambda: path.rename(path.with_name("away")))
+        scene.at(second + 1, lambda: path.with_name("away").rename(path))
+    assert "the producer is dead: no sign of life for 3" in scene.refused(1, producer_timeout=30)
+
+
+def test_time_in_which_nobody_could_look_is_not_silence(scene):
+    """A file system that hangs holds one look up for minutes, and the producer too, whose next beat comes after it."""
+
+    def hang() -> None:
+        scene.now, scene.beats_until = scene.now + 300, 0
+
+    scene.say(published=1)
+    scene.at(50, hang)
+    scene.at(353, lambda: setattr(scene, "beats_until", float("inf")))
+    scene.at(400, lambda: scene.publish(1))
+    assert scene.wait(1, producer_timeout=30) == "published"

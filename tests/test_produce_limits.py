@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from bad_looks import hurry
 from chats import write_rows
 from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
@@ -202,7 +203,8 @@ def test_shards_are_removed_out_of_order_where_ranks_are(rows, catalog):
     assert state_of(folder).freed == 0
 
 
-def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog):
+def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog, monkeypatch):
+    hurry(monkeypatch)
     folder = Path(catalog.folder)
     acknowledge(folder, 1)
     path = folder / "_acks/one/rank-00000.json"

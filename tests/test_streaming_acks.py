@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bad_looks import hurry
 from disks import NOBODY, in_a_child
 from live_catalogs import all_names, copies, loader, make_catalog, names, names_in, names_of, remove
 from torch.utils.data import get_worker_info
@@ -119,7 +120,8 @@ def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> No
         assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
 
 
-def test_what_is_wrong_with_another_consumer_is_its_own_matter(catalog: Path) -> None:
+def test_what_is_wrong_with_another_consumer_is_its_own_matter(catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
     torn = catalog / "_acks/other/rank-00000.json"
     torn.parent.mkdir(parents=True)
     torn.write_text("{")

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from training_source import StoredRows
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.live import Catalog
+from megatron_sft_idx.live import Catalog, catalog_shards
 from megatron_sft_idx.live.live_loader import LiveDataset
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler
@@ -254,7 +254,8 @@ def test_a_shard_with_a_broken_index_is_named(catalog: Path, window: int) -> Non
         copies(batches)
 
 
-def test_shards_without_a_producer_are_refused(tmp_path: Path) -> None:
+def test_shards_without_a_producer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_shards, "_LAG_SECONDS", 0.1)
     for shard, packs in enumerate(COUNTS):
         publish(tmp_path, shard, packs)
     with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match=r"no _producer\.json"):

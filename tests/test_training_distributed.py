@@ -17,8 +17,10 @@ from packs import write_samples
 PROGRAM = """
 import json, sys
 import torch
+from argparse import Namespace
 from datetime import timedelta
 from blends import build, config_of, digest_of
+from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler
 
 meet, rank, jobs = json.loads(sys.argv[1])
@@ -26,7 +28,11 @@ torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_
 found = {}
 for name, job in jobs.items():
     try:
-        datasets = build(config_of(job["blend"], job["split"], **job["options"]), job["sizes"])
+        if "args" in job:
+            cache = job["args"]["data_cache_path"].format(rank=rank)
+            datasets = build_datasets(Namespace(**{**job["args"], "data_cache_path": cache}), job["sizes"])
+        else:
+            datasets = build(config_of(job["blend"], job["split"], **job["options"]), job["sizes"])
     except ValueError as error:
         found[name] = {"error": str(error)}
         continue
@@ -67,6 +73,18 @@ def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+# Caches of two ranks: one folder, a folder on each node, and the latter once more, with what the first run left there.
+CACHES = {"shared": "shared", "of nodes": "node-{rank}", "of nodes again": "node-{rank}"}
+BLEND_SIZES: dict[str, Any] = {"sizes": [60, 8, 0], "consumed": 0}
+
+
+def arguments(folder: Path, cache: str) -> dict[str, Any]:
+    """Megatron's arguments for the blend."""
+    paths = ["0.7", str(folder / "a"), "0.3", str(folder / "b")]
+    path = {"data_path": paths, "split": "90,10,0", "data_cache_path": str(folder / cache)}
+    return {**path, "seq_length": CAPACITY, "seed": 7}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
@@ -93,6 +111,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
         "too long": {**single, "options": {"sequence_length": 8}},
         "too long to pack": {**single, "options": {"sequence_length": 8, "index_only_packing": True}},
         "after": {**single, "options": {}},
+        **{name: {"args": arguments(folder, cache), **BLEND_SIZES} for name, cache in CACHES.items()},
     }
     return run(folder, jobs)
 
@@ -117,6 +136,14 @@ def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: 
     alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
     assert found == rows_of(alone)
     assert of_all(ranks, "resumed") == {i: row for i, row in found.items() if i >= 24}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_blend_needs_no_cache_that_nodes_share(folder: Path, ranks: list[dict[str, Any]], cache: str) -> None:
+    assert of_all(ranks, cache) == of_all(ranks, "blend")
+    left = sorted(path.name for path in (folder / CACHES[cache].format(rank=0)).iterdir())
+    assert len([name for name in left if name.endswith("-BlendedDataset-train-dataset_index.npy")]) == 1
+    assert not [name for name in left if "BlendedDataset" not in name]  # nothing is left of the search
 
 
 def test_the_ways_to_load_caches_fast_give_the_same_rows(ranks: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import os
 import signal
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from interruptions import workers_of
 
 from megatron_sft_idx.errors import SequenceError, SFTIndexError
 from megatron_sft_idx.tokenize import local
 from megatron_sft_idx.tokenize.local import NOT_YET, Local
 
 start_worker = local._start
+STOPPED = 4000, 5000
 
 
 class UnpicklableError(OSError):
@@ -45,6 +48,9 @@ def square(deadly: Deadly, number: int) -> int:
         raise SequenceError("numbers", number, "too large")
     if number == 2000:
         raise ZeroDivisionError("a bug of the task")
+    if number in STOPPED:
+        # The process does not answer: not to a closed pipe, nor while one call keeps all of Python waiting.
+        os.kill(os.getpid(), signal.SIGSTOP) if number == 4000 else ctypes.PyDLL(None).sleep(600)
     if number == 3000:
         raise UnpicklableError(7, "a store said no")
     return number * number
@@ -206,6 +212,32 @@ def wait_until(is_true) -> None:
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert is_true()
+
+
+@pytest.mark.parametrize("number", STOPPED)
+def test_workers_that_do_not_answer_are_killed(tmp_path, number):
+    before = workers_of(os.getpid())
+    with squaring(tmp_path, [1, number, number, 2]) as results:
+        assert next(results) == 1
+        assert len(workers_of(os.getpid())) == len(before) + 2
+        time.sleep(0.3)  # the others have begun
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+    assert workers_of(os.getpid()) == before
+
+
+def test_workers_end_where_another_one_cannot_be_started(monkeypatch):
+    before, start = workers_of(os.getpid()), local._Worker.__init__
+
+    def start_once(worker, idle_deaths=0):
+        if workers_of(os.getpid()) != before:
+            raise KeyboardInterrupt
+        start(worker, idle_deaths)
+
+    monkeypatch.setattr(local._Worker, "__init__", start_once)
+    with pytest.raises(KeyboardInterrupt):
+        Local(9)
+    assert workers_of(os.getpid()) == before
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):

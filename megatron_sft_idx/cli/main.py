@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli.options import HelpFormatter, Parser
+from megatron_sft_idx.cli.signals import ending_on_signals
 from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
@@ -73,7 +71,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run one verb; returns the exit code. Without ``argv`` this is the program, whose process ends with the verb."""
     with standard_streams() as output:
         try:
             return _run(argv, output)
@@ -93,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, output: Output) -> int:
+    is_program = argv is None
     argv = _expanded(sys.argv[1:] if argv is None else argv)
     parser = build_parser(*argv[:1])
     try:
@@ -105,7 +104,7 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
     output.strict = arguments.product(arguments)
     if output.strict and output.error is not None:
         raise output.error
-    with _cleaning_up_when_terminated():
+    with ending_on_signals(is_program=is_program):
         code: int = arguments.run(arguments, parser) or 0
     sys.stdout.flush()
     lost = output.error
@@ -126,19 +125,6 @@ def _expanded(argv: Sequence[str]) -> list[str]:
         else:
             expanded.append(word)
     return expanded
-
-
-@contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Have SIGTERM, which schedulers send, raise SystemExit, so that ``finally`` and ``with`` clean up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _fail(message: str) -> int:

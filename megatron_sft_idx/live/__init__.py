@@ -28,5 +28,7 @@ from megatron_sft_idx.live.catalog import (
     Waiter,
     default_max_sequences,
     looks,
+    patiently,
     shard_name,
+    status_of,
 )

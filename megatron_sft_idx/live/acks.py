@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live.catalog import ACKS, Catalog, Positive, Record, read_document, write_document
+from megatron_sft_idx.live.catalog import (
+    ACKS,
+    Catalog,
+    Positive,
+    Record,
+    UnsettledError,
+    look_at_document,
+    patiently,
+    write_document,
+)
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
@@ -132,8 +141,22 @@ def write_ack(folder: str, ack: Ack) -> None:
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:
     """The acknowledgements in ``ack_folder(...)`` of every consumer. Raises as ``newest_acks``."""
-    consumers = {name: newest_acks(folder, name) for name in _names(folder) if _CONSUMER.fullmatch(name)}
-    return {name: acks for name, acks in consumers.items() if acks}
+
+    def look() -> dict[str, list[Ack]]:
+        consumers = {}
+        for name in filter(_CONSUMER.fullmatch, sorted(os.listdir(folder))):
+            try:
+                consumers[name] = _newest(folder, name)
+            except NotADirectoryError:
+                continue
+            except FileNotFoundError:
+                raise _not_there(os.path.join(folder, name)) from None
+        return {name: acks for name, acks in consumers.items() if acks}
+
+    try:
+        return patiently(folder, look)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def newest_acks(folder: str, consumer: str) -> list[Ack]:
@@ -141,7 +164,15 @@ def newest_acks(folder: str, consumer: str) -> list[Ack]:
 
     Raises:
         FormatError: a file is damaged, of another version, or says something else than the one beside it.
+        SFTIndexError, OSError: as of ``patiently``.
     """
+    try:
+        return patiently(os.path.join(folder, consumer), lambda: _newest(folder, consumer))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _newest(folder: str, consumer: str) -> list[Ack]:
     home = os.path.join(folder, consumer)
     acks = list(_read_ranks(home))
     newest = max((ack.generation for ack in acks), default=0)
@@ -156,20 +187,24 @@ def newest_acks(folder: str, consumer: str) -> list[Ack]:
 
 
 def _read_ranks(home: str) -> Iterator[Ack]:
-    for name in _names(home):
+    for name in sorted(os.listdir(home)):
         path = os.path.join(home, name)
-        if (match := _RANK_FILE.fullmatch(name)) and (content := read_document(path)):
+        if match := _RANK_FILE.fullmatch(name):
+            try:
+                content = look_at_document(path)
+            except (FileNotFoundError, NotADirectoryError):
+                # Without it an older generation would count, which may have completed more shards.
+                raise _not_there(path) from None
             ack = Ack.parse(path, content)
             if ack.rank != int(match[1]):
                 raise FormatError(f"{path}: rank is {ack.rank}, expected {int(match[1])}, as in the file's name")
             yield ack
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _not_there(path: str) -> UnsettledError:
+    return UnsettledError(
+        f"{path}: its folder lists it, and it is not there; see whether the file system is sound, and start again"
+    )
 
 
 def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterable[int]) -> list[int]:

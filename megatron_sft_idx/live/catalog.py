@@ -10,6 +10,9 @@
 Documents are replaced as wholes. They may have been written by another version or with bad intentions, so their size,
 syntax, version and the type of every field are checked, and anything wrong is a FormatError.
 
+The folder may lie on a network file system, where one look may find half a document, an old entry or an error of the
+server. Everything that one side looks at while the other writes goes through ``patiently``.
+
 A wait is logged with who waits, for how long and for what, and one that could last for ever ends in an error. Times
 are those of a process's own monotonic clock alone.
 """
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import math
 import os
 import re
 import time
@@ -35,7 +40,7 @@ from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_beginning, require_local
-from megatron_sft_idx.storage.publish import Kind, write_file
+from megatron_sft_idx.storage.publish import Kind, head_of, write_file
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -55,6 +60,7 @@ State = Literal["running", "waiting for consumers", "waiting for input", "failed
 
 
 _R = TypeVar("_R", bound="Record")
+_T = TypeVar("_T")
 
 # ---- records ----
 
@@ -141,18 +147,35 @@ def require_version(path: str, content: dict[str, Any], version: int = VERSION) 
         raise UnsupportedVersionError(path, content["version"], [version])
 
 
+# What documents of this package begin with.
+_BEGIN = b'{"version":'
+
+
 def read_document(path: str) -> dict[str, Any] | None:
-    """The content of the document at ``path``; None where there is none.
+    """The content of the document at ``path``; None where there is none. Looks ``patiently``.
 
     Raises:
         FormatError: something else is there, or it is too large, torn or of another version.
-        OSError: it cannot be read.
+        SFTIndexError, OSError: it cannot be read.
+    """
+    try:
+        return patiently(path, lambda: look_at_document(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def look_at_document(path: str) -> dict[str, Any]:
+    """One look at a document.
+
+    Raises:
+        UnsettledError: it is torn, and may be whole at the next look.
+        FormatError, OSError: as of ``read_document``; FileNotFoundError or NotADirectoryError where there is none.
     """
     try:
         data = read_beginning(path, MAX_NBYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         if not os.path.islink(path):
-            return None
+            raise
         raise FormatError(
             f"{path}: a symbolic link to nothing is here, expected a file or nothing; remove it"
         ) from None
@@ -163,7 +186,7 @@ def read_document(path: str) -> dict[str, Any] | None:
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise FormatError(
+        raise UnsettledError(
             f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
             " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
         ) from None
@@ -176,22 +199,33 @@ def read_document(path: str) -> dict[str, Any] | None:
 def write_document(path: str, record: Record, what: str) -> None:
     """Replace the document at ``path`` durably and as a whole; of several writers the last one wins.
 
+    A document of this package that is torn is replaced too.
+
     Raises:
         FormatError: something is there that cannot be read as a document of this kind, which sentences call ``what``.
-        OSError: the disk says no.
+        SFTIndexError, OSError: the disk says no.
     """
 
     def recognize(found: str) -> bool:
         try:
-            return (content := read_document(found)) is not None and record.parse(found, content) is not None
+            return record.parse(found, look_at_document(found)) is not None
+        except UnsettledError:
+            with contextlib.suppress(OSError):
+                begin = head_of(found, len(_BEGIN))
+                return _BEGIN.startswith(begin) and bool(begin)
         except (SFTIndexError, OSError):
-            return False
+            pass
+        return False
 
-    data = orjson.dumps({"version": VERSION, **record.to_json()})
-    try:
-        write_file(path, data, Kind(what, recognize), overwrite=True)
-    except FormatError:  # another writer may have replaced it in between
-        write_file(path, data, Kind(what, recognize), overwrite=True)
+    data = _BEGIN + orjson.dumps(VERSION) + b"," + orjson.dumps(record.to_json())[1:]
+
+    def write() -> None:
+        try:
+            write_file(path, data, Kind(what, recognize), overwrite=True)
+        except FormatError:  # another writer may have replaced it in between, or it could not be read just then
+            write_file(path, data, Kind(what, recognize), overwrite=True)
+
+    patiently(path, write)
 
 
 # ---- what a producer says ----
@@ -293,8 +327,8 @@ class Catalog:
         return os.path.join(self.folder, shard_name(number))
 
     def is_published(self, number: int) -> bool:
-        """Whether a shard is there: one look at one file."""
-        return os.path.exists(ShardPaths.of(self.shard_prefix(number)).seq_idx)
+        """Whether a shard is there, by one of its files."""
+        return status_of(ShardPaths.of(self.shard_prefix(number)).seq_idx) is not None
 
     def numbers(self) -> list[int]:
         """The shards that are there, in order."""
@@ -308,10 +342,11 @@ class Catalog:
         """How many bytes a shard takes on disk; 0 where it is gone."""
         total, paths = 0, ShardPaths.of(self.shard_prefix(number))
         with contextlib.suppress(FormatError, ShardNotFoundError):
-            paths = paths.with_columns(listed_columns(read_header(paths).metadata))
+            header = patiently(paths.seq_idx, lambda: read_header(paths))
+            paths = paths.with_columns(listed_columns(header.metadata))
         for path in paths.all:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(path).st_size
+            if (status := status_of(path)) is not None:
+                total += status.st_size
         return total
 
     def producer(self) -> ProducerState | None:
@@ -335,7 +370,7 @@ class Catalog:
     def _found(self) -> dict[int, set[str]]:
         """By the number of each shard of which any file is there, in order: what follows its name in those files."""
         found: dict[int, set[str]] = {}
-        for name in os.listdir(self.folder) if os.path.isdir(self.folder) else ():
+        for name in listed(self.folder):
             if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):
                 found.setdefault(number, set()).add(name[match.end() :])
         return dict(sorted(found.items()))
@@ -401,14 +436,100 @@ class Waiter:
 
 
 class Unchanged:
-    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one."""
+    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._since = clock, clock()
+    Args:
+        clock: seconds since some moment.
+        longest_gap: two looks that are further apart do not count the time between them, in which it may have changed
+            or may have been held up like the one who looks.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, longest_gap: float = math.inf) -> None:
+        self._clock, self._longest_gap = clock, longest_gap
+        self._since = self._looked = clock()
         self.sight: Any = None
 
     def seconds(self, sight: Any) -> float:
         """For how long it has been ``sight``, in seconds: 0 where it was something else at the last look."""
+        now = self._clock()
+        if now - self._looked > self._longest_gap:
+            self._since += now - self._looked
+        self._looked = now
         if sight != self.sight:
-            self.sight, self._since = sight, self._clock()
-        return self._clock() - self._since
+            self.sight, self._since = sight, now
+        return now - self._since
+
+
+# ---- looking at what others write ----
+
+# What a network file system may answer for a while, as when its server is replaced or a handle is old.
+PASSING_ERRORS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
+)
+# For how long, and at how many looks in a row, something must be wrong before that is an error.
+_PATIENCE_SECONDS, _LEAST_LOOKS = 30.0, 3
+
+
+class UnsettledError(FormatError):
+    """What was found may be half of what somebody is writing, and whole at the next look."""
+
+
+def patiently(path: str, look: Callable[[], _T]) -> _T:
+    """What ``look`` returns, where one bad look counts for nothing.
+
+    What is not there is looked for a second time before that counts. What is torn (``UnsettledError``), or fails with
+    one of ``PASSING_ERRORS``, is looked at again for 30 seconds, and three times at least.
+
+    Args:
+        path: what is looked at, for messages.
+        look: called again and again.
+
+    Raises:
+        SFTIndexError: it failed for so long; the message has the path and the error of the system.
+        UnsettledError: it was torn for so long.
+        OSError: another error, FileNotFoundError among them.
+    """
+    last: UnsettledError | OSError | None = None
+
+    def warn(waited: float) -> None:
+        logger.warning("%s: it cannot be read for %.0f s; looking again: %s", path, waited, last)
+
+    waits = looks(warn, pause=time.sleep, clock=time.monotonic, quiet=1.0)
+    for failures, waited in enumerate(waits):
+        if last is not None and failures >= _LEAST_LOOKS and waited >= _PATIENCE_SECONDS:
+            break
+        try:
+            try:
+                return look()
+            except (FileNotFoundError, NotADirectoryError):
+                return look()
+        except UnsettledError as error:
+            last = error
+        except OSError as error:
+            if error.errno not in PASSING_ERRORS:
+                raise
+            last = error
+    if isinstance(last, UnsettledError):
+        raise last
+    assert isinstance(last, OSError)
+    name = errno.errorcode.get(last.errno or 0, "unknown error")
+    raise SFTIndexError(
+        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}) at each of {failures} looks in"
+        f" {waited:.0f} s; see whether its file system is there, and start the same command again"
+    ) from last
+
+
+def status_of(path: str) -> os.stat_result | None:
+    """The status of a file, which is looked at ``patiently``; None where it is not there."""
+    try:
+        return patiently(path, lambda: os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def listed(folder: str) -> list[str]:
+    """The names in a folder, sorted; none where there is no such folder. Looks ``patiently``."""
+    try:
+        return sorted(patiently(folder, lambda: os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,14 +11,28 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.layout import Header
-from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Stopped, Unchanged, Waiter, shard_name
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.live.catalog import (
+    Catalog,
+    Limits,
+    ProducerState,
+    Stopped,
+    Unchanged,
+    Waiter,
+    looks,
+    patiently,
+    shard_name,
+)
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.training import require_shard_judged
 
 _Read = TypeVar("_Read")
+# How much later than another file a network file system may show one.
+_LAG_SECONDS = 5.0
+# A longer time between two looks was spent in a file system that hangs, perhaps for the producer too.
+_LONGEST_GAP = 10.0
 
 
 class CatalogShards(Catalog, LiveShards):
@@ -48,6 +64,11 @@ class CatalogShards(Catalog, LiveShards):
         if self._limits is None:
             header = self.newest(self.header, waiter)
             producer = self.producer()
+            # A network file system may show a shard sooner than a document that was written before it.
+            for waited in looks(lambda waited: None, pause=waiter.pause, clock=waiter.clock):
+                if producer is not None or waited >= _LAG_SECONDS:
+                    break
+                producer = self.producer()
             if producer is None:
                 raise SFTIndexError(
                     f"{self.folder}: shards and no _producer.json, which says how many sequences their packs have at"
@@ -85,7 +106,20 @@ class CatalogShards(Catalog, LiveShards):
 
     def header(self, number: int) -> Header:
         """The header of a shard. ShardNotFoundError: it is not there."""
-        return read_header(self.shard_prefix(number))
+        return self._read(number, read_header)
+
+    def _read(self, number: int, read: Callable[[str], _Read]) -> _Read:
+        """What ``read`` makes of the prefix of a shard, which it looks at ``patiently``."""
+        prefix = self.shard_prefix(number)
+
+        def look() -> _Read:
+            # Readers take whatever goes wrong here for a file that is not there.
+            for path in ShardPaths.of(prefix).all:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(path)
+            return read(prefix)
+
+        return patiently(prefix, look)
 
     def newest(self, read: Callable[[int], _Read], waiter: Waiter | None = None) -> _Read | None:
         """What ``read`` makes of the number of the newest shard that is there.
@@ -110,7 +144,7 @@ class CatalogShards(Catalog, LiveShards):
         """The columns as the newest shard has them; see ``LiveShards``."""
 
         def read(number: int) -> ShardSpecs:
-            columns = Shard(self.shard_prefix(number), columns=names).columns
+            columns = self._read(number, lambda prefix: Shard(prefix, columns=names).columns)
             return ShardSpecs(number, {name: columns[name].spec for name in names})
 
         return self.newest(read, waiter)
@@ -130,7 +164,7 @@ class CatalogShards(Catalog, LiveShards):
         Raises:
             FormatError: it breaks what the producer promised, or judges answers by a column that is not asked for.
         """
-        shard = Shard(self.shard_prefix(number), columns=columns)
+        shard = self._read(number, lambda prefix: Shard(prefix, columns=columns))
         header = shard.header
         require_shard_judged(shard.prefix, header, columns)
         if self._limits is not None:
@@ -167,7 +201,7 @@ class CatalogShards(Catalog, LiveShards):
         """
         if self.is_published(number):
             return True
-        beat, missing, stuck = (Unchanged(waiter.clock) for _ in range(3))
+        beat, missing, stuck = (Unchanged(waiter.clock, _LONGEST_GAP) for _ in range(3))
         state: ProducerState | None = None
         silent = 0.0
 
@@ -175,7 +209,7 @@ class CatalogShards(Catalog, LiveShards):
             return f"shard {number}; {_described(state, silent)}"
 
         for waited in waiter.looks(what):
-            state = self.producer()
+            state = self.producer() or state
             end = self.end()
             # Silence counts from the first look of this wait: nobody looked before it.
             silent = beat.seconds(None if state is None else state.beat)
@@ -207,7 +241,7 @@ class CatalogShards(Catalog, LiveShards):
             )
         self.numbers()  # listing a folder makes a network file system look again
         # Such a file system may show a document sooner than a shard that was published before that.
-        if missing_seconds < 5.0 or self.is_published(number):
+        if missing_seconds < _LAG_SECONDS or self.is_published(number):
             return None
         return f"it was published and is not there any more: somebody removed it. {remedy}"
 

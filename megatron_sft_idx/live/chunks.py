@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -39,7 +39,16 @@ from megatron_sft_idx.formats.jsonl_chunks import (
 )
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import completed, read_acks
-from megatron_sft_idx.live.catalog import END, Catalog, Limits, Unchanged, Waiter
+from megatron_sft_idx.live.catalog import (
+    END,
+    PASSING_ERRORS,
+    Catalog,
+    Limits,
+    Unchanged,
+    Waiter,
+    patiently,
+    status_of,
+)
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.storage import OutputFile, require_local
@@ -51,6 +60,18 @@ OnBadRow = Literal["error", "skip"]
 logger = get_logger("megatron_sft_idx.live")
 
 # ---- the folder, as a consumer sees it ----
+
+
+def chunks_in(folder: str) -> list[int]:
+    """Numbers of the chunks in a folder, which need not be there, ascending. Errors as of ``chunk_numbers``."""
+    try:
+        return patiently(folder, lambda: chunk_numbers(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _ends_with_whole_line(path: str) -> bool:
+    return patiently(path, lambda: ends_with_whole_line(path))
 
 
 @dataclass
@@ -130,7 +151,7 @@ class LiveChunks(LiveShards):
 
     def numbers(self) -> list[int]:
         """Chunks that are there, in order, the one that is being written included."""
-        return chunk_numbers(self.folder) if os.path.isdir(self.folder) else []
+        return chunks_in(self.folder)
 
     def _newest(self) -> int:
         """The last chunk that is there; -1 where none is."""
@@ -186,7 +207,7 @@ class LiveChunks(LiveShards):
         # The successor first: whatever is seen of the chunk after that is final.
         followed = end is not None or self._is_followed(number)
         try:
-            status = os.stat(path)
+            status = patiently(path, lambda: os.stat(path))
         except FileNotFoundError:
             if not followed:
                 return False
@@ -194,7 +215,7 @@ class LiveChunks(LiveShards):
                 f"{path}: missing, and later chunks are there or the end is declared; it was freed or removed: put it"
                 " back, or start where it was consumed already, from the checkpoint that includes it"
             ) from None
-        if followed and not ends_with_whole_line(path):
+        if followed and not _ends_with_whole_line(path):
             raise FormatError(
                 f"{path}: its last line ends in the middle though"
                 f" {'the end is declared' if end is not None else 'a later chunk is there'}: torn, as when its producer"
@@ -204,7 +225,7 @@ class LiveChunks(LiveShards):
             return True
         unchanged = self._looks.setdefault(number, Unchanged()).seconds((status.st_size, status.st_mtime_ns))
         # A producer that has written nothing yet has not ended a line either.
-        if unchanged < self.settle_seconds or not status.st_size or not ends_with_whole_line(path):
+        if unchanged < self.settle_seconds or not status.st_size or not _ends_with_whole_line(path):
             return False
         if self._settled.get(number) != status.st_size:
             self._settled[number] = status.st_size
@@ -214,15 +235,15 @@ class LiveChunks(LiveShards):
 
     def _is_followed(self, number: int) -> bool:
         # The next one may have been consumed by another rank, and freed.
-        return os.path.exists(self.path_of(number + 1)) or self._newest() > number
+        return status_of(self.path_of(number + 1)) is not None or self._newest() > number
 
     def require_unchanged(self) -> None:
         """FormatError where a chunk that was taken as whole has grown since."""
         for number, nbytes in list(self._settled.items()):
             followed = self._is_followed(number)
-            try:
-                now = os.stat(self.path_of(number)).st_size
-            except FileNotFoundError:
+            if (status := status_of(self.path_of(number))) is not None:
+                now = status.st_size
+            else:
                 now, followed = nbytes, True  # consumed, and freed
             if now != nbytes:
                 raise FormatError(
@@ -238,7 +259,7 @@ class LiveChunks(LiveShards):
         name = chunk_name(number)
         if (look := self._looks.get(number)) is not None:
             nbytes = look.sight[0]
-            is_torn = nbytes and not ends_with_whole_line(self.path_of(number))
+            is_torn = nbytes and not _ends_with_whole_line(self.path_of(number))
             what = "ends in the middle of a line" if is_torn else f"is there, {nbytes:,} bytes"
             return f"{name} {what}, and has not changed for {look.seconds(look.sight):.0f} s"
         newest = self._newest()
@@ -251,7 +272,7 @@ class LiveChunks(LiveShards):
         """Lines of a chunk; None where it is not there, whole. FormatError where one grew that was taken as whole."""
         self.require_unchanged()
         if number not in self._counts:
-            if not os.path.exists(self.path_of(number)) or not self.is_whole(number, self._declared_end()):
+            if status_of(self.path_of(number)) is None or not self.is_whole(number, self._declared_end()):
                 return None
             self._counts[number] = len(self._opened(number))
         return self._counts[number]
@@ -281,13 +302,15 @@ class LiveChunks(LiveShards):
         """Mark every chunk in the folder that every consumer has completed."""
         if self.acks is None or not self._may_mark:
             return
-        for number in completed(read_acks(self.acks), self.consumers, chunk_numbers(self.folder)):
+        for number in completed(read_acks(self.acks), self.consumers, self.numbers()):
             marker = self.path_of(number) + COMPLETED
             try:
                 OutputFile(marker, durable=False).close()
             except FileExistsError:
                 continue
             except OSError as error:
+                if error.errno in PASSING_ERRORS:
+                    return  # the next commit marks what this one leaves
                 self._may_mark = False
                 logger.warning(
                     f"{self.folder}: completed chunks cannot be marked here ({error.strerror}), so their producer will"
@@ -297,7 +320,8 @@ class LiveChunks(LiveShards):
             logger.info("%s is completed", chunk_name(number))
 
     def _opened(self, number: int) -> ChunkFile:
-        chunk, expected = ChunkFile(self.path_of(number)), self.samples_per_chunk
+        path, expected = self.path_of(number), self.samples_per_chunk
+        chunk = patiently(path, lambda: ChunkFile(path))
         if expected is not None and len(chunk) != expected:
             self._uneven[number] = len(chunk)
             self._require_even()
@@ -409,14 +433,14 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
         still, last_whole = Unchanged(), -1
         while not stopped.wait(min(1.0, seconds / 4)):
             try:
-                present = chunk_numbers(folder)
+                present = patiently(folder, lambda: chunk_numbers(folder))
                 newest = max([last_whole, *present])
                 sight, is_whole = (newest, 0, 0), newest >= 0  # a chunk that was whole may be freed by now
                 if newest in present:
                     path = os.path.join(folder, chunk_name(newest))
-                    status = os.stat(path)
+                    status = patiently(path, partial(os.stat, path))
                     sight = newest, status.st_size, status.st_mtime_ns
-                    is_whole = status.st_size > 0 and ends_with_whole_line(path)
+                    is_whole = status.st_size > 0 and _ends_with_whole_line(path)
                 last_whole = newest if is_whole else last_whole
                 if still.seconds(sight) >= seconds and is_whole:
                     write_end(newest + 1)

@@ -37,7 +37,7 @@ from megatron_sft_idx.live.acks import (
     uncompleted,
     write_ack,
 )
-from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
+from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter, status_of
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
@@ -245,6 +245,7 @@ class LiveDataset(IterableDataset[Tensors]):
             home = os.path.join(self.acks, self.consumer)
             with contextlib.suppress(OSError):
                 os.makedirs(home, exist_ok=True)
+            status_of(home)  # waits until its file system answers: what is asked next takes any error for a no
             self._writes = os.access(home, os.W_OK)
             if not self._writes and self.needs_acks:
                 raise SFTIndexError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,13 +12,12 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.layout.files import stated_in
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import Base, ack_folder, newest_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
+from megatron_sft_idx.live.chunks import LiveChunks, chunks_in, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import LiveShards
@@ -317,7 +315,7 @@ def _holds_chunks(folder: str, max_wait: float) -> bool:
             break
         if catalog.producer() is not None or catalog.numbers():
             return False
-        if os.path.isdir(folder) and chunk_numbers(folder):
+        if chunks_in(folder):
             return True
     raise SFTIndexError(
         f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"

@@ -24,7 +24,7 @@ import xxhash
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, stream_pieces
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Record, Unchanged
+from megatron_sft_idx.live import Record, Unchanged, patiently, status_of
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
@@ -210,7 +210,7 @@ class GrowingFolder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_local(folder, "watching a folder", "name a local one, and copy what appears in the bucket to it")
-        if not os.path.isdir(folder):
+        if (status := status_of(folder)) is None or not stat.S_ISDIR(status.st_mode):
             raise FormatError(f"{folder}: no such folder to watch; make it, or name the one where input appears")
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
         self._settle, self._end_after, self._log, self._clock = settle, end_after, log, clock
@@ -249,9 +249,11 @@ class GrowingFolder:
                 return NOT_YET
             # Look for the end first: then no file is missed that was there before it.
             ended = os.path.lexists(os.path.join(self._folder, _END_OF_INPUT))
-            names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
+            names = sorted(
+                filter(self._is_new, patiently(self._folder, lambda: os.listdir(self._folder))), key=natural_key
+            )
             # A file that was taken for its age may have been removed since, but it must not have grown.
-            if self._settled is not None and os.path.exists(os.path.join(self._folder, self._settled.name)):
+            if self._settled is not None and status_of(os.path.join(self._folder, self._settled.name)) is not None:
                 self._require_same_size(self._settled)
             if not names:
                 self._looked_at = now
@@ -262,9 +264,7 @@ class GrowingFolder:
         is_whole = bool(self._whole)
         name = self._whole.popleft() if is_whole else names[0]
         path = os.path.join(self._folder, name)
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:  # it was renamed or removed after it was listed
+        if (status := status_of(path)) is None:  # it was renamed or removed after it was listed
             return NOT_YET
         file = TakenFile(name, status.st_size)
         if is_whole:
@@ -281,10 +281,12 @@ class GrowingFolder:
     def _is_new(self, name: str) -> bool:
         if name in self._names or name.startswith((".", "_")) or name.endswith(_BEING_WRITTEN):
             return False
+        # To pass over a file for one bad look would be to take files in another order.
         try:
-            return stat.S_ISREG(os.stat(os.path.join(self._folder, name)).st_mode)
+            status = status_of(os.path.join(self._folder, name))
         except OSError:
             return False
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def _pieces(self, file: TakenFile) -> Iterator[Piece | NotYet]:
         path = self._require_same_size(file)
@@ -294,7 +296,7 @@ class GrowingFolder:
     def _require_same_size(self, file: TakenFile) -> str:
         """The path of a file that was taken; FormatError where its size has changed, since more was written to it."""
         path = os.path.join(self._folder, file.name)
-        nbytes = os.stat(path).st_size if os.path.exists(path) else None
+        nbytes = None if (status := status_of(path)) is None else status.st_size
         if nbytes != file.num_bytes:
             shown = "is not there any more" if nbytes is None else f"has {nbytes:,} bytes"
             raise FormatError(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
 from megatron_sft_idx.shard import remove_shard
@@ -67,7 +67,7 @@ class StateKeeper:
         if error is None:
             return
         # A full disk must not hide the first error; consumers then notice that the producer is silent.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SFTIndexError):
             if isinstance(error, Exception):
                 self.update(state="failed", reason=str(error) or type(error).__name__)
             else:
@@ -116,8 +116,8 @@ class StateKeeper:
 
     def _beat(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_BEATS):
-            # A disk that is full now may have room at the next beat; other writing will raise the error.
-            with contextlib.suppress(OSError):
+            # A disk that is full or away now may not be at the next beat; other writing will raise the error.
+            with contextlib.suppress(OSError, SFTIndexError):
                 self.update()
 
 

@@ -115,6 +115,7 @@ class _Worker:
         with _isolated_start():
             self.executor = ProcessPoolExecutor(1, _PROCESSES, _start, (other_end,))
             self.executor.submit(int)  # starts the process, whose imports take a while
+        (self._process,) = self.executor._processes.values()
         other_end.close()
 
     def submit(self, task: _Task, function: Callable[..., Any], shared: bytes) -> None:
@@ -133,7 +134,8 @@ class _Worker:
             return False
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process, whatever it is doing: one that is stopped, or in a long call, hears of nothing else."""
+        self._process.kill()
         self._pipe.close()
         if sys.version_info < (3, 11):
             # There an executor waits for ever to hand a large item to a process that is dead.
@@ -149,7 +151,13 @@ class Local(contextlib.AbstractContextManager["Local"]):
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._pool = [_Worker() for _ in range(workers)]
+        self._pool: list[_Worker] = []
+        try:
+            while len(self._pool) < workers:
+                self._pool.append(_Worker())
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         for worker in self._pool:

@@ -8,15 +8,19 @@ goes wrong differs from release to release: ``docs/megatron.md`` has the table.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
+import os
 import sys
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import package_info, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
@@ -76,8 +80,9 @@ def build_datasets(
     is_built_on_rank: Callable[[], bool] = lambda: True,
     **options: Any,
 ) -> list[Any]:
-    """Build the three data sets with Megatron's builder; ``options`` as for ``config_from_args``."""
+    """Build the three data sets with Megatron's builder, on all ranks; ``options`` as for ``config_from_args``."""
     config = config_from_args(args, **options)
+    _keep_blends_in_memory_without_shared_cache(config)
     built: list[Any] = BlendedMegatronDatasetBuilder(
         PackedSFTDataset, list(num_samples), is_built_on_rank, config
     ).build()
@@ -111,6 +116,40 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
         mmap_bin_files=getattr(args, "mmap_bin_files", True),
         **options,
     )
+
+
+def _keep_blends_in_memory_without_shared_cache(config: PackedSFTDatasetConfig) -> None:
+    """On ranks that do not see the cache folder of rank 0, have Megatron build the indices of blends in memory.
+
+    Megatron writes such an index on global rank 0 alone and reads it everywhere else. With a folder on each node, the
+    other nodes would find no file. All ranks must call this together. Plans of packs stay in the folder of the node.
+    """
+    # With either of these two options the user vouches for the files in every node's folder.
+    folder, vouched_for = config.path_to_cache, config.fast_cache_load or config.defer_npy_index_mmap
+    if not folder or vouched_for or not torch.distributed.is_initialized():
+        return
+    probe: list[str | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        name = f"sft-probe-{uuid.uuid4().hex}"
+        # Where rank 0 cannot write, it builds no index either: the indices are there, or Megatron says what is wrong.
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, name), "xb"):
+                probe = [name]
+    torch.distributed.broadcast_object_list(probe, src=0)
+    if probe[0] is None:
+        return
+    path = os.path.join(folder, probe[0])
+    if not os.path.exists(path):
+        logger.info(
+            "%s: not the folder of rank 0, so this rank builds the indices of blends in memory; a folder that all"
+            " nodes share saves that",
+            folder,
+        )
+        config.path_to_cache = None
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        os.remove(path)
 
 
 # ---- arguments that would go wrong ----

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM end a command within seconds, with exit code 128 + signal.
+
+Python raises the exception of a signal between two steps of its own in the main thread. Then ``with`` and ``finally``
+clean up. A call into a library that takes long, or a read from a file system that hangs, comes before that. So a thread
+watches, and where the main thread does not get there it ends the process as SIGKILL would, which every command that
+writes can be started again from.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# How long the main thread may take to notice a signal, and then to clean up. Schedulers wait for 30 seconds themselves
+# before they send SIGKILL.
+_SECONDS_TO_NOTICE, _SECONDS_TO_CLEAN_UP = 3.0, 25.0
+
+
+@contextmanager
+def ending_on_signals(*, is_program: bool) -> Iterator[None]:
+    """Within this context SIGTERM raises SystemExit and Ctrl-C KeyboardInterrupt, or the process ends without them.
+
+    Args:
+        is_program: whether the process ends with this context. The time to clean up then includes the interpreter's
+            own end, which waits for threads.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noticed, left = threading.Event(), threading.Event()
+
+    def notice(signum: int, _frame: FrameType | None) -> None:
+        noticed.set()
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + signum)
+
+    signals = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # shells have their background jobs ignore it
+        signals.append(signal.SIGINT)
+
+    def watch() -> None:
+        while byte := os.read(reader, 1):
+            if (signum := byte[0]) not in signals:  # libraries have handlers too
+                continue
+            if not (noticed.wait(_SECONDS_TO_NOTICE) and left.wait(_SECONDS_TO_CLEAN_UP)):
+                _end_now(signum)
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    thread = threading.Thread(target=watch, name="signals", daemon=True)
+    handlers = {signum: signal.signal(signum, notice) for signum in signals}
+    # The C handler of a signal writes the signal's number there, whatever the main thread is doing.
+    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        if not (is_program and noticed.is_set()):
+            left.set()
+            os.close(writer)
+            thread.join()
+            os.close(reader)
+
+
+def _end_now(signum: int) -> None:
+    if (processes := sys.modules.get("multiprocessing")) is not None:
+        for child in processes.active_children():
+            child.kill()
+    os.write(2, b"interrupted, before it could clean up\n")
+    os._exit(128 + signum)
