@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import command
-from columned import write_columned
+from columned import SOURCE, write_columned
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx import open_dataset
@@ -80,7 +80,7 @@ def test_of_other_formats(folder: Path, tmp_path: Path, name: str) -> None:
 )
 def test_of_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str, words: tuple[object, ...]) -> None:
     monkeypatch.chdir(folder)
-    write_columned(folder / "s", PACKS, {"source": ColumnSpec("sequence", np.uint32, 2)}, overwrite=True)
+    write_columned(folder / "s", PACKS, {"source": SOURCE}, overwrite=True)
     done = command(*words)
     assert (done.code, done.err.count("\n")) == (1, 1), done
     assert said in done.err
