@@ -163,8 +163,8 @@ def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
     """Add ``--max-bad-rows``; ``judged`` says when a share is compared, in a sentence."""
     declared = (
         "--max-bad-rows LIMIT  with --on-bad-row skip: stop with an error if more rows cannot be used than LIMIT, a"
-        f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit goes on with"
-        " what is tokenised (default: no limit)"
+        f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit goes on"
+        " with what is tokenised (default: no limit)"
     )
     declare(group, declared)
 
