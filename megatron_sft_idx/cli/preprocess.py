@@ -160,10 +160,11 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
 
 
 def add_bad_row_limit(group: argparse._ActionsContainer, judged: str) -> None:
-    """Add ``--max-bad-rows``; ``judged`` says when a share is compared."""
+    """Add ``--max-bad-rows``; ``judged`` says when a share is compared, in a sentence."""
     declared = (
-        "--max-bad-rows LIMIT  with --on-bad-row skip: stop if more rows cannot be used, a number such as 10 or a share"
-        f" such as 0.01 or 1%%; {judged}; what is tokenised is kept for a run with a larger limit (default: no limit)"
+        "--max-bad-rows LIMIT  with --on-bad-row skip: stop with an error if more rows cannot be used than LIMIT, a"
+        f" number such as 10 or a share of all rows such as 0.01 or 1%%; {judged}; a run with a larger limit goes on"
+        " with what is tokenised (default: no limit)"
     )
     declare(group, declared)
 
@@ -234,7 +235,7 @@ def add_parser(verbs: Verbs) -> None:
     declared = "--input PATH...  files, globs, or save_to_disk folders, also at s3:// or msc://; - reads a pipe"
     declare(group, declared, input={"required": True})
     add_row_options(group)
-    add_bad_row_limit(group, "a share is judged at the end of the input, or as soon as it cannot be kept")
+    add_bad_row_limit(group, "a share is compared at the end of the input")
     declare(
         group,
         """

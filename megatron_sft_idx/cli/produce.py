@@ -81,7 +81,7 @@ def add_parser(verbs: Verbs) -> None:
         settle={"type": _seconds, "default": 5.0},
     )
     add_row_options(group)
-    add_bad_row_limit(group, "a share is judged before each shard is published, over all rows of the catalog so far")
+    add_bad_row_limit(group, "a share is compared before each shard is published, with all rows of the catalog so far")
     add_mask_options(parser)
     add_packing_options(parser)
     declare(
