@@ -100,7 +100,7 @@ def test_an_acknowledgement_that_is_not_seen_brings_no_older_generation_back(
             assert [ack.generation for ack in newest_acks(folder, "a")] == [4]
     with (
         failing(Path(folder, "a/rank-00000.json"), errno.ENOENT, float("inf")),
-        pytest.raises(FormatError, match=r"rank-00000\.json: its folder lists it, and it is not there"),
+        pytest.raises(FormatError, match=r"rank-00000\.json: listed in its folder, but missing"),
     ):
         read_acks(folder)
 
