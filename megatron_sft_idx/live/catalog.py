@@ -151,6 +151,10 @@ def require_version(path: str, content: dict[str, Any], version: int = VERSION) 
 _BEGIN = b'{"version":'
 
 
+def _begins_as_ours(data: bytes) -> bool:
+    return bool(data) and (data.startswith(_BEGIN) or _BEGIN.startswith(data))
+
+
 def read_document(path: str) -> dict[str, Any] | None:
     """The content of the document at ``path``; None where there is none. Looks ``patiently``.
 
@@ -186,7 +190,9 @@ def look_at_document(path: str) -> dict[str, Any]:
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise UnsettledError(
+        # A document that is torn is empty, begins as all do, or has zeros where nothing was written yet.
+        is_torn = data[:1] in (b"", b"\0") or _begins_as_ours(data)
+        raise (UnsettledError if is_torn else FormatError)(
             f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
             " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
         ) from None
@@ -211,8 +217,7 @@ def write_document(path: str, record: Record, what: str) -> None:
             return record.parse(found, look_at_document(found)) is not None
         except UnsettledError:
             with contextlib.suppress(OSError):
-                begin = head_of(found, len(_BEGIN))
-                return _BEGIN.startswith(begin) and bool(begin)
+                return _begins_as_ours(head_of(found, len(_BEGIN)))
         except (SFTIndexError, OSError):
             pass
         return False
