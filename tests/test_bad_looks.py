@@ -100,7 +100,7 @@ def test_an_acknowledgement_that_is_not_seen_brings_no_older_generation_back(
             assert [ack.generation for ack in newest_acks(folder, "a")] == [4]
     with (
         failing(Path(folder, "a/rank-00000.json"), errno.ENOENT, float("inf")),
-        pytest.raises(FormatError, match=r"rank-00000\.json: its folder lists it, and it is not there"),
+        pytest.raises(FormatError, match=r"rank-00000\.json: listed in its folder, but missing"),
     ):
         read_acks(folder)
 
@@ -174,3 +174,21 @@ def test_a_heart_goes_on_beating_whatever_is_seen_of_its_state(
             with failing(path, number, 2):
                 beats(kept)
     assert catalog.producer() == kept.state
+
+
+def test_what_is_no_document_is_refused_at_once(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what may be half of a document is waited for."""
+    waits: list[None] = []
+    hurry(monkeypatch, lambda: waits.append(None))
+    path = Path(catalog.folder, "_END.json")
+    for content in (b"notes", b"{'version'}", b"[", b"[" * 100_000, b'{"shards":', b'{"version":2}', b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match=r"_END\.json: "):
+            catalog.end()
+    assert not waits
+    for content in (b"", b"{", b'{"version":1,"sha', b"\0" * 22, b"\0" * 5 + b'n":1,"shards":2}'):
+        path.write_bytes(content)
+        before = len(waits)
+        with pytest.raises(FormatError, match=r"_END\.json: not a JSON document"):
+            catalog.end()
+        assert len(waits) > before + 2

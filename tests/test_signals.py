@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, enough of them that a job can be met in the middle, and what calm runs make of them."""
     folder = tmp_path_factory.mktemp("calm")
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
-    write_rows(folder / "rows.jsonl", chats * 30)
+    write_rows(folder / "rows.jsonl", chats * 60)
     assert preprocess(folder / "shard", "--input", folder / "rows.jsonl").code == 0
     return folder
 
@@ -76,7 +76,7 @@ def test_a_thread_in_a_long_call_does_not_hold_the_end_back(made: Path) -> None:
     assert (process.returncode, said) == (130, "interrupted, before it could clean up\n")
 
 
-def test_what_a_long_call_left_is_gone_on_with(made: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_ended_in_a_long_call_is_resumed(made: Path, tmp_path: Path) -> None:
     arguments = [*recipe("preprocess", made, tmp_path / "x"), "--workers", 0]
     with started(*held_in("megatron_sft_idx._native:packing_plan", *arguments)) as process:
         wait_for_line(process, "held")

@@ -1,9 +1,8 @@
 """Ctrl-C and SIGTERM end a command within seconds, with exit code 128 + signal.
 
-Python raises the exception of a signal between two steps of its own in the main thread. Then ``with`` and ``finally``
-clean up. A call into a library that takes long, or a read from a file system that hangs, comes before that. So a thread
-watches, and where the main thread does not get there it ends the process as SIGKILL would, which every command that
-writes can be started again from.
+Python raises the exception of a signal in the main thread between bytecodes. Then ``with`` and ``finally`` clean up.
+A long native call, or a read from a file system that hangs, delays that. So a second thread watches. If the main thread
+takes too long, it ends the process as SIGKILL would. Every command that writes can be run again after a SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# How long the main thread may take to notice a signal, and then to clean up. Schedulers wait for 30 seconds themselves
-# before they send SIGKILL.
+# How long the main thread may take to notice a signal, and then to clean up. Together they stay below the 30 seconds
+# after which most schedulers send SIGKILL.
 _SECONDS_TO_NOTICE, _SECONDS_TO_CLEAN_UP = 3.0, 25.0
 
 
 @contextmanager
 def ending_on_signals(*, is_program: bool) -> Iterator[None]:
-    """Within this context SIGTERM raises SystemExit and Ctrl-C KeyboardInterrupt, or the process ends without them.
+    """Within this context SIGTERM raises SystemExit and Ctrl-C KeyboardInterrupt, or the process is ended.
 
     Args:
-        is_program: whether the process ends with this context. The time to clean up then includes the interpreter's
-            own end, which waits for threads.
+        is_program: whether the process exits after this context. The time to clean up then includes the interpreter's
+            shutdown, which waits for threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -203,7 +203,7 @@ def _read_ranks(home: str) -> Iterator[Ack]:
 
 def _not_there(path: str) -> UnsettledError:
     return UnsettledError(
-        f"{path}: its folder lists it, and it is not there; see whether the file system is sound, and start again"
+        f"{path}: listed in its folder, but missing; check the file system, then run the same command again"
     )
 
 

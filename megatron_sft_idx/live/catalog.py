@@ -10,8 +10,8 @@
 Documents are replaced as wholes. They may have been written by another version or with bad intentions, so their size,
 syntax, version and the type of every field are checked, and anything wrong is a FormatError.
 
-The folder may lie on a network file system, where one look may find half a document, an old entry or an error of the
-server. Everything that one side looks at while the other writes goes through ``patiently``.
+On a network file system a single look may find half a document, an outdated entry or a server error. Everything that
+one side reads while the other side writes is read through ``patiently``.
 
 A wait is logged with who waits, for how long and for what, and one that could last for ever ends in an error. Times
 are those of a process's own monotonic clock alone.
@@ -151,6 +151,10 @@ def require_version(path: str, content: dict[str, Any], version: int = VERSION) 
 _BEGIN = b'{"version":'
 
 
+def _begins_as_ours(data: bytes) -> bool:
+    return bool(data) and (data.startswith(_BEGIN) or _BEGIN.startswith(data))
+
+
 def read_document(path: str) -> dict[str, Any] | None:
     """The content of the document at ``path``; None where there is none. Looks ``patiently``.
 
@@ -186,7 +190,9 @@ def look_at_document(path: str) -> dict[str, Any]:
     try:
         content = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise UnsettledError(
+        # A document that is torn is empty, begins as all do, or has zeros where nothing was written yet.
+        is_torn = data[:1] in (b"", b"\0") or _begins_as_ours(data)
+        raise (UnsettledError if is_torn else FormatError)(
             f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
             " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
         ) from None
@@ -211,8 +217,7 @@ def write_document(path: str, record: Record, what: str) -> None:
             return record.parse(found, look_at_document(found)) is not None
         except UnsettledError:
             with contextlib.suppress(OSError):
-                begin = head_of(found, len(_BEGIN))
-                return _BEGIN.startswith(begin) and bool(begin)
+                return _begins_as_ours(head_of(found, len(_BEGIN)))
         except (SFTIndexError, OSError):
             pass
         return False
@@ -440,8 +445,7 @@ class Unchanged:
 
     Args:
         clock: seconds since some moment.
-        longest_gap: two looks that are further apart do not count the time between them, in which it may have changed
-            or may have been held up like the one who looks.
+        longest_gap: the time between two looks that are further apart is not counted, because nobody looked.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, longest_gap: float = math.inf) -> None:
@@ -462,37 +466,37 @@ class Unchanged:
 
 # ---- looking at what others write ----
 
-# What a network file system may answer for a while, as when its server is replaced or a handle is old.
+# Errors that a network file system may return for a while, for example while its server is replaced.
 PASSING_ERRORS = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY}
 )
-# For how long, and at how many looks in a row, something must be wrong before that is an error.
+# A failure that lasts for so long, and for so many looks, is an error.
 _PATIENCE_SECONDS, _LEAST_LOOKS = 30.0, 3
 
 
 class UnsettledError(FormatError):
-    """What was found may be half of what somebody is writing, and whole at the next look."""
+    """What was found may be half written. The next look may find it whole."""
 
 
 def patiently(path: str, look: Callable[[], _T]) -> _T:
-    """What ``look`` returns, where one bad look counts for nothing.
+    """Return ``look()``, and call it again where it fails in a way that may pass.
 
-    What is not there is looked for a second time before that counts. What is torn (``UnsettledError``), or fails with
-    one of ``PASSING_ERRORS``, is looked at again for 30 seconds, and three times at least.
+    A file counts as missing only if a second look confirms it. ``UnsettledError`` and ``PASSING_ERRORS`` are errors
+    only after 30 seconds and at least three looks.
 
     Args:
         path: what is looked at, for messages.
-        look: called again and again.
+        look: called once or more.
 
     Raises:
-        SFTIndexError: it failed for so long; the message has the path and the error of the system.
-        UnsettledError: it was torn for so long.
-        OSError: another error, FileNotFoundError among them.
+        SFTIndexError: one of ``PASSING_ERRORS`` lasted; the message has the path and the errno.
+        UnsettledError: it lasted.
+        OSError: any other error, such as FileNotFoundError.
     """
     last: UnsettledError | OSError | None = None
 
     def warn(waited: float) -> None:
-        logger.warning("%s: it cannot be read for %.0f s; looking again: %s", path, waited, last)
+        logger.warning("%s: failing for %.0f s, trying again: %s", path, waited, last)
 
     waits = looks(warn, pause=time.sleep, clock=time.monotonic, quiet=1.0)
     for failures, waited in enumerate(waits):
@@ -514,8 +518,8 @@ def patiently(path: str, look: Callable[[], _T]) -> _T:
     assert isinstance(last, OSError)
     name = errno.errorcode.get(last.errno or 0, "unknown error")
     raise SFTIndexError(
-        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}) at each of {failures} looks in"
-        f" {waited:.0f} s; see whether its file system is there, and start the same command again"
+        f"{last.filename or path}: {last.strerror} ({name}, errno {last.errno}), {failures} times in"
+        f" {waited:.0f} s; check the file system, then run the same command again"
     ) from last
 
 

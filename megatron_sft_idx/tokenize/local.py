@@ -134,7 +134,7 @@ class _Worker:
             return False
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing: one that is stopped, or in a long call, hears of nothing else."""
+        """Kill the process, whatever it is doing. One that is stopped or in a long call ignores everything else."""
         self._process.kill()
         self._pipe.close()
         if sys.version_info < (3, 11):
