@@ -107,7 +107,7 @@ def table_pieces(
     try:
         batches = _arrow_batches(path, remote) if kind == "arrow" else _parquet_batches(path, remote, piece_nbytes)
         for read, at in batches:
-            whole = _without_views(read)
+            whole = _without_deep(_without_views(read))
             at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
             for start in range(0, whole.num_rows, at_once):
                 batch = whole.slice(start, at_once)
@@ -167,6 +167,7 @@ def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
 
 _EXTENSION_KEY = b"ARROW:extension:name"
 _JSON, _BOOL8 = "arrow.json", "arrow.bool8"
+_DEEP = "too deep"  # no extension type, but a value that ``_without_deep`` has put here
 
 
 class _Column(NamedTuple):
@@ -283,7 +284,8 @@ def _decoded(column: _Column) -> list[Any]:
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
     if form == "undecoded":
         remedy = "cast the column to text, numbers, lists or structs"
-        value = Undecoded(column.field, f"is {str(array.type)[:60]}", remedy, is_time=_is(array.type, "temporal"))
+        kind = f"nested more than {_MAX_LEVELS} levels deep" if column.extension == _DEEP else str(array.type)[:60]
+        value = Undecoded(column.field, f"is {kind}", remedy, is_time=_is(array.type, "temporal"))
         return [value if is_valid else None for is_valid in array.is_valid().to_pylist()]
     children = [_values(child) for child in column.children()]
     if form == "struct":
@@ -365,7 +367,38 @@ def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
     return np.concatenate([each.array.is_valid().to_numpy(zero_copy_only=False) for each in chunks])
 
 
-# ---- views ----
+# ---- what no stream holds ----
+
+# Levels of nesting that Arrow streams are sure to hold; those of pyarrow end at 64.
+_MAX_LEVELS = 60
+
+
+def _without_deep(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with undecoded values in place of columns that are nested too deeply for a stream."""
+    import pyarrow as pa
+
+    deep = [field.name for field in batch.schema if _levels(field.type) > _MAX_LEVELS]
+    if not deep:
+        return batch
+    arrays, fields = batch.columns, [*batch.schema]
+    for at, field in enumerate(fields):
+        if field.name in deep:
+            is_valid = arrays[at].is_valid().to_pylist()
+            arrays[at] = pa.array([b"" if valid else None for valid in is_valid], pa.binary())
+            fields[at] = pa.field(field.name, pa.binary(), metadata={_EXTENSION_KEY: _DEEP})
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _levels(kind: pa.DataType) -> int:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _levels(kind.storage_type)
+    if _is(kind, "dictionary", "run_end_encoded"):
+        return 1 + _levels(kind.value_type)
+    inner = [kind.field(at).type for at in range(kind.num_fields)]
+    own = 2 if _is(kind, "map") else 1  # a map is a list of structs
+    return own + max(map(_levels, inner)) if inner else 0
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.chat.inputs import named_by
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
@@ -135,12 +137,21 @@ def _write_table(path: str, rows: ArrowStream) -> None:
         raise FormatError(f"rows: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
 
 
+# A row that is refused for its depth.
+_TOO_DEEP_ROW = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1) + "\n"
+
+
 def _write_rows(path: str, rows: Iterable[Any]) -> None:
     """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
                 raise SequenceError("rows", number, f"is a {type(row).__name__}, expected a dict")
+            try:
+                refuse_deep(row)
+            except RowError:
+                file.write(_TOO_DEEP_ROW)  # json cannot write every depth; a bad row may be skipped
+                continue
             try:
                 line = _json_of(dict(row))
             except (TypeError, ValueError, RecursionError) as error:
