@@ -50,6 +50,7 @@ from megatron_sft_idx.chat.training_fields import (
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json, refuse_deep
 from megatron_sft_idx.errors import check_options
+from megatron_sft_idx.layout.files import rounds_to_zero
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
@@ -681,6 +682,8 @@ def _require_untrained_ends(values: NDArray[Any], key: str, nothing: int, bounds
 
 
 def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
+    if rounds_to_zero(values):
+        raise RowError(f"{key} holds a weight that float32 rounds to 0; write 0, or 1e-40 or more")
     with np.errstate(over="ignore"):
         mask = values.astype(np.float32)
     wrong = ~np.isfinite(mask) | (mask < 0)

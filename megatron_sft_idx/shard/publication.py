@@ -497,6 +497,7 @@ class Publication:
         drops: Collection[str] = (),
         lock: int | None = None,
     ) -> None:
+        paths.require_own_names()
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
         _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
         make_folders(paths.prefix)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, require_type
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
@@ -73,6 +73,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         SequenceError: a row cannot be written as JSON.
     """
     entries = _entries_of(rows)
+    if hasattr(rows, "save_to_disk") and not len(rows):  # which datasets itself cannot always save
+        raise FormatError("rows: a dataset without rows; name one that has some")
     head = list(itertools.islice(entries or (), 1))
     if entries is not None and all(isinstance(entry, (str, os.PathLike)) for entry in head):
         paths = []
@@ -81,6 +83,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
                 raise FormatError(
                     f"rows: a {type(entry).__name__} among paths; name the files alone, or pass rows alone"
                 )
+            require_type("inputs", entry, str | os.PathLike)
             paths.append(os.fspath(entry))
         if "-" not in paths:
             yield paths, str
@@ -112,7 +115,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
 def _entries_of(rows: Rows) -> Iterator[Any] | None:
     """The paths or rows one by one; None for a table as a whole."""
     is_table = hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream)
-    if isinstance(rows, Mapping) or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
+    is_number = getattr(rows, "shape", None) == ()
+    if isinstance(rows, Mapping) or is_number or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
         raise FormatError(
             f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, a table, or one split of a dataset;"
             " put a single row in a list"
