@@ -235,7 +235,7 @@ def _expected(value: Any, hint: Any) -> str:
     if origin in told:
         is_right, expected = told[origin]
     elif origin is Literal:
-        is_right = isinstance(value, str) and value in get_args(hint)
+        is_right = isinstance(value, str)  # which of them, the function looks at
         expected = f"one of {', '.join(map(str, get_args(hint)))}"
     elif origin is Mapping:
         is_right = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)

@@ -68,9 +68,9 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         right = {"inputs": _ROWS, "tokenizer": TOKENIZER, "output_prefix": fresh(), "seq_length": 64, "workers": 0}
         package.preprocess(**(right | given))
 
-    def joins(dataset: Any, num_workers: Any) -> None:
+    def joins(dataset: Any = None, num_workers: Any = 0) -> None:
         right = package.LiveDataset(str(folder / "none"), rank=0, size=1, seq_length=8)
-        package.LiveLoader(right if dataset == "right" else dataset, num_workers=num_workers)
+        package.LiveLoader(right if dataset is None else dataset, num_workers=num_workers)
 
     def defaults(function: Callable[..., Any], *names: str) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters
@@ -108,7 +108,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             package.LiveDataset,
             {**defaults(package.LiveDataset), "catalog": str(folder / "none"), "rank": 0, "size": 1, "seq_length": 8},
         ),
-        "LiveLoader": (joins, {"dataset": "right", "num_workers": 0}),
+        "LiveLoader": (joins, {"dataset": None, "num_workers": 0}),
         "preprocess": (preprocesses, {**defaults(package.preprocess), "workers": 0, "inputs": _ROWS}),
     }  # fmt: skip
 
