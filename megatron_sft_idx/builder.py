@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import ArrayLike
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, checked
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -39,6 +39,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         FormatError: an argument the format does not allow, or something is at the prefix already.
     """
 
+    @checked
     def __init__(
         self,
         bin_path: str,

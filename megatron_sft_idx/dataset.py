@@ -13,7 +13,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, checked
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.opening import missing_files
@@ -80,6 +80,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
     """
 
+    @checked
     def __init__(
         self,
         path_prefix: str,

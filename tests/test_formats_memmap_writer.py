@@ -159,7 +159,7 @@ def test_missing_packs_and_sequences_are_refused(tmp_path: Path) -> None:
         ((2, 2**31, 2), "pack_size 2147483648"),
         ((2, 4, 1), "total_seq_starts 1"),
         ((2, 4, 2**32), "total_seq_starts 4294967296"),
-        ((2, 4.0, 2), "pack_size 4.0"),
+        ((2, 4.0, 2), "pack_size: 4.0"),
         ((2, 4, 2, np.float32), "dtype float32"),
     ],
 )

@@ -181,7 +181,7 @@ USAGE = {
     "kwargs not an object": (("--chat-template-kwargs", "[1]"), "JSON object"),
     "kwargs with NaN": (("--chat-template-kwargs", '{"a": NaN}'), "NaN"),
     "kwargs with half a character": (("--chat-template-kwargs", '{"a": "\\ud800"}'), "surrogate"),
-    "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "depth"),
+    "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "levels deep"),
     "date not a date": (("--template-date", "tomorrow"), "tomorrow"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
     "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),

@@ -48,8 +48,9 @@ from megatron_sft_idx.chat.training_fields import (
     without_fields,
 )
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
-from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json
+from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json, refuse_deep
 from megatron_sft_idx.errors import check_options
+from megatron_sft_idx.layout.files import rounds_to_zero
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
@@ -126,7 +127,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
 
 
 def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
-    keys = require_object(data).keys()
+    keys = require_object(data, options).keys()
     if not keys.isdisjoint(_REFUSED):
         _refuse_keys(data, options)
     refuse_row_fields(data, read=() if data.get("input_ids") is None else _MASKS)
@@ -148,7 +149,7 @@ def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
 def without_ignored(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counter[str]]:
     """The row without the fields that ``options`` ignores, and how many these were, as notes for the summary."""
     counts: Counter[str] = Counter()
-    return without_fields(require_object(data), options.ignore_fields, counts), counts
+    return without_fields(require_object(data, options), options.ignore_fields, counts), counts
 
 
 def to_conversation(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> Conversation:
@@ -159,9 +160,18 @@ def to_conversation(data: dict[str, Any], messages: list[_Message], weights: lis
     return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
 
 
-def require_object(data: Any) -> dict[str, Any]:
-    """The row, if it is an object; else RowError."""
-    return _typed(data, dict, "the row")
+def require_object(data: Any, options: RowOptions) -> dict[str, Any]:
+    """The row, if it is an object that is not too deep; else RowError."""
+    row = _typed(data, dict, "the row")
+    if not _is_tokenized(row, options):  # of those long lists are read, if they are flat
+        refuse_deep(row)
+    return row
+
+
+def _is_tokenized(row: dict[str, Any], options: RowOptions) -> bool:
+    if options.kind != "auto":
+        return options.kind == "tokenized"
+    return row.get("input_ids") is not None and any(row.get(name) is not None for name in _MASKS)
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
@@ -200,9 +210,9 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     Raises:
         RowError: the keys make no chat.
     """
-    has = {key for key, value in data.items() if value is not None}
-    if "input_ids" in has and has.intersection(_MASKS):
+    if _is_tokenized(data, options):
         return "tokenized"
+    has = {key for key, value in data.items() if value is not None}
     if options.messages_key or not has.isdisjoint(TURNS):
         return "messages"
     if "prompt" in has and "completion" in has:
@@ -672,6 +682,8 @@ def _require_untrained_ends(values: NDArray[Any], key: str, nothing: int, bounds
 
 
 def _mask_of_numbers(values: NDArray[Any], key: str) -> NDArray[np.float32]:
+    if rounds_to_zero(values):
+        raise RowError(f"{key} holds a weight that float32 rounds to 0; write 0, or 1e-40 or more")
     with np.errstate(over="ignore"):
         mask = values.astype(np.float32)
     wrong = ~np.isfinite(mask) | (mask < 0)

@@ -107,7 +107,7 @@ def table_pieces(
     try:
         batches = _arrow_batches(path, remote) if kind == "arrow" else _parquet_batches(path, remote, piece_nbytes)
         for read, at in batches:
-            whole = _without_views(read)
+            whole = _without_deep(_without_views(read))
             at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
             for start in range(0, whole.num_rows, at_once):
                 batch = whole.slice(start, at_once)
@@ -167,6 +167,8 @@ def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
 
 _EXTENSION_KEY = b"ARROW:extension:name"
 _JSON, _BOOL8 = "arrow.json", "arrow.bool8"
+# No extension type: what follows says of which type the values were in whose place others stand (``_placeholders``).
+_UNDECODED = "undecoded: "
 
 
 class _Column(NamedTuple):
@@ -186,22 +188,19 @@ class _Column(NamedTuple):
     def of(cls, array: pa.Array, field: pa.Field | None, name: str) -> _Column:
         """The values of a field. Where the extension type is not registered, the field's metadata has its name."""
         import pyarrow as pa
-        import pyarrow.compute as pc
 
         extension = ""
         if field is not None and field.metadata:
             extension = field.metadata.get(_EXTENSION_KEY, b"").decode(errors="replace")
-        while True:
+        while isinstance(array, pa.ExtensionArray) or _is_encoded(array.type) or _has_views(array.type):
             if isinstance(array, pa.ExtensionArray):
                 extension, array = array.type.extension_name, array.storage
-            elif _is(array.type, "dictionary"):
-                array = _array_without_views(array.dictionary).take(array.indices)  # views cannot be taken
-            elif _is(array.type, "run_end_encoded"):
-                array = pc.run_end_decode(array)
-            elif _has_views(array.type):
-                array = _array_without_views(array)
-            else:
-                return cls(array, name, extension)
+                continue
+            try:
+                array = _without_encoding(array) if _is_encoded(array.type) else _array_without_views(array)
+            except pa.ArrowException:  # pyarrow cannot decode all types
+                break
+        return cls(array, name, extension)
 
     @property
     def form(self) -> str:
@@ -240,6 +239,29 @@ class _Column(NamedTuple):
         if self.form == "map":
             array = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field])))
         return pc.list_value_length(array).cast(pa.int64())
+
+
+def _is_encoded(kind: pa.DataType) -> bool:
+    return _is(kind, "dictionary", "run_end_encoded")
+
+
+def _without_encoding(array: pa.Array) -> pa.Array:
+    """The values of a dictionary or of runs, one by one."""
+    if _is(array.type, "dictionary"):
+        values, indices = array.dictionary, array.indices
+    else:
+        values = array.values
+        ends = array.run_ends.to_numpy()
+        indices = np.searchsorted(ends, np.arange(len(array)) + array.offset, side="right")
+    values = _without_encoding(values) if _is_encoded(values.type) else _array_without_views(values)  # nor are taken
+    return values.take(indices)
+
+
+def _is_valid(array: pa.Array) -> pa.Array:
+    """Which values are not null. Unions have no nulls but those of their children, after which pyarrow 26 may crash."""
+    import pyarrow as pa
+
+    return pa.repeat(True, len(array)) if _is(array.type, "union") else array.is_valid()
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
@@ -283,8 +305,10 @@ def _decoded(column: _Column) -> list[Any]:
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
     if form == "undecoded":
         remedy = "cast the column to text, numbers, lists or structs"
-        value = Undecoded(column.field, f"is {str(array.type)[:60]}", remedy, is_time=_is(array.type, "temporal"))
-        return [value if is_valid else None for is_valid in array.is_valid().to_pylist()]
+        name = column.extension.removeprefix(_UNDECODED)
+        kind = str(array.type)[:60] if name == column.extension else name
+        value = Undecoded(column.field, f"is {kind}", remedy, is_time=_is(array.type, "temporal"))
+        return [value if is_valid else None for is_valid in _is_valid(array).to_pylist()]
     children = [_values(child) for child in column.children()]
     if form == "struct":
         names = [field.name for field in array.type]
@@ -362,10 +386,48 @@ def _hash_leaves(stream: StreamHash, form: str, chunks: Sequence[pa.Array]) -> N
 
 
 def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
-    return np.concatenate([each.array.is_valid().to_numpy(zero_copy_only=False) for each in chunks])
+    return np.concatenate([_is_valid(each.array).to_numpy(zero_copy_only=False) for each in chunks])
 
 
-# ---- views ----
+# ---- what no stream holds ----
+
+# Levels of nesting that Arrow streams are sure to hold; those of pyarrow end at 64.
+_MAX_LEVELS = 60
+
+
+def _without_deep(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch with undecoded values in place of columns that are nested too deeply for a stream."""
+    import pyarrow as pa
+
+    if not any(_levels(field.type) > _MAX_LEVELS for field in batch.schema):
+        return batch
+    columns = [
+        _placeholders(array, field, f"nested more than {_MAX_LEVELS} levels deep")
+        if _levels(field.type) > _MAX_LEVELS
+        else (array, field)
+        for array, field in zip(batch.columns, batch.schema, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays([array for array, _ in columns], schema=pa.schema([f for _, f in columns]))
+
+
+def _placeholders(array: pa.Array, field: pa.Field, what: str) -> tuple[pa.Array, pa.Field]:
+    """Values that are read as undecoded, in place of others, and their field."""
+    import pyarrow as pa
+
+    values = pa.array([b"" if is_valid else None for is_valid in _is_valid(array).to_pylist()], pa.binary())
+    return values, pa.field(field.name, pa.binary(), metadata={_EXTENSION_KEY: f"{_UNDECODED}{what}"})
+
+
+def _levels(kind: pa.DataType) -> int:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _levels(kind.storage_type)
+    if _is(kind, "dictionary", "run_end_encoded"):
+        return 1 + _levels(kind.value_type)
+    inner = [kind.field(at).type for at in range(kind.num_fields)]
+    own = 2 if _is(kind, "map") else 1  # a map is a list of structs
+    return own + max(map(_levels, inner)) if inner else 0
 
 
 def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -395,8 +457,8 @@ def _has_views(kind: pa.DataType) -> bool:
         return _has_views(kind.storage_type)
     if _is(kind, "string_view", "binary_view", "list_view", "large_list_view"):
         return True
-    if _is(kind, "struct"):
-        return any(_has_views(field.type) for field in kind)
+    if _is(kind, "struct", "map"):
+        return any(_has_views(kind.field(at).type) for at in range(kind.num_fields))
     return _is(kind, "list", "large_list", "fixed_size_list") and _has_views(kind.value_type)
 
 
@@ -415,6 +477,11 @@ def _array_without_views(array: pa.Array) -> pa.Array:
         children = [_array_without_views(child) for child in array.flatten()]
         fields = [_field_of(field, child) for field, child in zip(kind, children, strict=True)]
         return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    if _is(kind, "map"):
+        keys, items = map(_array_without_views, (array.keys, array.items))
+        of_entries = pa.map_(_field_of(kind.key_field, keys), _field_of(kind.item_field, items))
+        offsets = pa.array(np.array(array.offsets, np.int32))
+        return pa.MapArray.from_arrays(offsets, keys, items, type=of_entries, mask=array.is_null())
     # Neither cast nor flattened, which pyarrow 26 does wrongly where there are views.
     items, is_null = array.values, array.is_null()
     lengths = pc.list_value_length(array).fill_null(0).cast(pa.int64()).to_numpy()
@@ -425,9 +492,17 @@ def _array_without_views(array: pa.Array) -> pa.Array:
     elif _is(kind, "list", "large_list"):
         offsets = np.array(array.offsets, np.int64)
     items = _array_without_views(items)
+    field = _field_of(kind.value_field, items)
     if _is(kind, "list_view", "large_list_view"):
         # Views may lie in any order.
         firsts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64) - offsets[:-1]
-        items = items.take(pa.array(np.repeat(firsts, lengths) + np.arange(offsets[-1])))
-    of_items = pa.large_list(_field_of(kind.value_field, items))
+        indices = pa.array(np.repeat(firsts, lengths) + np.arange(offsets[-1]))
+        items = _without_encoding(items) if _is_encoded(items.type) else items
+        field = _field_of(field, items)
+        try:
+            items = items.take(indices)
+        except pa.ArrowException:  # of types that pyarrow cannot take
+            items, field = _placeholders(items, field, str(items.type)[:60])
+            items = items.take(indices)
+    of_items = pa.large_list(field)
     return pa.LargeListArray.from_arrays(offsets, items, type=of_items, mask=is_null)

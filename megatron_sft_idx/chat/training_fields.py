@@ -55,6 +55,7 @@ _COUNTS = re.compile(
 )
 _FLAG_TEXTS: Final = frozenset({"true", "false", "0", "1", "0.0", "1.0"})
 _MAX_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
+_LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)  # less may become 0
 
 
 def words_of(name: str) -> list[str]:
@@ -108,7 +109,7 @@ def weight_of(message: Mapping[str, Any], names: Sequence[str], role: str, what:
         if value is None:
             continue
         if name in WEIGHTS:
-            if not isinstance(value, (int, float)) or not 0 <= value <= _MAX_WEIGHT:
+            if not isinstance(value, (int, float)) or not (value == 0 or _LEAST_WEIGHT <= value <= _MAX_WEIGHT):
                 raise RowError(f"{what}.{name} is {value!r:.40}, expected a finite number >= 0; {_ignoring(name)}")
             weights[name] = float(value)
         elif name in _READ:

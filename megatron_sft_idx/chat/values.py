@@ -6,6 +6,9 @@ Absent keys
     which no table filled in, stay: those of arguments that are a string, and of a field that is typed as JSON.
 Typed JSON
     Fields of Arrow's type ``arrow.json`` hold the value that their text is.
+Depth
+    No row holds more than ``MAX_DEPTH`` lists and objects in one another, from wherever it comes, and neither does JSON
+    that is text in a row. Whatever recurses over a row therefore stays far from Python's limit.
 Undecoded values
     Tables can hold what JSON cannot, such as times. ``Undecoded`` stands in place of such a value. It is an error only
     where something reads it.
@@ -22,12 +25,17 @@ import orjson
 
 from megatron_sft_idx.chat.types import RowError
 
+# Lists and objects in one another. Python's own limit of 1,000 calls leaves room for several calls a level.
+MAX_DEPTH = 128
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; flatten it, or write it as text"
+
 # What is handed to a chat template as a whole, which may write any part of it.
 _TOOLS = ("tools", "functions")
 _OF_ROWS = frozenset({*_TOOLS, "chat_template_kwargs"})
 _OF_CALLS = frozenset({"arguments", "parameters"})
 # Types of values that are as they should be.
 _SIMPLE = frozenset({str, int, float, bool})
+_FLAT = _SIMPLE | {type(None)}
 
 
 class JsonText(str):
@@ -90,26 +98,45 @@ class _ReadAsWholeError(Exception):
 def read_values(row: Any) -> tuple[Any, Mapping[str, int]]:
     """The row without the keys that are absent and with typed JSON parsed, and what to count of that by name.
 
-    Tools, arguments and variables of templates that hold an undecoded value become that value.
-
-    Raises:
-        ValueError: the row is nested deeper than can be read.
+    Tools, arguments and variables of templates that hold an undecoded value become that value. The row must not be
+    deeper than ``MAX_DEPTH``.
     """
     if not isinstance(row, dict):
         return row, {}
     counts: Counter[str] = Counter()
     out = {}
-    try:
-        for key, given in row.items():
-            if key in _OF_ROWS:
-                value = _whole(given, counts, "nulls_in_tools" if key in _TOOLS else "")
-            else:
-                value = _read(given, counts, "", in_whole=False)
-            if value is not None:
-                out[key] = value
-    except RecursionError:
-        raise ValueError("nested deeper than can be read") from None
+    for key, given in row.items():
+        if key in _OF_ROWS:
+            value = _whole(given, counts, "nulls_in_tools" if key in _TOOLS else "")
+        else:
+            value = _read(given, counts, "", in_whole=False)
+        if value is not None:
+            out[key] = value
     return out, counts
+
+
+def refuse_deep(value: Any) -> None:
+    """RowError where lists and objects lie in one another more than ``MAX_DEPTH`` levels deep."""
+    if _is_deeper(value, MAX_DEPTH):
+        fields = (
+            [key for key, inner in value.items() if _is_deeper(inner, MAX_DEPTH - 1)] if type(value) is dict else []
+        )
+        what = f"{fields[0]!s:.40} is " if fields else ""
+        raise RowError(what + _TOO_DEEP)
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level: dict[int, Any] = {id(value): value}
+    for _ in range(limit):
+        below: dict[int, Any] = {}  # by identity: Python's objects may hold one list a thousand times, or themselves
+        for each in level.values():
+            items = each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else ()
+            if not _FLAT.issuperset(map(type, items)):
+                below.update({id(item): item for item in items if isinstance(item, (dict, list, tuple, Mapping))})
+        if not below:
+            return False
+        level = below
+    return True
 
 
 def _whole(value: Any, counts: Counter[str], note: str) -> Any:
@@ -170,13 +197,17 @@ def parse_json(raw: bytes) -> Any:
 
     Raises:
         ValueError: with the reason, for anything that RFC 8259 does not allow (NaN, lone surrogates, invalid
-            UTF-8), for numbers beyond a double's range and for nesting deeper than the parser goes.
+            UTF-8), for numbers beyond a double's range and for what is deeper than ``MAX_DEPTH``.
     """
     try:
         value = orjson.loads(raw)
+        if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
+            refuse_deep(value)
         if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
             value = json.loads(raw)
     except orjson.JSONDecodeError as error:
+        if "limit" in error.msg:  # orjson's own, of 1,024 levels
+            raise RowError(_TOO_DEEP) from None
         try:
             raw.decode()
         except UnicodeDecodeError as bad:
@@ -186,8 +217,9 @@ def parse_json(raw: bytes) -> Any:
         if b"NaN" in raw or b"Infinity" in raw:
             reason += "; NaN and Infinity are not JSON, write null"
         raise ValueError(reason) from None
-    except (RecursionError, ValueError) as error:
-        # json raises these: for nesting that orjson accepts, and for integers of thousands of digits.
+    except RowError:
+        raise
+    except ValueError as error:  # of json, for integers of thousands of digits
         raise ValueError(f"cannot be parsed: {error}") from None
     return value
 

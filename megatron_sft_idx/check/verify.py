@@ -32,7 +32,7 @@ from megatron_sft_idx.check.rules import (
     check_sizes,
     open_columns,
 )
-from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError, checked
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES, listed_columns
 from megatron_sft_idx.shard.journal import is_journal, read_journal
@@ -94,6 +94,7 @@ class Report:
             yield f"{self.prefix}: NOT ok: {findings}; checked: {depth}"
 
 
+@checked
 def verify_shard(
     prefix: str | os.PathLike[str],
     *,

@@ -94,6 +94,10 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
     is_program = argv is None
     argv = _expanded(sys.argv[1:] if argv is None else argv)
     parser = build_parser(*argv[:1])
+    if wrong := [word for word in argv if "\0" in word]:
+        parser.error(
+            f"{wrong[0][:60]!r}: a NUL byte, which no path and no option has; remove it from the argument file"
+        )
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_request:

@@ -38,7 +38,7 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, checked
 from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
@@ -52,7 +52,7 @@ from megatron_sft_idx.formats.base import (
     recogniser,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY, require_dtype
 from megatron_sft_idx.packs.run import (
     RUN_TOKENS,
     Column,
@@ -457,6 +457,7 @@ class MemmapShardWriter(Writer):
         OSError: no space for the whole of it, among others.
     """
 
+    @checked
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
@@ -472,7 +473,7 @@ class MemmapShardWriter(Writer):
     ) -> None:
         alignment = mask_alignment and checked_alignment(os.fspath(output_dir), mask_alignment)
         self._extra = {**({"mask_alignment": alignment} if alignment else {}), **(extra or {})}
-        dtypes = np.dtype(dtype), np.dtype(np.uint8)
+        dtypes = require_dtype("dtype", dtype), np.dtype(np.uint8)
         # How many tokens come is not said, nor compared in the end.
         spec = PackedSpec(num_bins, total_seq_starts, 0, pack_size, *dtypes, pack_size, columns=columns or {})
         super().__init__(output_dir, spec, overwrite=overwrite)

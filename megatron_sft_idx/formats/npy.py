@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, checked
 from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,
@@ -220,6 +220,7 @@ class LegacyPickleWriter(PackedWriter):
     reader, kind = Reader, Kind("a pickled .npy of packs", _holds_packs)
 
     # Public, so that type checkers refuse arguments that it does not have.
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -8,12 +8,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, checked, require_type
 from megatron_sft_idx.formats.base import MaskRule, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import spec_of
@@ -112,6 +112,7 @@ class Options(TypedDict, total=False):
     mask_rule: MaskRule | None
 
 
+@checked
 def open_dataset(
     source: Source,
     *,
@@ -142,6 +143,9 @@ def open_dataset(
         >>> ds = open_dataset("data/train-*.parquet")
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
+    hints = get_type_hints(Options)
+    for key in options.keys() & hints:
+        require_type(key, options[key], hints[key])  # type: ignore[literal-required]
     if max_open < 1:
         raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
     name, paths = resolve_source(source, format)
@@ -170,6 +174,7 @@ class PackedDataset:
     # Set where the dataset is one shard, which is asked directly: it is safe in threads and forks by itself.
     _single_shard: Shard | None = None
 
+    @checked
     def __init__(self, files: JoinedReader | JoinedShards) -> None:
         self._files = files
 

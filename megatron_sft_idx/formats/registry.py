@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, brief, require_type
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
@@ -142,6 +142,10 @@ def resolve_source(source: Source, name: str | None = None) -> tuple[str, list[s
         ShardNotFoundError: nothing at all has this name.
         FormatError: no format recognises a path, several do, or paths are of different formats.
     """
+    if not isinstance(source, str | os.PathLike | list | tuple):
+        raise FormatError(f"source: {brief(source)}, expected a path, or a list of paths")
+    for each in [source] if isinstance(source, str | os.PathLike) else source:
+        require_type("source", each, str | os.PathLike)
     entries = [source] if isinstance(source, str | os.PathLike) else distinct(source)
     if not entries:
         raise FormatError("an empty list of paths; name at least one")

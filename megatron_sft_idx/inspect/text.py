@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import PICTURES, on_one_line
 from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Pack, Shard
@@ -142,12 +143,16 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
     Raises:
         FormatError: there is no tokenizer at the path.
     """
+    if not isinstance(pack, Mapping) or not pack.keys() >= Pack.__required_keys__:
+        raise FormatError(f"pack: {brief(pack)}, expected ds[i] of a dataset of this package")
     if tokenizer is None:
         return MarkedPack(pack, ids_as_text)
     if isinstance(tokenizer, (str, os.PathLike)):
         from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(os.fspath(tokenizer), backend="tokenizers")
+    if not hasattr(tokenizer, "decode"):
+        raise FormatError(f"tokenizer: {brief(tokenizer)}, expected a path, or an object with decode")
     return MarkedPack(pack, tokenizer.decode)
 
 

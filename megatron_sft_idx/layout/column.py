@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, require_dtype
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, plain_array, require_dtype
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
@@ -87,12 +87,13 @@ class ColumnSpec:
             ("alignment", self.alignment, get_args(Alignment)),
             ("dtype", dtype, [*COLUMN_DTYPES.values()]),
         ):
-            if value not in choices:
-                raise FormatError(f"column: {attribute} {value!s}, choose one of {', '.join(map(str, choices))}")
+            if not isinstance(value, str | np.dtype) or value not in choices:
+                found = value if attribute == "dtype" else brief(value)
+                raise FormatError(f"column: {attribute} {found}, choose one of {', '.join(map(str, choices))}")
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
-            raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
+            raise FormatError(f"column: width {brief(self.width)}: expected a whole number from 1 to {MAX_WIDTH}")
         COLUMN.nbytes(self.metadata)  # refuses metadata that cannot be stored
 
     @classmethod
@@ -132,7 +133,10 @@ class ColumnSpec:
         Raises:
             ValueError: they have another shape, or are outside what the dtype can hold.
         """
-        array = np.asarray(values)
+        try:
+            array = plain_array(values)
+        except ValueError as error:
+            raise ValueError(f"column {name} {error}") from None
         if array.shape != self.shape(rows):
             raise ValueError(
                 f"column {name} has shape {array.shape}; expected {self.shape(rows)}: one row a {self.per}"

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError, brief
 
 _Stated = TypeVar("_Stated")
 
@@ -120,6 +120,13 @@ class ShardPaths:
         if os.path.basename(path) in ("", ".", ".."):
             raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
         return cls(path)
+
+    def require_own_names(self) -> None:
+        """FormatError where a file has the name of another shard's file: ``a.loss.bin`` of ``a.loss``, and of ``a``."""
+        if any(ShardPaths.of(path).prefix != self.prefix for path in (self.prefix, *ShardPaths(self.prefix).all)):
+            raise FormatError(
+                f"{self.prefix}: a prefix that itself ends like one of a shard's files; choose another name"
+            )
 
     @property
     def journal(self) -> str:
@@ -260,6 +267,8 @@ def require_dtype(role: str, dtype: Any) -> np.dtype[Any]:
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
 _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
+# Half of the smallest number of float32, which is rounded to 0.
+_TOO_SMALL = 2.0**-150
 
 
 def token_array(values: ArrayLike) -> NDArray[Any]:
@@ -272,16 +281,30 @@ def integer_array(values: ArrayLike) -> NDArray[np.int64]:
     return _native_form(values, _TOKENS[-1:], "iu", "integers")
 
 
+def plain_array(values: Any) -> NDArray[Any]:
+    """The array that numpy makes of values. ValueError for a masked array, whose masked values would count."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise ValueError("is a masked array; pass its values, with filled() or compressed()")
+    return np.asarray(values)
+
+
+def rounds_to_zero(weights: NDArray[Any]) -> bool:
+    """Whether float32 has only 0 for one of these weights, which is another number."""
+    return weights.dtype.itemsize > 4 and bool(((weights != 0) & (np.abs(weights) <= _TOO_SMALL)).any())
+
+
 def mask_array(values: ArrayLike) -> NDArray[Any]:
     """A mask as bool, uint8, int64, float32 or float64."""
-    array = np.asarray(values)
+    array = plain_array(values)
     if array.dtype.kind == "f":
+        if rounds_to_zero(array):
+            raise ValueError("holds a weight that float32 rounds to 0; write 0, or 1e-40 or more")
         return _native_form(array, _WEIGHTS, "f", "numbers")
     return _native_form(array, _FLAGS, "iub", "numbers or booleans")
 
 
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, expected: str) -> NDArray[Any]:
-    array = np.asarray(values)
+    array = plain_array(values)
     if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
         # A dtype may spell its byte order out ("<" for "="), which is the same to numpy but not to the kernels.
         return array if array.dtype.byteorder in "=|" else array.view(array.dtype.newbyteorder("="))
@@ -462,6 +485,8 @@ class HeaderForm:
 
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError: a value has no JSON form."""
+    if not isinstance(metadata, Mapping):
+        raise FormatError(f"metadata: {brief(metadata)}, expected a dict")
     try:
         # Twice, because keys that are numbers were sorted as numbers, and are text now.
         return _as_json(json.loads(_as_json(metadata))).encode()

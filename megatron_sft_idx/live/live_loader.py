@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, checked
 from megatron_sft_idx.layout.files import check_column_name
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import (
@@ -87,6 +87,7 @@ class LiveDataset(IterableDataset[Tensors]):
         FormatError: an option has a value that it cannot have.
     """
 
+    @checked
     def __init__(
         self,
         catalog: str | os.PathLike[str] | LiveShards,
@@ -331,6 +332,7 @@ class LiveLoader(Iterator[Tensors]):
         state: where the rank stands after the batches that were taken.
     """
 
+    @checked
     def __init__(self, dataset: LiveDataset, *, num_workers: int = 0) -> None:
         self.dataset, self.num_workers = dataset, num_workers
         self._stop: _Event = torch.multiprocessing.Event() if num_workers else threading.Event()

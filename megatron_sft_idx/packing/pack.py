@@ -234,6 +234,8 @@ def csr_rows(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDAr
 
 def _group_starts(groups: ArrayLike, count: int) -> NDArray[np.int64]:
     """Where each group begins among the sequences: int64 [groups]."""
+    if isinstance(groups, np.ma.MaskedArray):
+        raise ValueError("groups is a masked array; pass its values, with filled() or compressed()")
     ids = np.asarray(groups)
     if ids.shape != (count,):
         raise ValueError(f"groups has the shape {ids.shape}, expected ({count},): one number a sequence")
@@ -291,6 +293,8 @@ def _as_integer(name: str, value: Any, low: int, high: int) -> int:
 
 def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     """Any integer array or list as one contiguous int64 array."""
+    if isinstance(lengths, np.ma.MaskedArray):
+        raise ValueError("lengths is a masked array; pass its values, with filled() or compressed()")
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(f"lengths has {array.ndim} dimensions, one is needed")

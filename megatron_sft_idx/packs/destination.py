@@ -93,6 +93,8 @@ class Destination:
         if len(self._suffixes) > 1:
             check_lock(f"{ShardPaths.of(self.local).prefix}-parts.journal", ())
         shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in (*self._suffixes, *beside)]
+        for each in shards:
+            each.require_own_names()
         writes = [place for each in shards for place in places_of(each, "the output", written=True)]
         if self._summary is not None:
             writes.append(Place(self._summary, "--summary"))

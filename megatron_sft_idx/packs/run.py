@@ -22,7 +22,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, Per
-from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, token_array
+from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, plain_array, token_array
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
@@ -253,7 +253,10 @@ def checked_pack(
     path: str, number: int, input_ids: ArrayLike, loss_mask: ArrayLike, starts: ArrayLike, **options: Any
 ) -> PackRun:
     """``checked_run`` of one pack, whose number is for errors. SequenceError where it breaks a rule."""
-    ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(starts)
+    try:
+        ids, mask, starts = map(plain_array, (input_ids, loss_mask, starts))
+    except ValueError as error:
+        raise SequenceError(path, number, f"one of ids, mask and sequence starts {error}") from None
     if ids.ndim != 1 or mask.ndim != 1 or starts.ndim != 1:
         raise SequenceError(path, number, "ids, mask and sequence starts have one dimension each")
     require_same_length(path, number, input_ids=len(ids), loss_mask=len(mask))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, checked
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
     COLUMN,
@@ -28,7 +28,7 @@ from megatron_sft_idx.layout.column import (
     num_rows_in,
     torn_pairs,
 )
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns, no_column
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns, no_column, plain_array
 from megatron_sft_idx.shard.journal import is_column
 from megatron_sft_idx.shard.opening import column_names, has_column, open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import locked_prefix
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _KIND = Kind("a column of a shard", is_column)
 
 
+@checked
 def write_column(
     prefix: str | os.PathLike[str],
     name: str,
@@ -121,7 +122,7 @@ def write_column(
 def _array_of_rows(values: Any, name: str, where: str) -> NDArray[Any]:
     """Values of some rows as an array. FormatError, which begins with ``where``, if numpy makes none of them."""
     try:
-        array = np.asarray(values)
+        array = plain_array(values)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot take
         raise FormatError(f"{where}: column {name}: the values make no array ({error})") from None
     if not array.ndim:

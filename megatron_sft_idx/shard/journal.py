@@ -41,7 +41,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, brief
 from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnSpec, Per, check_named_spec
 from megatron_sft_idx.layout.files import (
     MASK_DTYPES,
@@ -114,13 +114,15 @@ class BuildOptions:
             if value is None and optional:
                 continue
             if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
-                raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {MAX_CAPACITY}")
+                raise FormatError(f"{name} {brief(value)}: expected a whole number from {least} to {MAX_CAPACITY}")
             object.__setattr__(self, name, int(value))
         # What cannot be stored is refused now, not after hours of writing.
         SEQ_IDX.nbytes(self.metadata)
         vocab_size_of(self.metadata)
         for name, spec in self.columns.items():
             check_column_name(name)
+            if not isinstance(spec, ColumnSpec):
+                raise FormatError(f"columns: {name} is {brief(spec)}, expected a ColumnSpec")
             check_named_spec(name, spec)
 
     def growing_files(self, paths: ShardPaths) -> list[GrowingFile]:

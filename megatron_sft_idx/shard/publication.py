@@ -513,6 +513,7 @@ class Publication:
         drops: Collection[str] = (),
         lock: int | None = None,
     ) -> None:
+        paths.require_own_names()
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
         if only is None:
             _refuse_strange_columns(paths)

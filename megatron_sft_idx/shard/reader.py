@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, checked
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.shard.columns import ShardColumns
@@ -75,6 +75,7 @@ class Shard:
         StorageError: an object store does not answer, or not to these credentials.
     """
 
+    @checked
     def __init__(
         self,
         prefix: str | os.PathLike[str] | ShardPaths,

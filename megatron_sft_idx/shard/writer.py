@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, brief, checked
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, NamedRows, num_rows_in
 from megatron_sft_idx.layout.files import (
@@ -89,6 +89,7 @@ class ShardWriter:
         OSError: an error of the disk.
     """
 
+    @checked
     def __init__(
         self,
         prefix: str | os.PathLike[str],
@@ -218,7 +219,11 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._staged_columns):
+        if (
+            type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray
+            and columns is None
+            and not self._staged_columns
+        ):
             # The fast way, for arrays of the dtypes that the stage takes. The stage keeps nothing of a pack that it
             # refuses because of its dtypes, a broken rule or lack of room; add_packs deals with such a pack.
             self._require_ready(mask_alignment)
@@ -273,7 +278,7 @@ class ShardWriter:
                 raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
         except ValueError as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
-        arrays = self._column_arrays(columns or {}, ids.size, starts.size, lengths.size)
+        arrays = self._column_arrays({} if columns is None else columns, ids.size, starts.size, lengths.size)
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
@@ -289,8 +294,10 @@ class ShardWriter:
         """Values of all columns, in their dtypes. SequenceError: a column is missing or unknown, or a row is wrong."""
         rows, specs = {"token": tokens, "sequence": sequences, "pack": packs}, self._options.columns
         try:
+            if not isinstance(columns, Mapping):
+                raise ValueError(f"columns {brief(columns)}, expected a dict of arrays by name")
             if columns.keys() != specs.keys():
-                names, expected = (", ".join(sorted(each)) or "none" for each in (columns, specs))
+                names, expected = (", ".join(sorted(each)) or "none" for each in (map(str, columns), specs))
                 raise ValueError(f"columns {names}; this writer was opened for {expected}")
             arrays = {name: spec.array(name, columns[name], rows[spec.per]) for name, spec in specs.items()}
             for name, values in arrays.items():
@@ -513,8 +520,8 @@ class ShardWriter:
         self._require_open()
         if self._header is not None:
             raise FormatError(f"{self.prefix}: this shard is complete; open another writer to write more packs")
-        if mask_alignment not in ("label", "token"):
-            raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
+        if not isinstance(mask_alignment, str) or mask_alignment not in ("label", "token"):
+            raise FormatError(f"{self.prefix}: mask_alignment {brief(mask_alignment)}, choose 'label' or 'token'")
 
     def _require_open(self) -> None:
         if self._publication.closed:

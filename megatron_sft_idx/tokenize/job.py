@@ -12,7 +12,7 @@ from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.tokenizer import Backend
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
-from megatron_sft_idx.errors import FormatError, check_option
+from megatron_sft_idx.errors import FormatError, brief, check_option, require_type
 from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packing import Effort
 from megatron_sft_idx.packs.destination import STAGING, Destination
@@ -117,6 +117,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     """
     given = dict(locals())
     inputs = given.pop("inputs")
+    check_option("download", download, bool)
     inputs = downloaded(given, inputs) if download else inputs
     return run_job(inputs, preprocess_options(given), staging=staging, summary=summary)
 
@@ -171,10 +172,12 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
     """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
     kinds, expected = _EXPECTED.get(hint, (object, ""))
     if not isinstance(value, kinds):
-        shown = f"a {type(value).__name__}" if hint is StrPath else repr(value)
-        raise FormatError(f"{name}: {shown}, expected {expected}")
+        found = f"a {type(value).__name__}" if hint is StrPath else brief(value)
+        raise FormatError(f"{name}: {found}, expected {expected}")
+    if isinstance(value, str | os.PathLike):
+        require_type(name, value, hint)
     if hint == Sequence[str] and (wrong := [each for each in value if not isinstance(each, str)]):
-        raise FormatError(f"{name}: {wrong[0]!r}, expected a string")
+        raise FormatError(f"{name}: {brief(wrong[0])}, expected a string")
     check_option(name, value, hint, lowest=0 if name in FROM_ZERO else 1)
 
 

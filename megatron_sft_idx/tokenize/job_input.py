@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.chat.inputs import named_by
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, require_type
 from megatron_sft_idx.lines import unescaped
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
@@ -72,6 +74,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         SequenceError: a row cannot be written as JSON.
     """
     entries = _entries_of(rows)
+    if hasattr(rows, "save_to_disk") and not len(rows):  # which datasets itself cannot always save
+        raise FormatError("rows: a dataset without rows; name one that has some")
     head = list(itertools.islice(entries or (), 1))
     if entries is not None and all(isinstance(entry, (str, os.PathLike)) for entry in head):
         paths = []
@@ -80,6 +84,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
                 raise FormatError(
                     f"rows: a {type(entry).__name__} among paths; name the files alone, or pass rows alone"
                 )
+            require_type("inputs", entry, str | os.PathLike)
             paths.append(os.fspath(entry))
         if "-" not in paths:
             yield paths, str
@@ -112,7 +117,8 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
 def _entries_of(rows: Rows) -> Iterator[Any] | None:
     """The paths or rows one by one; None for a table as a whole."""
     is_table = hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream)
-    if isinstance(rows, Mapping) or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
+    is_number = getattr(rows, "shape", None) == ()
+    if isinstance(rows, Mapping) or is_number or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
         raise FormatError(
             f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, a table, or one split of a dataset;"
             " put a single row in a list"
@@ -137,12 +143,21 @@ def _write_table(path: str, rows: ArrowStream) -> None:
         raise FormatError(f"rows: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
 
 
+# A row that is refused for its depth.
+_TOO_DEEP_ROW = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1) + "\n"
+
+
 def _write_rows(path: str, rows: Iterable[Any]) -> None:
     """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
                 raise SequenceError("rows", number, f"is a {type(row).__name__}, expected a dict")
+            try:
+                refuse_deep(row)
+            except RowError:
+                file.write(_TOO_DEEP_ROW)  # json cannot write every depth; a bad row may be skipped
+                continue
             try:
                 line = _json_of(dict(row))
             except (TypeError, ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ set. The mask of a sequence's last position is 0, hence no label ever lies on th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief, checked
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
 from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader
 from megatron_sft_idx.shard import Pack, Shard
@@ -83,6 +83,7 @@ class TorchPacks(Dataset[dict[str, Tensor]]):
         return batch
 
 
+@checked
 def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPacks:
     """Packs for a plain ``DataLoader``, and batches that models of transformers take as they are.
 
@@ -108,6 +109,8 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
     if layout not in get_args(Layout):
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
     packs = open_dataset(source) if isinstance(source, (str, os.PathLike, Sequence)) else source
+    if isinstance(packs, Mapping | np.ndarray) or not (hasattr(packs, "__len__") and hasattr(packs, "__getitem__")):
+        raise FormatError(f"source: {brief(source)}, expected a path, a list of paths, or a dataset of this package")
     _require_not_judged(packs)
     return TorchPacks(packs, layout)
 
