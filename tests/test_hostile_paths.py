@@ -17,11 +17,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from bad_looks import hurry
 from cut_short import replacing
 from hostile import RECIPES, TO_A_BUCKET, WORDS, Recipe, World, verbs, within
 from obstacles import OBSTACLES, attempt, judge_bystanders, run_cells, table
 
 from megatron_sft_idx.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file in a catalog may be a torn document, which is waited for."""
+    hurry(monkeypatch)
 
 
 @pytest.fixture(scope="module")

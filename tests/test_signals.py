@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows, enough of them that a job can be met in the middle, and what calm runs make of them."""
     folder = tmp_path_factory.mktemp("calm")
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
-    write_rows(folder / "rows.jsonl", chats * 60)
+    write_rows(folder / "rows.jsonl", chats * 40)
     assert preprocess(folder / "shard", "--input", folder / "rows.jsonl").code == 0
     return folder
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 
 import pytest
+from bad_looks import hurry
 from chats import Outcome
 from cut_short import failures, killed, race, seconds_of
 from hostile import RECIPES, Recipe, World, within
@@ -45,6 +46,7 @@ def show(capsys: pytest.CaptureFixture[str], line: str) -> None:
 
 def test_the_whole_table(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+    hurry(monkeypatch)
     total, wrong = 0, []
     for recipe in WRITING:
         count, complaints = run_cells(world, table(world, recipe, all_of_them=True))
@@ -86,6 +88,7 @@ def test_cells_as_processes(world: World, capsys: pytest.CaptureFixture[str]) ->
 
 def test_every_step_fails(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
+    hurry(monkeypatch)
     total, wrong = 0, []
     for recipe in WRITING:
         count, complaints = failures(world, recipe, range(10_000))
