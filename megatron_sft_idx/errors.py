@@ -230,7 +230,10 @@ def _expected(value: Any, hint: Any) -> str:
     told: dict[Any, tuple[bool, str]] = {
         type(None): (value is None, "None"),
         bool: (type(value).__name__ in ("bool", "bool_"), "True or False"),
-        int: (isinstance(value, Integral) and not isinstance(value, bool) and abs(value) < 2**63, "a whole number"),
+        int: (
+            isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63,
+            "a whole number",
+        ),
         str: (isinstance(value, str), "a string"),
         os.PathLike: (isinstance(value, os.PathLike), "a path"),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import TOKENIZER, command
+from chats import TOKENIZER, command, write_rows
 from packs import demo_samples, write_samples
 
 import megatron_sft_idx as package
@@ -212,6 +212,21 @@ def test_a_weight_that_would_become_0_is_refused(weight: float, tmp_path: Path) 
     for row in ({"input_ids": [1, 2], "loss_weights": [0, weight]}, {"messages": [_ROWS[0]["messages"][0], message]}):
         with pytest.raises(SequenceError, match="weight"):
             package.preprocess([row], tokenizer=str(TOKENIZER), output_prefix=tmp_path / "y", seq_length=64, workers=0)
+
+
+def test_weights_whose_product_would_become_0_are_refused(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "tokenizer": str(TOKENIZER),
+        "output_prefix": tmp_path / "y",
+        "seq_length": 64,
+        "workers": 0,
+    }
+    tiny = {"input_ids": [1, 2], "loss_weights": [0, 1e-30], "loss_scale": [0, 1e-30]}
+    with pytest.raises(SequenceError, match="whose product float32 rounds to 0"):
+        package.preprocess([tiny], **given)
+    source = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "loss_weights": [0, 1e-30]}])
+    with pytest.raises(FormatError, match="--loss-weight: float32 rounds"):
+        package.preprocess(source, loss_weight=["a.jsonl=1e-30"], **given)
 
 
 def test_a_nul_byte_in_an_argument_file(tmp_path: Path) -> None:

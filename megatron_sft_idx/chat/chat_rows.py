@@ -663,6 +663,10 @@ def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedR
         if alignment == "label":
             _require_untrained_ends(values, key, nothing[key], bounds)
         mask *= _mask_of_labels(values, ids, alignment) if key == "labels" else _mask_of_numbers(values, key)
+    if not mask[trained].all():
+        raise RowError(
+            f"{', '.join(masks)} give a token weights whose product float32 rounds to 0; write 0, or larger ones"
+        )
     if alignment == "label":
         mask = np.roll(mask, 1)
     return TokenizedRow(ids[: bounds[-1]], mask[: bounds[-1]], notes, bounds)

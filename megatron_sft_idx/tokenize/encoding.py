@@ -403,7 +403,12 @@ class RowEncoder:
         ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
         if weight != 1:
-            mask = (mask * weight).astype(np.float32)
+            weighted = (mask * weight).astype(np.float32)
+            if weight and not weighted[mask != 0].all():
+                raise FormatError(
+                    f"--loss-weight: float32 rounds a weight times {weight:g} to 0; give a larger one, or 0"
+                )
+            mask = weighted
         if ((mask == 0) | (mask == 1)).all():
             mask = mask.astype(np.uint8)
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.chat.inputs import named_by
@@ -74,7 +74,9 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         SequenceError: a row cannot be written as JSON.
     """
     entries = _entries_of(rows)
-    if hasattr(rows, "save_to_disk") and not len(rows):  # which datasets itself cannot always save
+    if (
+        hasattr(rows, "save_to_disk") and isinstance(rows, Sized) and not len(rows)
+    ):  # which datasets itself cannot always save
         raise FormatError("rows: a dataset without rows; name one that has some")
     head = list(itertools.islice(entries or (), 1))
     if entries is not None and all(isinstance(entry, (str, os.PathLike)) for entry in head):
