@@ -10,7 +10,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import ArrayLike
 
-from megatron_sft_idx.errors import FormatError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter

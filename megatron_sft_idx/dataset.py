@@ -13,7 +13,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.opening import missing_files

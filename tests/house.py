@@ -14,7 +14,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 700, 70
 # From the ground up; a module imports from its own layer and those before it.
 LAYERS = [
     {"_native"},
-    {"layout", "errors", "lines"},
+    {"layout", "arguments", "errors", "lines"},
     {"chat", "packing", "storage"},
     {"shard", "check", "packs"},
     {"formats"},

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Finding,
@@ -32,7 +33,7 @@ from megatron_sft_idx.check.rules import (
     check_sizes,
     open_columns,
 )
-from megatron_sft_idx.errors import FormatError, ShardNotFoundError, checked
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES, listed_columns
 from megatron_sft_idx.shard.journal import is_journal, read_journal

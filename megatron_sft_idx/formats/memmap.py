@@ -38,7 +38,8 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     PackedReader,
     PackedSpec,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, checked, require_type
+from megatron_sft_idx.arguments import checked, require_type
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskRule, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, joined_spec, resolve_source
 from megatron_sft_idx.formats.sft_idx import spec_of

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, brief, require_type
+from megatron_sft_idx.arguments import require_type
+from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, brief
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import check_column_name
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import (

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.shard.columns import ShardColumns

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, SequenceError, brief, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, NamedRows, num_rows_in
 from megatron_sft_idx.layout.files import (

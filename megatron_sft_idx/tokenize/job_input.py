@@ -18,10 +18,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from megatron_sft_idx.arguments import require_type
 from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, require_type
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.lines import unescaped
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at

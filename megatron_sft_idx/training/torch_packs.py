@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from megatron_sft_idx.errors import FormatError, brief, checked
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
 from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader
 from megatron_sft_idx.shard import Pack, Shard

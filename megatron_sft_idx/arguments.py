@@ -1,0 +1,103 @@
+"""Arguments of public functions, held to their type hints.
+
+Without this, a wrong type would end deep inside in a traceback, or pass as something else: a masked array as its raw
+values, a number as a path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Integral
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from megatron_sft_idx.errors import FormatError, brief
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_LISTS = (Sequence, Collection, Iterable, list, tuple)
+
+
+def checked(function: _Function) -> _Function:
+    """Hold the arguments of a public function or constructor to its type hints before it runs.
+
+    Paths, truth values, integers, choices, dicts with string keys, lists of strings and objects of this package are
+    checked; all else is left to the function.
+
+    Raises:
+        FormatError: of the function that this makes, for an argument of another type.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for name, value in given.items():
+            if value is not signature.parameters[name].default:
+                require_type(name, value, _hint_of(function, name))
+        return function(*args, **kwargs)
+
+    return checking  # type: ignore[return-value]
+
+
+@cache
+def _hint_of(function: Callable[..., Any], name: str) -> Any:
+    """The type hint of a parameter; Any where it cannot be evaluated, as of names that only type checkers import."""
+    try:
+        return eval(function.__annotations__.get(name, "Any"), function.__globals__)
+    except (NameError, TypeError):
+        return Any
+
+
+def require_type(name: str, value: Any, hint: Any) -> None:
+    """FormatError unless a value is what a type hint says, as far as ``checked`` looks."""
+    expected = [told for kind in (get_args(hint) if _is_union(hint) else [hint]) if (told := _expected(value, kind))]
+    all_kinds = len(get_args(hint)) if _is_union(hint) else 1
+    if len(expected) == all_kinds:
+        raise FormatError(f"{name}: {brief(value)}, expected {' or '.join(dict.fromkeys(expected))}")
+    if isinstance(value, str | os.PathLike) and not isinstance(value, bytes):
+        try:
+            is_path = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            is_path = False
+        if not is_path:
+            raise FormatError(f"{name}: {brief(value)} holds a character that no path has; leave it out")
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
+
+
+def _expected(value: Any, hint: Any) -> str:
+    """What a value should be, where it is not what one hint says; else "". Hints of other kinds take any value."""
+    origin, is_protocol = get_origin(hint) or hint, getattr(hint, "_is_protocol", False)
+    told: dict[Any, tuple[bool, str]] = {
+        type(None): (value is None, "None"),
+        bool: (type(value).__name__ in ("bool", "bool_"), "True or False"),
+        int: (
+            isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63,
+            "a whole number",
+        ),
+        str: (isinstance(value, str), "a string"),
+        os.PathLike: (isinstance(value, os.PathLike), "a path"),
+    }
+    if origin in told:
+        is_right, expected = told[origin]
+    elif origin is Literal:
+        is_right = isinstance(value, str)  # which of them, the function looks at
+        expected = f"one of {', '.join(map(str, get_args(hint)))}"
+    elif origin is Mapping:
+        is_right = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        items = get_args(hint)[1:]
+        wrong = [why for each in (value.values() if is_right and items else ()) if (why := _expected(each, items[0]))]
+        is_right, expected = is_right and not wrong, "a dict by name" + (f" of {wrong[0]} each" if wrong else "")
+    elif origin in _LISTS and get_args(hint)[:1] == (str,):
+        is_list = isinstance(value, Collection) and not isinstance(value, str | bytes) and not hasattr(value, "dtype")
+        is_right, expected = is_list and all(isinstance(each, str) for each in value), "a list of strings"
+    elif isinstance(origin, type) and origin.__module__.startswith(__package__) and not is_protocol:
+        is_right, expected = isinstance(value, origin), f"a {origin.__name__}"
+    else:
+        return ""
+    return "" if is_right else expected
