@@ -107,19 +107,6 @@ def encoder(tmp_path: Path, **rows: Any) -> RowEncoder:
     return RowEncoder(EncodingOptions(tokenizer=str(TOKENIZER), rows=RowOptions(**rows), **options))
 
 
-@pytest.mark.parametrize("kind", ["auto", "preference", "kto", "messages"])
-def test_no_deep_row_of_python_ends_a_run(kind: str, tmp_path: Path) -> None:
-    ignored: dict[str, Any] = {"ignore_fields": ("metadata",)} if kind == "auto" else {}
-    encode = encoder(tmp_path, kind=kind, **ignored).encode
-    for levels in (MAX_DEPTH, *DEPTHS):
-        for of in ("object", "list"):
-            rows = rows_with(deep(levels, of))
-            done = encode(Rows([*rows.values(), *FINE.values()]))
-            bad = {error.position for error in done.bad_rows}
-            assert [name for at, name in enumerate(rows, 1) if at not in bad] == []
-            assert len(rows) + list(FINE).index(kind) + 1 not in bad
-
-
 def test_what_is_just_deep_enough_is_read_and_written(tmp_path: Path) -> None:
     """At the limit, text in a row included, every filter and every step still has room."""
     text = json.dumps(deep(MAX_DEPTH))

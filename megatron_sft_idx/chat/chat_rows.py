@@ -48,7 +48,7 @@ from megatron_sft_idx.chat.training_fields import (
     without_fields,
 )
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
-from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json, refuse_deep
+from megatron_sft_idx.chat.values import Undecoded, clause_of, parse_json
 from megatron_sft_idx.errors import check_options
 from megatron_sft_idx.layout.files import rounds_to_zero
 
@@ -127,7 +127,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
 
 
 def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
-    keys = require_object(data, options).keys()
+    keys = require_object(data).keys()
     if not keys.isdisjoint(_REFUSED):
         _refuse_keys(data, options)
     refuse_row_fields(data, read=() if data.get("input_ids") is None else _MASKS)
@@ -149,7 +149,7 @@ def _read_row(data: Any, options: RowOptions) -> Conversation | TokenizedRow:
 def without_ignored(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counter[str]]:
     """The row without the fields that ``options`` ignores, and how many these were, as notes for the summary."""
     counts: Counter[str] = Counter()
-    return without_fields(require_object(data, options), options.ignore_fields, counts), counts
+    return without_fields(require_object(data), options.ignore_fields, counts), counts
 
 
 def to_conversation(data: dict[str, Any], messages: list[_Message], weights: list[float]) -> Conversation:
@@ -160,18 +160,9 @@ def to_conversation(data: dict[str, Any], messages: list[_Message], weights: lis
     return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
 
 
-def require_object(data: Any, options: RowOptions) -> dict[str, Any]:
-    """The row, if it is an object that is not too deep; else RowError."""
-    row = _typed(data, dict, "the row")
-    if not _is_tokenized(row, options):  # of those long lists are read, if they are flat
-        refuse_deep(row)
-    return row
-
-
-def _is_tokenized(row: dict[str, Any], options: RowOptions) -> bool:
-    if options.kind != "auto":
-        return options.kind == "tokenized"
-    return row.get("input_ids") is not None and any(row.get(name) is not None for name in _MASKS)
+def require_object(data: Any) -> dict[str, Any]:
+    """The row, if it is an object; else RowError."""
+    return _typed(data, dict, "the row")
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
@@ -210,9 +201,9 @@ def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     Raises:
         RowError: the keys make no chat.
     """
-    if _is_tokenized(data, options):
-        return "tokenized"
     has = {key for key, value in data.items() if value is not None}
+    if "input_ids" in has and has.intersection(_MASKS):
+        return "tokenized"
     if options.messages_key or not has.isdisjoint(TURNS):
         return "messages"
     if "prompt" in has and "completion" in has:

@@ -80,7 +80,7 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
 
 
 def _read_judged_row(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
-    row = require_object(data, options)
+    row = require_object(data)
     if options.kind == "kto":
         return _read_verdict(row, options)
     refuse_media(row)

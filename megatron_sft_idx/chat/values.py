@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -130,9 +130,13 @@ def _is_deeper(value: Any, limit: int) -> bool:
     for _ in range(limit):
         below: dict[int, Any] = {}  # by identity: Python's objects may hold one list a thousand times, or themselves
         for each in level.values():
-            items = each.values() if isinstance(each, Mapping) else each if isinstance(each, (list, tuple)) else ()
-            if not _FLAT.issuperset(map(type, items)):
-                below.update({id(item): item for item in items if isinstance(item, (dict, list, tuple, Mapping))})
+            items: Iterable[Any]
+            # Exact types first: whether something is a Mapping takes Python long to tell.
+            if type(each) is dict or isinstance(each, Mapping):
+                items = each.values()
+            else:
+                items = each if isinstance(each, (list, tuple)) else ()
+            below.update({id(item): item for item in items if type(item) not in _FLAT})
         if not below:
             return False
         level = below
