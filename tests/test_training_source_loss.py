@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from blends import build, config_of
+from columned import unchecked
 from packs import Sample
 from torch.utils.data import default_collate
 from training_twin import batch_of, lone_process
@@ -129,7 +130,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         ("kind", ColumnSpec("sequence", np.int32, 2, metadata={"files": [A]})),
         ("table", ColumnSpec("sequence", np.uint32, 2)),
     ):
-        with ShardWriter(tmp_path / name, capacity=8, durable=False, columns={"source": spec}) as writer:
+        options = {"capacity": 8, "durable": False, "columns": {"source": spec}}
+        with unchecked(), ShardWriter(tmp_path / name, **options) as writer:
             writer.add_pack([1, 2], [1, 0], [0], columns={"source": [[5, 6]]})
         assembler = BatchAssembler(
             StoredPacks(ShardSet.open(tmp_path / name, columns=("source",))), 8, columns=("source",)

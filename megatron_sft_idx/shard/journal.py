@@ -353,22 +353,29 @@ def with_named_columns(paths: ShardPaths, head: JournalHead) -> ShardPaths:
     return paths.with_columns_of((*head.files, *(head.replaced_inodes or {})))
 
 
-def with_present_columns(paths: ShardPaths) -> ShardPaths:
+def with_present_columns(paths: ShardPaths, *, refuse_strange: bool = False) -> ShardPaths:
     """``paths``, with the columns that lie at the prefix, temporary files of columns included; scans the folder once.
 
     A column is recognised by its magic, a temporary file of one by its name if it is empty.
+
+    FormatError: with ``refuse_strange``, a file or link has the name of a column that is not among ``paths``, and is
+    none. Next to a shard it would count as a damaged column.
     """
     folder, name = os.path.split(paths.prefix)
     found: list[str] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
         for entry in entries:
             may_be = entry.name.startswith(name + ".") and ".col" in entry.name
-            if not may_be or not entry.is_file(follow_symlinks=False):
+            if not may_be or not entry.is_file():
                 continue
             path = paths.prefix + entry.name.removeprefix(name)
-            is_recognised = is_column(path) if column_of(path) else is_named_or_empty(path, None)
-            if is_recognised:
+            if not entry.is_symlink() and (is_column(path) if column_of(path) else is_named_or_empty(path, None)):
                 found.append(path)
+            elif refuse_strange and column_of(path) and path not in paths.all:
+                raise FormatError(
+                    f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
+                    " choose another prefix"
+                )
     return paths.with_columns_of(found)
 
 

@@ -44,7 +44,6 @@ from megatron_sft_idx.shard.journal import (
     with_named_columns,
     with_present_columns,
 )
-from megatron_sft_idx.shard.opening import columns_beside
 from megatron_sft_idx.storage import OutputFile, name_in_errors, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
@@ -113,24 +112,10 @@ def check_free(
             would be too long.
         OSError: too little space on the disk, or too few inodes.
     """
-    if only is None:
-        _refuse_strange_columns(paths)
-        paths = with_present_columns(paths)
-    else:
-        paths = paths.with_columns_of(only)
+    paths = with_present_columns(paths, refuse_strange=True) if only is None else paths.with_columns_of(only)
     replaced = _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
     _require_ours(paths, [*(() if any_file else replaced), *paths.unpublished.all])
     return replaced
-
-
-def _refuse_strange_columns(paths: ShardPaths) -> None:
-    """FormatError where a file has the name of a column of the new shard and is none: no verb could read the shard."""
-    for name in sorted(columns_beside([paths.prefix])[paths.prefix] - {*paths.columns}):
-        if not is_column(path := paths.column(name)):
-            raise FormatError(
-                f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
-                " choose another prefix"
-            )
 
 
 def _require_ours(paths: ShardPaths, files: Iterable[str]) -> None:
@@ -455,7 +440,6 @@ def publish_outputs(
         headers = [existing_header(number) if existing_header else None for number in range(len(shards))]
         missing = [number for number, header in enumerate(headers) if header is None]
         for paths in [shards[number] for number in missing]:
-            _refuse_strange_columns(paths)
             check_free(paths, overwrite=overwrite, only=paths.all)
         for number in missing if existing_header else ():
             drop_build(shards[number])
@@ -515,8 +499,6 @@ class Publication:
     ) -> None:
         paths.require_own_names()
         self._set_fields(paths, durable, JournalHead({}, work, {}, None), borrowed=lock is not None)
-        if only is None:
-            _refuse_strange_columns(paths)
         _check_room(paths, overwrite=overwrite, only=only, nbytes=nbytes)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
@@ -526,7 +508,7 @@ class Publication:
             if lock is None and os.fstat(self._lock).st_size:
                 check_free(paths, only=only, **options)
                 finish_interrupted(paths, self._lock, overwrite=overwrite, drops=drops)
-            with_columns = with_present_columns(paths)
+            with_columns = with_present_columns(paths, refuse_strange=only is None)
             self._replaced = check_free(paths, only=with_columns.all if only is None else only, **options)
             _remove_temporaries(with_columns, None)
             self.journal = OutputFile(paths.journal, durable=durable, append=True)
