@@ -287,7 +287,7 @@ def test_the_same_by_produce(tmp_path: Path, late: Path) -> None:
     assert "standard input:1: a system message comes after an answer in this row, and in none before it" in done.err
     assert piped(source, tmp_path / "pipe", *TURN).code == 0
     assert tokens_of(tmp_path / "pipe").total() == 2
-    done = produced(tmp_path / "late", "--input", late, "--on-bad-row", "skip")
+    done = produced(tmp_path / "late", "--input", late, "--on-bad-row", "skip", "--tokens-per-shard", 50_000)
     assert done.code == 1
     assert ":7001: a system message comes after an answer in this row, and in none before it" in done.err
 
