@@ -18,7 +18,7 @@ from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
 PACKS = [sample_of([5, 4, 7], lambda position: position % 2, lambda position: position % 40) for _ in range(9)]
 SPECS = {"score": ColumnSpec("token", "f4"), "turn": ColumnSpec("sequence", "u1")}
-METADATA = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 64}, "notes": ["kept"]}
+METADATA = {"tokenizer": {"fingerprint": "aaa", "vocab_size": 64}, "notes": ["kept"], "accepted": "no list"}
 # A byte of each file that may take another value without breaking a rule of packs.
 CHANGES = {".bin": (4, 9), ".loss.bin": (0, 0), ".seq.bin": (4, 6), ".score.col": (-2, 7), ".late.col": (-1, 7)}
 

@@ -16,7 +16,7 @@ from merges import merged, rewrite_header, write_parts
 from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, sums_told, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.shard.journal import read_blocks, read_head
 
@@ -95,7 +95,9 @@ def test_a_source_is_never_the_output(tmp_path: Path) -> None:
     for output in (sources[0], str(folder / ".." / "real" / "s0"), str(tmp_path / "link" / "s0"), sources[0] + ".bin"):
         with pytest.raises(FormatError, match="is both the output and "):
             merged(sources, output, overwrite=True)
-    write_samples(folder / "x.loss", demo_samples(2), capacity=64)  # its tokens are x.loss.bin
+    with pytest.MonkeyPatch.context() as another_writer:  # ours refuses the name, as its tokens are x.loss.bin
+        another_writer.setattr(ShardPaths, "require_own_names", lambda paths: None)
+        write_samples(folder / "x.loss", demo_samples(2), capacity=64)
     with pytest.raises(FormatError, match="is both the output and "):
         merged([str(folder / "x.loss")], folder / "x", overwrite=True)
     assert five_files(sources[0]) == before

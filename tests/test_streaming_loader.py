@@ -213,7 +213,7 @@ def test_resuming_where_shards_were_freed_is_refused(catalog: Path) -> None:
 
 
 def test_what_a_live_catalog_cannot_serve_is_refused_with_the_reason(catalog: Path) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(FormatError, match="catalog: a list, expected a string"):
         LiveDataset([str(catalog), str(catalog)], rank=0, size=1, seq_length=16)  # type: ignore[arg-type]
     for options in ({"rank": 2, "size": 2}, {"window": 0}, {"epochs": 0}, {"micro_batch_size": 0}, {"at_end": "stop"}):
         with pytest.raises(FormatError, match="catalog:"):

@@ -59,8 +59,9 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     columns = dict(shard.columns)
     metadata: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in (SPLIT, "columns")}
     # Earlier entries stay: they name other damage to the same contents.
+    earlier = metadata.get(ACCEPTED)
     metadata[ACCEPTED] = [
-        *metadata.get(ACCEPTED, []),
+        *(earlier if isinstance(earlier, list) else []),
         *({"file": path.removeprefix(paths.prefix), "expected": found.expected} for path, found in wrong.items()),
     ]
     options = BuildOptions(

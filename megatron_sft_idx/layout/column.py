@@ -214,7 +214,7 @@ class NamedRows:
 
     def require(self, rows: NDArray[Any]) -> None:
         """ValueError where the next rows break a rule. They are not counted until ``accept``."""
-        if self._name == "source" and rows.max(initial=0, axis=0)[0] >= self._num_files:
+        if self._name == "source" and rows[:, 0].max(initial=0) >= self._num_files:
             at = int(np.argmax(rows[:, 0] >= self._num_files))
             raise ValueError(
                 f"column source: sequence {self._num_rows + at} is of file {rows[at, 0]}, expected less than"
