@@ -258,7 +258,7 @@ def _without_encoding(array: pa.Array) -> pa.Array:
 
 
 def _is_valid(array: pa.Array) -> pa.Array:
-    """Which values are not null. Unions have no nulls but those of their children, after which pyarrow 26 may crash."""
+    """Which values are not null. A union has no nulls itself, and asking pyarrow 26 for them may crash."""
     import pyarrow as pa
 
     return pa.repeat(True, len(array)) if _is(array.type, "union") else array.is_valid()
@@ -391,7 +391,7 @@ def _validity(chunks: Sequence[_Column]) -> NDArray[np.bool_]:
 
 # ---- what no stream holds ----
 
-# Levels of nesting that Arrow streams are sure to hold; those of pyarrow end at 64.
+# Levels of nesting that every Arrow stream can hold; pyarrow stops at 64.
 _MAX_LEVELS = 60
 
 

@@ -7,6 +7,7 @@ entry ``accepted`` of its JSON block lists the files that had been changed, with
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.packs.merge import begin_copy
 from megatron_sft_idx.packs.provenance import SPLIT
 from megatron_sft_idx.packs.run import COPIED_TOKENS, nbytes_of_run, nbytes_to_check, windows
-from megatron_sft_idx.shard import BuildOptions, Shard, ShardWriter
+from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Watch
 
 ACCEPTED = "accepted"
@@ -64,21 +66,11 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
         *(earlier if isinstance(earlier, list) else []),
         *({"file": path.removeprefix(paths.prefix), "expected": found.expected} for path, found in wrong.items()),
     ]
-    options = BuildOptions(
-        header.token_dtype,
-        header.mask_dtype,
-        header.capacity or None,
-        header.sequence_multiple,
-        header.pad_id,
-        metadata,
-        {name: column.spec for name, column in columns.items()},
-    )
+    like = dataclasses.replace(header, metadata=metadata)
+    specs = {name: column.spec for name, column in columns.items()}
     nbytes = nbytes_to_check(shard.files, columns)
-    with (
-        watch("writing", nbytes) as advance,
-        ShardWriter.begin(paths.prefix, options, overwrite=True, nbytes=nbytes) as writer,
-    ):
-        writer.rebuilt = header.rebuilt
+    new = begin_copy(paths.prefix, like, specs, overwrite=True, durable=True, nbytes=nbytes)
+    with watch("writing", nbytes) as advance, new as writer:
         for window in windows(shard.files, COPIED_TOKENS, columns):
             run = window.run()
             writer.add_run(run)

@@ -335,10 +335,9 @@ class PackedWriter(ABC):
             SequenceError: a pack does not fit what the spec announced, or has an id beyond its vocabulary.
         """
         self._require_open()
-        if self._vocab_size is not None and run.tokens.max(initial=0) >= self._vocab_size:
-            at = int(np.argmax(run.tokens))
-            reason = f"id {run.tokens[at]}, the vocabulary has {self._vocab_size} tokens (rule P9)"
-            raise SequenceError(self._path, self._pack_of_token(run, at), reason)
+        if self._vocab_size is not None:
+            limit = f", the vocabulary has {self._vocab_size} tokens (rule P9)"
+            self._require_ids_within(run, self._vocab_size - 1, limit)
         if run.columns and not self.stores_columns:
             self._drop_columns(run.columns)
             run = dataclasses.replace(run, columns={})
@@ -372,10 +371,13 @@ class PackedWriter(ABC):
     def _require_ids_fit(self, run: PackRun, dtype: np.dtype[Any]) -> None:
         """SequenceError unless the ids of a run fit the integer dtype in which they are written."""
         largest = int(np.iinfo(dtype).max)
+        self._require_ids_within(run, largest, f" in {dtype}, at most {largest}")
+
+    def _require_ids_within(self, run: PackRun, largest: int, limit: str) -> None:
+        """SequenceError, which names the largest id and ``limit``, unless no id of a run is above ``largest``."""
         if run.tokens.max(initial=0) > largest:
             at = int(np.argmax(run.tokens))
-            reason = f"id {run.tokens[at]} in {dtype}, at most {largest}"
-            raise SequenceError(self._path, self._pack_of_token(run, at), reason)
+            raise SequenceError(self._path, self._pack_of_token(run, at), f"id {run.tokens[at]}{limit}")
 
     def _require_open(self) -> None:
         if self._is_complete:

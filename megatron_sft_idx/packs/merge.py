@@ -12,6 +12,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
+from megatron_sft_idx.packs.run import nbytes_of
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.journal import BuildOptions
 from megatron_sft_idx.shard.opening import columns_beside, require_same
@@ -225,11 +226,6 @@ def open_source(prefix: str, shard_id: bytes) -> Shard:
     shard = Shard(prefix, backend="pread")
     require_same(prefix, shard.shard_id, shard_id)
     return shard
-
-
-def nbytes_of(header: Header) -> int:
-    """Bytes of a shard's five files, without the header of ``.seq.idx``."""
-    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
 def begin_copy(

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
-from megatron_sft_idx.layout import FileDigest, ShardPaths
+from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, plain_array, token_array
 from megatron_sft_idx.storage import is_remote
@@ -476,11 +476,14 @@ def require_checksums(files: OpenFiles, columns: OpenColumns, advance: Advance) 
         pass
 
 
+def nbytes_of(header: Header) -> int:
+    """Bytes of a shard's five files, without the header of ``.seq.idx``."""
+    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
+
+
 def nbytes_to_check(files: OpenFiles, columns: OpenColumns) -> int:
     """How many bytes ``checked_runs`` reads."""
-    header = files.header
-    of_columns = sum(len(column) * column.spec.row_nbytes for column in columns.values())
-    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes + of_columns
+    return nbytes_of(files.header) + sum(len(column) * column.spec.row_nbytes for column in columns.values())
 
 
 def _require_checksum(paths: ShardPaths, path: str, rule: str, found: bytes, expected: bytes) -> None:

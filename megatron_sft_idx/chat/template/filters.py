@@ -2,7 +2,7 @@
 
 A filter pays as a method does (``methods``): for the bytes that go in and come out, and for a bound on its work where
 that may be more. What goes in differs: one text, or the items of a list, or all that a value holds. A value that a
-filter turns into text must have a text of its own. What is not listed here is refused by name. ``tojson`` does not
+filter turns into text must have a text form. What is not listed here is refused by name. ``tojson`` does not
 escape HTML, as in transformers.
 """
 

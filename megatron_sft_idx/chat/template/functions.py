@@ -1,6 +1,6 @@
 """Functions and classes that a chat template finds by name, in place of Jinja's own or beyond them.
 
-``raise_exception``, ``strftime_now``, ``dict`` and ``namespace`` are those of transformers. Nothing is random, and the
+``raise_exception``, ``strftime_now``, ``dict`` and ``namespace`` work as in transformers. Nothing is random, and the
 day is an option.
 """
 
