@@ -145,7 +145,7 @@ class PackedReader(ABC):
         if self.label_only and self.alignment != "label":
             raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
         self._open(**options)
-        if not self.label_only:
+        if self._assumes_labels():
             with suppress(SequenceError):  # the caller meets it when the packs are read
                 if (run := next(iter(self._runs()), None)) is not None:
                     self._refuse_token_masks(run.unplaced, len(run.seq_starts))
@@ -171,14 +171,17 @@ class PackedReader(ABC):
         if self.alignment in ALIGNMENT_NOTES:
             self.notes.append(ALIGNMENT_NOTES[self.alignment])
 
+    def _assumes_labels(self) -> bool:
+        """Whether masks are taken as label-aligned, and neither the format nor the file says so."""
+        return self.alignment == "label" and not self.label_only and not self._states_alignment
+
     def _refuse_token_masks(self, num_set_ends: int, num_sequences: int) -> None:
         """FormatError where masks are taken as label-aligned and all of the first sequences end in a set value.
 
         A label-aligned mask has no set value there, as nothing is predicted behind the end. A token-aligned mask has
         one wherever an answer is trained to its end.
         """
-        is_assumed = self.alignment == "label" and not self._states_alignment
-        if is_assumed and 0 < num_sequences == num_set_ends:
+        if self._assumes_labels() and 0 < num_sequences == num_set_ends:
             raise FormatError(
                 f"{self.path}: all of the first {num_sequences:,} sequences end in a loss mask above 0, where a"
                 " label-aligned mask has nothing to predict: these masks are token-aligned; pass mask_alignment='token'"

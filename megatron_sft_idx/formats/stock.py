@@ -137,7 +137,7 @@ class Reader(PackedReader):
             )
         if mask_path is None:
             self.notes.append("every token is trained on, as the mask rule says")
-            self.alignment = "label"
+            self.alignment, self._states_alignment = "label", True  # the masks are made here
         else:
             mask_paths = ShardPaths.of(mask_path)
             self._masks = _StockItems.open(mask_paths)
