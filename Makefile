@@ -81,7 +81,7 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	$(BIN)/pytest -v --capture=sys tests/native
 
 # atheris has wheels for Linux on x86-64 alone; elsewhere pip would look for a clang with libFuzzer to build it.
-fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a target; FUZZ_TARGETS="journal rows" for some
+fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a target; FUZZ_TARGETS="building rows" for some
 	@$(PIP) install --constraint constraints.txt --only-binary atheris --no-build-isolation --editable '.[fuzz]' || \
 	{ echo "make fuzz needs atheris, which has wheels for Linux on x86-64 and Python 3.10 to 3.12 only;" \
 	"make test replays the corpus anywhere"; exit 1; }

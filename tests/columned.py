@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from packs import Sample
 
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, PAIR, ColumnSpec
-from megatron_sft_idx.shard import Shard, ShardWriter, columns, journal, writer
+from megatron_sft_idx.shard import Shard, ShardWriter, build_options, columns, writer
 
 FILES = {"files": [{"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc"]}
 SOURCE = ColumnSpec("sequence", np.uint32, 2, metadata=FILES)
@@ -79,7 +79,7 @@ def unchecked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (columns, writer):
             patch.setattr(module, "NamedRows", _AnyRows)
-        for module in (columns, journal):
+        for module in (columns, build_options):
             patch.setattr(module, "check_named_spec", lambda name, spec: None)
         yield
 

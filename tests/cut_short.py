@@ -104,7 +104,7 @@ def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
         after = world.look()
     if outcome.code and recipe.verb not in ("produce", "inspect", "create-raw-index"):
         with within(world.here):
-            for prefix in {name.removesuffix(".journal") for name in os.listdir() if name.endswith(".journal")}:
+            for prefix in [name.removesuffix(".building") for name in os.listdir() if name.endswith(".building")]:
                 attempt(["rebuild", prefix])
             outcome = attempt(recipe.argv(None, *replacing(recipe)))
             after = world.look()

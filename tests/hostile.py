@@ -205,7 +205,7 @@ class Recipe:
 
     def flag_sets(self) -> list[tuple[str, ...]]:
         known = verbs()[self.verb]._option_string_actions
-        return [(), *((flag,) for flag in ("--overwrite", "--resume") if flag in known)]
+        return [(), *((flag,) for flag in ("--overwrite",) if flag in known)]
 
 
 @dataclass

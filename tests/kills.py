@@ -1,21 +1,19 @@
-"""Processes that kill themselves at a chosen step of what changes a folder, and copies of what they leave."""
+"""Processes that kill themselves at a chosen step of what changes a folder, or after some time."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import publication
-from megatron_sft_idx.shard.recovery import adopt_remains
+import pytest
+
+from megatron_sft_idx.storage import building
 
 # What makes, renames, cuts and removes files, and what waits for the disk.
-STEPS = ("rename", "unlink", "link", "fsync", "ftruncate")
+STEPS = ("mkdir", "rename", "unlink", "link", "rmdir", "fsync", "ftruncate")
 
 
 def killed_at(step: int, work: Callable[[], Any]) -> bool:
@@ -35,7 +33,9 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        publication.move_into_place = counted(publication.move_into_place)
+        # A kill loses nothing that was written, so nothing waits for the disk.
+        os.fsync = counted(lambda fd: None)
+        building.move_into_place = counted(building.move_into_place)
         status = 1
         try:
             work()
@@ -45,6 +45,23 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), f"exit status {status}"
     return status == signal.SIGKILL
+
+
+class StoppedError(Exception):
+    """Stops what is about to rename its first file."""
+
+
+def leave_complete(work: Callable[[], Any]) -> None:
+    """Do ``work`` up to where all files of an output are complete; what a kill leaves before the first rename."""
+
+    def stop(self: building.Building, *_: object) -> None:
+        self.close()
+        raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building.Building, "finish", stop)
+        with pytest.raises(StoppedError):
+            work()
 
 
 def killed_after(seconds: float, work: Callable[[], Any]) -> bool:
@@ -61,11 +78,3 @@ def killed_after(seconds: float, work: Callable[[], Any]) -> bool:
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), f"exit status {status}"
     return status == signal.SIGKILL
-
-
-def copy_remains(source: Path, target: Path) -> None:
-    """Copy what a killed build left, whose journal then names the copies."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    for journal in target.glob("*.journal"):
-        if journal.stat().st_size:
-            adopt_remains(ShardPaths(str(journal).removesuffix(".journal")))

@@ -30,8 +30,12 @@ KNOWN = (
         "{}.tmp",
         ".{}.tmp",
         ".{}.old",
+        "{}.building",
+        "{}.building/notes.txt",
+        "{}.building/build.json",
         "{}/_work",
         "{}/_producer.journal",
+        "{}/_producer.building/notes.txt",
         "{}.lock",
         "{}.done",
         "{}.seq.idx.failed",
@@ -283,7 +287,7 @@ def _replaceable(world: World, cell: Cell) -> set[str]:
     """Names under the root of what a run that is done may have taken the place of."""
     if cell.way in EMPTY:
         return {f"here/{path}" for path in (cell.name, *map(str, Path(cell.name).parents))}
-    if cell.way == OLD and {"--overwrite", "--resume"} & set(cell.flags):
+    if cell.way == OLD and "--overwrite" in cell.flags:
         return {f"here/{name}" for name in world.old(cell.recipe)}
     return set()
 
@@ -322,7 +326,9 @@ def judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
         # The empty name and its kin are known by how they stand there, or by the option they came with.
         name = os.path.basename(os.path.normpath(cell.value)) if cell.value.strip("/.") else ""
         places |= {cell.value, name, f"error: {cell.value}: ", f"{cell.value!r}: ", *_OPTIONS}
-        places |= {f"{ShardPaths.of(name).prefix}." for suffix in SUFFIXES if name.endswith(suffix)}
+        places |= {
+            f"{ShardPaths.of(name).prefix}." for suffix in SUFFIXES if name.endswith(suffix) and name not in SUFFIXES
+        }
     # A name may be shortened, and what is no letter is shown in other ways.
     shown = {re.split(r"[^ -~]", place)[0][:9] if "error" not in place else place for place in places}
     if not any(part in said for part in shown - {"", ".", ".."}):

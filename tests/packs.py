@@ -130,5 +130,11 @@ def folder_of(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
+def tree_of(path: Path) -> dict[str, bytes]:
+    """The content of all files in a folder and in the folders in it, by path. Locks are left out."""
+    files = (each for each in path.rglob("*") if each.is_file() and each.name != "lock")
+    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(files)}
+
+
 # What is in a folder that holds the shard "x" and nothing else.
 WHOLE = sorted("x" + suffix for suffix in SUFFIXES)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -60,10 +61,18 @@ def test_a_shard_that_is_being_removed_is_none(catalog):
     write_samples(catalog.shard_prefix(0), demo_samples(2))
     nbytes = catalog.shard_nbytes(0)
     assert nbytes == sum(os.path.getsize(path) for path in ShardPaths.of(catalog.shard_prefix(0)).all)
-    paths, step = ShardPaths.of(catalog.shard_prefix(0)), 0
-    while os.path.exists(paths.seq_idx):  # killed later and later
-        assert killed_at(step, lambda: remove_shard(paths))
-        step += 1
+    paths, unlink = ShardPaths.of(catalog.shard_prefix(0)), os.unlink
+
+    def dies():
+        def counted(path, *arguments, **named):
+            if str(path) in paths.all and not os.path.exists(paths.seq_idx):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return unlink(path, *arguments, **named)
+
+        os.unlink = counted
+        remove_shard(paths)
+
+    assert killed_at(10**9, dies)
     assert (catalog.numbers(), catalog.present()) == ([], [0])
     remove_shard(ShardPaths.of(catalog.shard_prefix(0)))
     assert (catalog.present(), catalog.shard_nbytes(0)) == ([], 0)

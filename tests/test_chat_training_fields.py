@@ -550,9 +550,9 @@ def test_ignored_fields_are_counted_and_recorded(tmp_path: Path) -> None:
 def test_resuming_with_other_ignored_fields_is_refused(tmp_path: Path) -> None:
     rows = [{"messages": CHAT, "note": "n"}]
     assert preprocess(tmp_path / "x", "--ignore-field", "note", rows=rows).code == 0
-    again = preprocess(tmp_path / "x", "--ignore-field", "note", "--resume", rows=rows)
+    again = preprocess(tmp_path / "x", "--ignore-field", "note", rows=rows)
     assert (again.code, "found" in again.out) == (0, True), again.err
-    other = preprocess(tmp_path / "x", "--resume", rows=rows)
+    other = preprocess(tmp_path / "x", rows=rows)
     assert other.code == 1
     assert re.search(r"ignore fields was \['note'\], is None", other.err), other.err
 

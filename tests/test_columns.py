@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from chats import command
 from columned import SOURCE, SPECS, assert_columns, unchecked, values_of, write_columned
 from hypothesis import given
 from hypothesis import strategies as st
-from kills import killed_at
-from packs import assert_holds, demo_samples, write_samples
+from kills import killed_at, leave_complete
+from packs import assert_holds, demo_samples, tree_of, write_samples
 from rebuilding import damage
 from shard_folders import files_of as open_files_of
 from shard_folders import maps_of
@@ -42,7 +43,7 @@ from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import columns as columns_module
 from megatron_sft_idx.shard import writer as writer_module
-from megatron_sft_idx.shard.journal import BuildOptions
+from megatron_sft_idx.shard.build_options import BuildOptions
 from megatron_sft_idx.storage import publish
 
 SPECIFICATION = (Path(__file__).parent.parent / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
@@ -78,7 +79,7 @@ def test_less_is_held_in_memory_of_tokens_with_wide_columns(tmp_path: Path, monk
     with ShardWriter(tmp_path / "x", columns={"topk": spec}, durable=False) as writer:
         for _ in range(9):
             writer.add_pack([1] * 4, [0] * 4, [0], columns={"topk": np.ones((4, 18))})
-        assert (tmp_path / "x.topk.col.tmp").stat().st_size == spec.header_nbytes + 8 * 4 * spec.row_nbytes
+        assert (tmp_path / "x.building" / ".topk.col").stat().st_size == spec.header_nbytes + 8 * 4 * spec.row_nbytes
     shard = Shard(tmp_path / "x")
     found = windows(shard.files, 80, {"topk": shard.columns.open("topk")})
     assert [window.num_tokens for window in found] == [8, 8, 8, 8, 4]
@@ -227,10 +228,53 @@ def test_what_a_killed_attachment_left_is_taken_over_by_the_next(tmp_path: Path)
 
     for _ in range(2):
         assert killed_at(1 << 30, lambda: attached(True))
-        assert (tmp_path / ".x.topk.col.tmp").stat().st_size > 50_000
-        assert len(list(tmp_path.glob(".*.tmp"))) == 1
+        assert (tmp_path / "x.building" / ".topk.col").stat().st_size > 50_000
+        assert sorted(os.listdir(tmp_path)) == sorted([*before, "x.building"])
+        assert verify_shard(tmp_path / "x", full=True).ok
     attached(False)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "x.topk.col"])
+
+
+@pytest.mark.parametrize("finish", [rebuild, lambda prefix: write_samples(prefix, PACKS, overwrite=True)])
+def test_an_attachment_killed_at_any_step_has_the_old_column_or_the_new(
+    tmp_path: Path, finish: Callable[[Path], Any]
+) -> None:
+    values = {number: np.full(len(PACKS), number, "u1") for number in (1, 2)}
+    states = []
+    for step in range(100):
+        prefix = tmp_path / str(step) / "x"
+        write_samples(prefix, PACKS)
+        write_column(prefix, "grade", values[1], per="pack")
+        before = tree_of(prefix.parent)
+        attach = lambda prefix=prefix: write_column(prefix, "grade", values[2], per="pack", overwrite=True)  # noqa: E731
+        if not killed_at(step, attach):
+            break
+        states.append(int(Shard(prefix).columns["grade"].values[0]))
+        assert verify_shard(prefix, full=True).ok
+        finish(prefix)
+        after = tree_of(prefix.parent)
+        assert {name: raw for name, raw in after.items() if name != "x.grade.col"} == {
+            name: raw for name, raw in before.items() if name != "x.grade.col"
+        }
+        if finish is rebuild:
+            assert int(Shard(prefix).columns["grade"].values[0]) >= states[-1]
+    assert states == sorted(states)
+    assert set(states) == {1, 2}
+    assert len(states) > 15
+
+
+def test_an_attachment_that_lost_its_column_is_made_again(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", PACKS)
+    attach = partial(write_column, tmp_path / "x", "grade", np.ones(len(PACKS)), per="pack")
+    leave_complete(attach)
+    (tmp_path / "x.building" / ".grade.col").unlink()
+    for work in (attach, partial(rebuild, tmp_path / "x")):
+        with pytest.raises(FormatError, match=r"\.grade\.col: was removed .* that wrote it again, with overwrite"):
+            work()
+    attach(overwrite=True)
+    assert verify_shard(tmp_path / "x", full=True).ok
+    assert sorted(Shard(tmp_path / "x").columns) == ["grade"]
+    assert not (tmp_path / "x.building").exists()
 
 
 @pytest.mark.parametrize(
@@ -342,9 +386,9 @@ def test_a_path_of_a_column_is_taken_for_its_prefix() -> None:
     assert ShardPaths.of("data/x.source.col").prefix == "data/x"
     assert ShardPaths("x", columns=("b", "a")).all[-3:] == ("x.b.col", "x.a.col", "x.seq.idx")
     assert ShardPaths.of("x").with_columns(["b", "a"]).unpublished.all[-3:] == (
-        "x.a.col.tmp",
-        "x.b.col.tmp",
-        "x.seq.idx.tmp",
+        "x.building/.a.col",
+        "x.building/.b.col",
+        "x.building/.seq.idx",
     )
 
 
@@ -375,7 +419,7 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
         if shard is not None:
             assert verify_shard(folder / "x", full=True).ok
             assert_columns(shard, specs if len(shard) == 20 else {"source": SOURCE, "other": ColumnSpec("pack", "u1")})
-        elif (folder / "x.journal").exists() and (folder / "x.journal").stat().st_size:
+        elif (folder / "x.building" / "build.json").exists():
             copy = tmp_path / f"recovered-{step}"
             os.rename(folder, copy)
             left = find_remains(copy / "x")
@@ -400,12 +444,12 @@ def test_a_column_that_changed_since_its_shard_was_complete_is_found(tmp_path: P
     with ShardWriter(tmp_path / "x", columns={"source": SOURCE}) as writer:
         rows = values_of(SOURCE, 0, len(PACKS[0].starts))
         writer.add_pack(PACKS[0].tokens, PACKS[0].label_mask, PACKS[0].starts, columns={"source": rows})
-        writer.set_aside()
-    column = tmp_path / "x.source.col.tmp"
+        leave_complete(writer.finalize)
+    column = tmp_path / "x.building" / ".source.col"
     whole = column.read_bytes()
     column.write_bytes(whole + b"\0" if nbytes == 1 else whole[:nbytes])
     for look in (find_remains, recover):
-        with pytest.raises(CorruptShardError, match=r"x\.source\.col\.tmp"):
+        with pytest.raises(CorruptShardError, match=r"x\.building/\.source\.col"):
             look(tmp_path / "x")
     column.write_bytes(whole)
     recover(tmp_path / "x")
@@ -427,10 +471,10 @@ def test_a_removal_that_was_killed_is_finished(tmp_path: Path) -> None:
     assert step > 5
 
 
-def test_a_journal_that_says_what_no_column_is_is_torn() -> None:
+def test_options_that_say_what_no_column_is_are_refused() -> None:
     options = BuildOptions(np.dtype("<i4"), np.dtype("u1"), None, 1, None, columns={"source": SOURCE})
     good = options.encode()
-    assert BuildOptions.decode(good, "x.journal") == options
+    assert BuildOptions.decode(good, "x.building/build.json") == options
     spec = good["columns"]["source"]
     for columns in (
         [],
@@ -440,8 +484,10 @@ def test_a_journal_that_says_what_no_column_is_is_torn() -> None:
         {"a": {**spec, "width": "x"}},
         {"a": None},
     ):
-        with pytest.raises(CorruptShardError, match="J1"):
-            BuildOptions.decode({**good, "columns": columns}, "x.journal")
+        with pytest.raises(
+            FormatError, match=r"x\.building/build\.json: not the options of a build .* remove its folder"
+        ):
+            BuildOptions.decode({**good, "columns": columns}, "x.building/build.json")
 
 
 # ---- the rules ----

@@ -138,7 +138,7 @@ def test_a_killed_build_is_rebuilt_with_its_columns(tmp_path: Path) -> None:
     writer.suspend()
     done = command("rebuild", tmp_path / "x")
     assert done.code == 0, done.err
-    assert f"{tmp_path}/x.grade.col: rebuilt: from the journal\n" in done.out
+    assert f"{tmp_path}/x.grade.col: rebuilt: from {tmp_path}/x.building\n" in done.out
     assert [float(pack["grade"]) for pack in Shard(tmp_path / "x", columns=["grade"])] == [0, 1, 2, 3, 4]
     assert states(tmp_path / "x") == dict.fromkeys([*SUFFIXES, ".grade.col"], "good")
 

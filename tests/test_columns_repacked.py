@@ -143,17 +143,17 @@ def test_a_column_that_was_attached_meanwhile_is_in_all_shards_of_a_resumed_job(
     write_columned(tmp_path / "x", demo_samples(), {})
     options, write_shard, written = PackOptions(capacity=40), gather.write_shard, []
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **more: Any) -> Any:
         if written:
             raise KeyboardInterrupt
         written.append(arguments)
-        return write_shard(*arguments)
+        return write_shard(*arguments, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(gather, "write_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, shards=2)
     write_column(tmp_path / "x", "late", np.arange(Shard(tmp_path / "x").header.num_sequences), per="sequence")
-    pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, shards=2, resume=True)
+    pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), options, shards=2)
     shards = [Shard(tmp_path / f"y-0000{number}-of-00002") for number in range(2)]
     assert [list(shard.columns) for shard in shards] == [["late"], ["late"]]

@@ -177,7 +177,6 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"loss_weight": [5]}, "loss_weight: 5, expected a string"),
         ({"workers": -1}, "workers: -1, expected a whole number from 0"),
         ({"packing": "best"}, "packing: 'best', choose one of auto, "),
-        ({"resume": True, "overwrite": True}, "choose one"),
         ({"engine": "ray", "workers": 0}, "--workers 1"),
         ({"chat_template": "nowhere.jinja"}, "--chat-template nowhere.jinja: No such file"),
     ],

@@ -34,7 +34,8 @@ from megatron_sft_idx.packs.run import (
     windows,
 )
 from megatron_sft_idx.shard import Shard, write_column
-from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
+from megatron_sft_idx.storage.outputs import new_file, new_folder
+from megatron_sft_idx.storage.publish import Kind
 
 
 def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def test_the_space_is_reserved_and_the_folder_appears_when_it_is_whole(tmp_path:
     writer = MemmapShardWriter(tmp_path / "x", 100, 1000, 100)
     assert folder_of(tmp_path / "x") == []
     (hidden,) = (entry for entry in tmp_path.iterdir() if entry.name != "x")
-    stat = (hidden / "input_ids.npy").stat()
+    stat = (hidden / "output/input_ids.npy").stat()
     assert stat.st_size > 400_000
     assert stat.st_blocks * 512 >= stat.st_size
     for i in range(100):

@@ -31,7 +31,7 @@ def url(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[str, ...]) -> None:
     recipe = Recipe(text.replace("URL", url))
     wrong = []
-    for name in (*(f"out{suffix}" for suffix in SUFFIXES), "out.upload", "out.probe", "out.journal", "out"):
+    for name in (*(f"out{suffix}" for suffix in SUFFIXES), "out.building", "out.probe", "out.journal", "out"):
         bucket = world.here / "bucket"
         shutil.rmtree(bucket)
         bucket.mkdir()

@@ -78,7 +78,7 @@ def test_a_run_goes_on_whose_input_is_not_utf8(world: World, text: str) -> None:
     with within(world.fresh()):
         os.rename("rows.jsonl", NOT_UTF8 + ".jsonl")
         assert attempt(argv).code == 0
-        again = attempt([*argv, *(["--resume"] if recipe.verb == "preprocess" else [])])
+        again = attempt(argv)
         assert (again.code, again.err) == (0, again.err)
         assert "other input" not in again.err
 
@@ -172,7 +172,7 @@ def test_too_little_room_is_found_before_the_work(
     assert outcome.code == 1
     assert "are needed and 0 are free" in outcome.err or "0 inodes are free" in outcome.err
     assert after == before
-    made = [name for name in touched if not name.endswith(".journal") and not name.startswith(("/dev/", "/proc/"))]
+    made = [name for name in touched if not name.startswith(("/dev/", "/proc/"))]
     assert {os.path.basename(name) for name in made} <= {".", "", "live", "into"}
 
 

@@ -68,10 +68,10 @@ def test_a_run_stops_and_a_larger_limit_goes_on(
         done = preprocess(prefix, *given, "--workers", workers, "--max-bad-rows", limit)
         stops.append(why(done))
         assert not prefix.with_suffix(".idx").exists()
-        more = ("--workers", 0, "--max-bad-rows", 8 if seed else "2%", "--resume")
+        more = ("--workers", 0, "--max-bad-rows", 8 if seed else "2%")
         resumed = preprocess(prefix, *given, *more)
         assert resumed.code == 0, resumed
-        assert "parts were there already" in resumed.err or limit.startswith("0")
+        assert "parts reused" in resumed.err or limit.startswith("0")
         assert files_of(prefix) == files_of(tmp_path / "calm")
     bad = [number for number, row in enumerate(rows_of(400, 8, seed), 1) if "messages" in row]
     assert stops[0] == stops[1]
@@ -100,7 +100,7 @@ def test_shards_and_corpora_that_were_made_without_a_limit_are_held_to_it(tmp_pa
     source = write_rows(tmp_path / "rows.jsonl", rows_of(40, 8))
     given = ("--input", source, *SKIP, "--keep-corpus")
     assert preprocess(tmp_path / "x", *given).code == 0
-    for more in (("--resume",), ("--overwrite", "--seq-length", 32)):
+    for more in ((), ("--overwrite", "--seq-length", 32)):
         stopped = why(preprocess(tmp_path / "x", *given, *more, "--max-bad-rows", 7))
         assert stopped.startswith(f"{tmp_path / 'x'}: 8 of 40 rows cannot be used, more than --max-bad-rows 7 allows; ")
         assert preprocess(tmp_path / "x", *given, *more, "--max-bad-rows", 8).code == 0
@@ -127,7 +127,7 @@ def test_from_python_and_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SequenceError, match=r"^rows: 8 of 40 rows cannot .*: rows:\d+: messages is empty; rows:"):
         megatron_sft_idx.preprocess(rows, output_prefix=tmp_path / "x", on_bad_row="skip", max_bad_rows=0.1, **job)
     summary = megatron_sft_idx.preprocess(
-        rows, output_prefix=tmp_path / "x", on_bad_row="skip", max_bad_rows=0.2, resume=True, **job
+        rows, output_prefix=tmp_path / "x", on_bad_row="skip", max_bad_rows=0.2, **job
     )
     assert summary.options["max_bad_rows"] == "0.2"
     with pytest.raises(FormatError, match="goes with --on-bad-row skip"):

@@ -120,7 +120,7 @@ def test_the_last_rows_are_made_again_by_no_other_number(tmp_path: Path, monkeyp
         at.mkdir()
         if not killed_at(step, lambda at=at: preprocess(at / "x", *given)):
             break
-        assert preprocess(at / "x", *given, "--resume").code == 0
+        assert preprocess(at / "x", *given).code == 0
         assert files_of(at / "x") == calm
 
 

@@ -18,7 +18,7 @@ from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, sums
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
 from megatron_sft_idx.shard import Shard, read_header
-from megatron_sft_idx.shard.journal import read_blocks, read_head
+from megatron_sft_idx.shard.pack_log import read_blocks
 
 ROOT = Path(__file__).parent.parent
 
@@ -127,7 +127,7 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_a_killed_merge_leaves_no_shard_and_a_journal_of_whole_sources(tmp_path: Path) -> None:
+def test_a_killed_merge_leaves_no_shard_and_notes_whole_sources(tmp_path: Path) -> None:
     packs = demo_samples(30)
     sources = write_parts(tmp_path, packs, [10, 20])
     two = sum(os.path.getsize(s + x) for s in sources[:2] for x in SUFFIXES)
@@ -137,15 +137,11 @@ def test_a_killed_merge_leaves_no_shard_and_a_journal_of_whole_sources(tmp_path:
         merged(sources, target / "x", watch=kill)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert "x.journal" in folder_of(target)
-    assert "x.seq.idx" not in folder_of(target)
-    with open(target / "x.journal", "rb") as stream:
-        assert read_head(stream, "x.journal")["capacity"] == 64
-        records = [record for block in read_blocks(stream) for record in block.records.tolist()]
+    assert os.listdir(target) == ["x.building"]
+    with open(target / "x.building/packs", "rb") as stream:
+        records = [record for block in read_blocks(stream) for record in block.tolist()]
     assert records == [[len(pack.tokens), len(pack.starts)] for pack in packs[:20]]
-    with pytest.raises(FormatError, match="interrupted; pass overwrite"):
-        merged(sources, target / "x")
-    merged(sources, target / "x", overwrite=True)
+    merged(sources, target / "x")
     assert folder_of(target) == WHOLE
     assert_holds(Shard(target / "x"), packs)
 
@@ -159,7 +155,7 @@ def test_a_full_disk_is_an_error_and_gives_the_space_back(tmp_path: Path) -> Non
     command = [sys.executable, "-c", program, "merge", *sources, "--output-prefix", str(tmp_path / "out" / "x")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
-    assert f"error: {tmp_path}/out/x.bin.tmp: File too large" in done.stderr
+    assert f"error: {tmp_path}/out/x.building/.bin: File too large" in done.stderr
     assert folder_of(tmp_path / "out") == []
 
 
@@ -182,7 +178,7 @@ def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path, capfd: pyt
         finally:
             os._exit(3)  # and never on with the tests
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert f"error: {target}/x.journal: Permission denied" in capfd.readouterr().err
+    assert f"error: {target}/x.building: Permission denied" in capfd.readouterr().err
     assert folder_of(target) == []
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.tokenize import begin
-from megatron_sft_idx.tokenize.begin import PartsFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
-from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, write_part
+from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, part_name, write_part
 from megatron_sft_idx.tokenize.plan import PlannedRun
 
 
@@ -54,11 +52,11 @@ def test_what_comes_back_is_what_went_in(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_a_part_never_takes_the_place_of_another(tmp_path):
+def test_a_part_takes_the_place_of_a_torn_one_and_leaves_no_other_file(tmp_path):
     path = Path(written(tmp_path / "p", [piece([3], 1)]))
     whole = path.read_bytes()
-    with pytest.raises(FormatError, match="something else has appeared here"):
-        written(path, [piece([4], 2)])
+    path.write_bytes(whole[:-1])
+    written(path, [piece([3], 1)])
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"p": whole}
 
 
@@ -117,55 +115,33 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b'{"version": 1}', b'{"version": 2, "inputs": []}', b"[" * 100_000, b"\xff"]
+    "name", ["notes.txt", "chats.part", "parts/notes.txt", "parts/chats.part", "output/a/notes.txt"]
 )
-def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
-    folder = PartsFolder.of(str(tmp_path / "x"))
-    with folder.locked():
-        (tmp_path / "x.parts" / "run.json").write_bytes(content)
-        with pytest.raises(FormatError, match="not a run of this command"):
-            folder.read()
-
-
-def test_one_driver_a_folder(tmp_path):
-    folder = PartsFolder.of(str(tmp_path / "x"))
-    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
-        pass
-    with folder.locked():
-        pass
-
-
-def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
-    folder, lock, ended = PartsFolder.of(str(tmp_path / "x")), begin.lock_journal, []
-
-    def late(*arguments, **named):
-        if not ended:  # between the two steps of this driver, another one is done
-            ended.append(shutil.rmtree(folder.path))
-        return lock(*arguments, **named)
-
-    monkeypatch.setattr(begin, "lock_journal", late)
-    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
-        pass
-    assert ended
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "chats.part", "folder/notes.txt"])
 def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
-    there = tmp_path / "x.parts" / name
+    there = tmp_path / "x.building" / name
     there.parent.mkdir(parents=True)
     there.write_text("mine")
     for engine in ("local", "ray"):
         refused = preprocess(tmp_path / "x", "--engine", engine, "--workers", 1, "--overwrite")
-        assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
+        assert (refused.code, "which no build makes" in refused.err) == (1, True), refused
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
 
 
-def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
-    folder = PartsFolder.of(str(tmp_path / "x"))
-    with folder.locked():
-        (tmp_path / "x.parts" / "000000-000000.part").touch()
-        (tmp_path / "x.parts" / "notes.txt").touch()
-    assert [path.name for path in (tmp_path / "x.parts").iterdir()] == ["notes.txt"]
+def test_a_part_has_the_name_of_what_it_holds(tmp_path):
+    info = PartInfo("options", ["piece"])
+    names = {
+        part_name(replace(info, **changed), weight)
+        for changed in (
+            {},
+            {"options": "others"},
+            {"pieces": ["other"]},
+            {"pieces": ["piece", "piece"]},
+            {"max_rows": 3},
+        )
+        for weight in (1.0, 0.5)
+    }
+    assert len(names) == 10
+    assert part_name(replace(info, rows=9, notes={"a": 1}), 1.0) in names
 
 
 def test_a_remote_prefix_is_refused_before_anything_is_asked_of_it(tmp_path):

@@ -145,7 +145,7 @@ def test_workers_and_a_second_start_change_no_byte(tmp_path):
         assert preprocess(tmp_path / name / "x", *PREFERENCE, "--workers", workers, rows=rows, capacity=512).code == 0
     failed = preprocess(tmp_path / "c" / "x", *PREFERENCE, rows=rows, capacity=64)
     assert failed.code == 1
-    again = preprocess(tmp_path / "c" / "x", *PREFERENCE, "--resume", rows=rows, capacity=512)
+    again = preprocess(tmp_path / "c" / "x", *PREFERENCE, rows=rows, capacity=512)
     assert again.code == 0, again
     assert columned(tmp_path / "a" / "x") == columned(tmp_path / "b" / "x") == columned(tmp_path / "c" / "x")
 

@@ -12,7 +12,6 @@ from interrupted_runs import be_quick
 from kills import killed_at
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize import PackOptions, gather, pack_shard
 
@@ -66,8 +65,8 @@ def test_another_number_of_shards_beside_them_is_refused(tmp_path):
     packing = ("--seq-length", 1024, "--output-prefix", tmp_path / "x", "--output-shards", 2)
     refused = command("pack", tmp_path / PARTS[0], *packing)
     assert (refused.code, "-of-00003.seq.idx" in refused.err) == (1, True)
-    again = preprocess(tmp_path / "x", *THREE)
-    assert (again.code, "exist already" in again.err) == (1, True)
+    again = preprocess(tmp_path / "x", *THREE, "--seed", 3)
+    assert (again.code, "packing seed was 0, is 3" in again.err) == (1, True)
 
 
 def killed_over_the_second(prefix, *options):
@@ -91,9 +90,10 @@ def test_new_shards_are_never_beside_those_they_replace(tmp_path):
     before = {name: files_of(tmp_path / name) for name in PARTS}
     assert killed_over_the_second(prefix, *THREE, *seed, "--overwrite")
     # The old ones stay until all new ones are whole, also where a slip of the finger is refused.
-    assert preprocess(prefix, *THREE, "--seed", 5, "--resume").code == 1
-    assert {name: files_of(tmp_path / name) for name in PARTS} == before
-    assert preprocess(prefix, *THREE, *seed, "--resume").code == 0
+    for slip in (("--seed", 5), seed):
+        assert preprocess(prefix, *THREE, *slip).code == 1
+        assert {name: files_of(tmp_path / name) for name in PARTS} == before
+    assert preprocess(prefix, *THREE, *seed, "--overwrite").code == 0
     assert preprocess(tmp_path / "calm" / "x", *THREE, *seed).code == 0
     assert {name: files_of(tmp_path / name) for name in PARTS} == {
         name: files_of(tmp_path / "calm" / name) for name in PARTS
@@ -104,17 +104,13 @@ def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path):
     assert preprocess(tmp_path / "calm" / "x", *THREE).code == 0
     prefix = tmp_path / "shot" / "x"
     assert killed_over_the_second(prefix, *THREE)
-    first = os.stat(prefix.parent / f"{PARTS[0]}.bin.tmp").st_ino
-    again = preprocess(prefix, *THREE)
-    assert (again.code, "interrupted" in again.err) == (1, True)
-    other = preprocess(prefix, *THREE, "--resume", "--seed", 3)
-    assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
-    assert preprocess(prefix, *THREE, "--resume").code == 0
+    first = os.stat(prefix.parent / f"{PARTS[0]}.building/.bin").st_ino
+    assert preprocess(prefix, *THREE).code == 0
     assert os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino == first
     assert remains(prefix.parent) == sorted(f"{name}{suffix}" for name in PARTS for suffix in MADE)
     for name in PARTS:
         assert files_of(prefix.parent / name) == files_of(tmp_path / "calm" / name)
-    found = preprocess(prefix, *THREE, "--resume")
+    found = preprocess(prefix, *THREE)
     assert (found.code, found.out.startswith("found ")) == (0, True)
 
 
@@ -124,28 +120,28 @@ def test_a_shard_that_was_lost_is_made_again(tmp_path):
     before = {name: files_of(tmp_path / name) for name in PARTS}
     for suffix in MADE:
         (tmp_path / f"{PARTS[1]}{suffix}").unlink()
-    assert preprocess(prefix, *THREE, "--input", CHATS, "--resume").code == 0
+    assert preprocess(prefix, *THREE, "--input", CHATS).code == 0
     assert {name: files_of(tmp_path / name) for name in PARTS} == before
 
 
-def test_a_job_that_may_not_go_on_leaves_what_an_interrupted_one_set_aside(tmp_path, monkeypatch):
+def test_a_pack_goes_on_with_what_an_interrupted_one_set_aside(tmp_path, monkeypatch):
     assert preprocess(tmp_path / "x", "--packing", "none").code == 0
     packing = str(tmp_path / "y"), PackOptions(capacity=1024)
     write_shard, written = gather.write_shard, []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **more):
         if written:
             raise KeyboardInterrupt
-        written.append(write_shard(*arguments))
+        written.append(write_shard(*arguments, **more))
         return written[0]
 
     with monkeypatch.context() as patch:
         patch.setattr(gather, "write_shard", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pack_shard(Shard(tmp_path / "x"), *packing, shards=2)
-    before = remains(tmp_path)
-    assert "y-00000-of-00002.bin.tmp" in before
-    with pytest.raises(FormatError, match="interrupted"):
-        pack_shard(Shard(tmp_path / "x"), *packing, shards=2)
-    assert remains(tmp_path) == before
-    pack_shard(Shard(tmp_path / "x"), *packing, shards=2, resume=True)
+    assert [name for name in remains(tmp_path) if name.startswith("y")] == ["y-00000-of-00002.building", "y.building"]
+    first = os.stat(tmp_path / "y-00000-of-00002.building/.bin").st_ino
+    pack_shard(Shard(tmp_path / "x"), *packing, shards=2)
+    assert os.stat(tmp_path / "y-00000-of-00002.bin").st_ino == first
+    assert not [name for name in remains(tmp_path) if name.endswith(".building")]
+    assert pack_shard(Shard(tmp_path / "x"), *packing, shards=2).found

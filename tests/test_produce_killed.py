@@ -79,10 +79,22 @@ def test_killed_while_it_removes_what_is_completed(production, tmp_path):
 def test_a_removal_that_was_cut_short_is_finished(production, catalog):
     """The ``.seq.idx`` goes first; what a kill leaves of the rest is no shard, and is not left for ever."""
     shutil.copytree(production.folder / "calm", catalog)
-    for number, step in ((0, 1), (2, 3)):
+    for number, gone in ((0, 1), (2, 3)):
         paths = ShardPaths(Catalog(catalog).shard_prefix(number))
-        assert killed_at(step, lambda paths=paths: remove_shard(paths))
-        assert len(paths.missing()) == step
+
+        def dies(paths=paths, gone=gone):
+            unlink, left = os.unlink, list(range(gone))
+
+            def counted(path, *arguments, **named):
+                if str(path) in paths.all and (not left or left.pop() is None):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return unlink(path, *arguments, **named)
+
+            os.unlink = counted
+            remove_shard(paths)
+
+        assert killed_at(10**9, dies)
+        assert len(paths.missing()) == gone
     assert Catalog(catalog).present() == sorted(range(len(production.shards)))
     assert production.run(catalog).code == 0
     assert Catalog(catalog).present() == [1, *range(3, len(production.shards))]

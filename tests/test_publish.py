@@ -11,21 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kills import killed_at
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import OutputFile, publish
+from megatron_sft_idx.storage import OutputFile, building, publish
+from megatron_sft_idx.storage.outputs import new_file, new_folder, write_file
 from megatron_sft_idx.storage.publish import (
     Kind,
     Place,
     check_place,
     head_of,
     make_folders,
-    new_file,
-    new_folder,
+    new_control_file,
     require_apart,
     require_space,
     resolve,
-    write_file,
+    write_control_file,
 )
 
 OURS = b"ours "
@@ -156,13 +157,13 @@ def test_a_stranger_that_comes_into_a_folder_in_the_last_moment_brings_it_back(
 ) -> None:
     place = tmp_path / "d"
     _folder_of(place, {"a": OURS}, overwrite=False)
-    move = publish.move_into_place
+    move = building.move_into_place
 
     def late(temporary: str, path: str, found: publish.Identity | None) -> str | None:
         (place / "notes").write_bytes(b"notes")
         return move(temporary, path, found)
 
-    monkeypatch.setattr(publish, "move_into_place", late)
+    monkeypatch.setattr(building, "move_into_place", late)
     with pytest.raises(FormatError, match="notes"):
         _folder_of(place, {"z": OURS}, overwrite=True)
     assert everything(tmp_path) == {"d": place.stat().st_mode, "d/a": OURS, "d/notes": b"notes"}
@@ -219,7 +220,7 @@ def test_no_folder_is_made_that_has_the_name_of_a_store(
 def test_links_above_are_followed_and_long_names_have_room(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    name = "ü" * 125
+    name = "ü" * 120
     write_file(tmp_path / "link" / name, OURS, PAGE, overwrite=False)
     assert os.listdir(tmp_path / "real") == [name]
     assert resolve(tmp_path / "link" / "d" / "", folder=True) == str(tmp_path / "real" / "d")
@@ -277,14 +278,68 @@ def test_a_file_that_is_written_to_meanwhile_is_left_alone(tmp_path: Path, befor
 def test_what_a_killed_writer_left_is_taken_and_a_living_one_is_not_disturbed(tmp_path: Path) -> None:
     left = tmp_path / ".x.tmp"
     left.write_bytes(OURS + b"half")
-    with new_file(tmp_path / "x", PAGE, overwrite=False) as one, new_file(tmp_path / "x", PAGE, overwrite=True) as two:
-        assert one.temporary == str(left)
+    one = new_control_file(tmp_path / "x", PAGE, overwrite=False)
+    two = new_control_file(tmp_path / "x", PAGE, overwrite=True)
+    with one, two:
         assert left.read_bytes() == b""
-        assert two.temporary != one.temporary
+        assert len(os.listdir(tmp_path)) == 2
         one.publish()
         with pytest.raises(FormatError, match="has appeared here"):
             two.publish()
     assert everything(tmp_path) == {"x": b""}
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_of_two_writers_of_an_output_the_second_is_refused(tmp_path: Path, folder: bool) -> None:
+    make = new_folder if folder else new_file
+    with make(tmp_path / "x", PAGE, overwrite=True) as one:
+        with pytest.raises(FormatError, match="another writer is at work here now"):
+            make(tmp_path / "x", PAGE, overwrite=True)
+        one.open("a").write(OURS)
+        one.publish()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["free", "replaced"])
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_killed_at_every_step_and_taken_over(tmp_path: Path, folder: bool, old: bool) -> None:
+    """One folder is left and nothing else, the old or the new is whole, and the next writer ends it."""
+
+    def write(place: Path, content: bytes) -> None:
+        if folder:
+            _folder_of(place, {"a": content, "b": content}, overwrite=True)
+        else:
+            write_file(place, content, PAGE, overwrite=True)
+
+    def content_of(place: Path) -> object:
+        return everything(place) if folder else place.read_bytes()
+
+    write(tmp_path / "old", OURS + b"old")
+    write(tmp_path / "new", OURS + b"new")
+    whole = [content_of(tmp_path / name) for name in ("old", "new")]
+    step, inner, again = 0, 0, True
+    while True:
+        here = tmp_path / f"{step}"
+        here.mkdir()
+        for stranger in (".x.tmp", "x.tmp"):
+            (here / stranger).write_bytes(b"notes")
+        if old:
+            write(here / "x", OURS + b"old")
+        if not killed_at(step, lambda here=here: write(here / "x", OURS + b"new")):
+            break
+        assert {*os.listdir(here)} <= {".x.tmp", "x.tmp", "x", "x.building"}
+        # Where two folders cannot be exchanged, there is a moment in which none is at the place.
+        if (here / "x").exists():
+            assert content_of(here / "x") in whole
+        again = inner < 200
+        while again and killed_at(inner, lambda here=here: write(here / "x", OURS + b"new")):
+            assert not (here / "x").exists() or content_of(here / "x") in whole
+            inner += 1
+        write(here / "x", OURS + b"new")
+        assert content_of(here / "x") == whole[1]
+        assert {*os.listdir(here)} == {".x.tmp", "x.tmp", "x"}
+        step += 1
+    assert step > 12
 
 
 def test_a_stranger_under_the_temporary_name_is_left_alone(tmp_path: Path) -> None:
@@ -293,15 +348,15 @@ def test_a_stranger_under_the_temporary_name_is_left_alone(tmp_path: Path) -> No
         folder.mkdir()
         put(folder / ".x.tmp")
         before = everything(folder)
-        write_file(folder / "x", OURS, PAGE, overwrite=False)
+        write_control_file(folder / "x", OURS, PAGE, overwrite=False)
         assert everything(folder) == {**before, "x": OURS}
     os.link(tmp_path / "link to a file" / "n", tmp_path / ".x.tmp")
-    write_file(tmp_path / "x", OURS + b"new", PAGE, overwrite=False)
+    write_control_file(tmp_path / "x", OURS + b"new", PAGE, overwrite=False)
     assert (tmp_path / ".x.tmp").read_bytes() == OURS
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_written_to_all_the_same(
+def test_a_file_system_without_locks_takes_control_files_and_no_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def no_locks(fd: int, operation: int) -> None:
@@ -309,8 +364,11 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for number in b"12":
-        write_file(tmp_path / "x", OURS + bytes([number]), PAGE, overwrite=True)
+        write_control_file(tmp_path / "x", OURS + bytes([number]), PAGE, overwrite=True)
         assert everything(tmp_path) == {"x": OURS + bytes([number])}
+    with pytest.raises(FormatError, match="no locks"):
+        write_file(tmp_path / "y", OURS, PAGE, overwrite=True)
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_check_changes_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_same_bytes_and_counts_as_here_with_a_worker_and_a_node_killed(nodes, ca
     there = tmp_path / "ray" / "x"
 
     def parts() -> int:
-        folder = Path(f"{there}.parts")
+        folder = Path(f"{there}.building/parts")
         return len(list(folder.glob("*.part"))) if folder.exists() else 0
 
     with killing(lambda: parts() > 3 and nodes.kill_worker(), nodes.kill_node) as killed:
@@ -167,8 +168,9 @@ def test_files_of_every_kind(nodes, tmp_path, many):
 
 def used_again(done) -> int:
     """How many fewer parts were used again than there are."""
-    used, whole = done.err.split("parts were there already")[0].rsplit("resuming: ", 1)[1].split(" of ")
-    return int(used) - int(whole)
+    found = re.search(r"(\d+) of (\d+) parts reused", done.err)
+    assert found, done
+    return int(found[1]) - int(found[2])
 
 
 @pytest.mark.slow
@@ -179,26 +181,23 @@ def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case
     prefix = tmp_path / "ray" / "x"
     # The first run, of the other engine, ends before packing, and leaves its parts.
     failed = preprocess(prefix, *options, "--seq-length", 128)
-    assert (failed.code, f"kept at {prefix}.parts" in failed.err) == (1, True), failed
-    other = run_on(nodes, prefix, *options, "--train-on", "all", "--resume")
+    assert (failed.code, f"kept in {prefix}.building" in failed.err) == (1, True), failed
+    other = run_on(nodes, prefix, *options, "--train-on", "all")
     assert (other.code, "train on was 'assistant', is 'all'" in other.err) == (1, True), other
     # Another content of the same size.
     text = rows.read_text()
     rows.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("e", "i", 1))
-    for flags in ((), ("--resume",)):
-        changed = run_on(nodes, prefix, *options, *flags)
-        assert (changed.code, "is not what the interrupted run read" in changed.err) == (1, True), changed
-    first, *_ = sorted((tmp_path / "ray" / "x.parts").glob("*.part"))
+    first, *_ = sorted((tmp_path / "ray" / "x.building/parts").glob("*.part"))
     first.write_bytes(first.read_bytes()[:-1])
-    # Parts of it are made anew where they may be, the others are used again.
-    again = run_on(nodes, prefix, *options, "--overwrite")
+    # The torn part, and that of the changed input, are made again; the others are reused.
+    again = run_on(nodes, prefix, *options)
     assert (again.code, used_again(again)) == (0, -2), again
     assert preprocess(tmp_path / "local" / "x", *options).code == 0
     assert files_of(prefix) == files_of(tmp_path / "local" / "x")
-    found = run_on(nodes, prefix, *options, "--resume")
+    found = run_on(nodes, prefix, *options)
     assert found.out.startswith("found "), found
-    refused = run_on(nodes, prefix, *options)
-    assert (refused.code, "exist already" in refused.err) == (1, True)
+    refused = run_on(nodes, prefix, *options, "--seed", 5)
+    assert (refused.code, "packing seed was 0, is 5" in refused.err) == (1, True)
     assert run_on(nodes, prefix, *options, "--seed", 5, "--overwrite").code == 0
     assert files_of(prefix) != files_of(tmp_path / "local" / "x")
 
@@ -217,18 +216,16 @@ def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_p
         [sys.executable, "-c", script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        while process.poll() is None and not list(tmp_path.glob("ray/x.parts/*.part")):
+        while process.poll() is None and not list(tmp_path.glob("ray/x.building/parts/*.part")):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         said = process.stderr.read()
-    assert (process.returncode, "pass --resume" in said, "Traceback" in said) == (143, True, False), said
+    assert (process.returncode, "run the same command again" in said, "Traceback" in said) == (143, True, False), said
     cut.PIECE_NBYTES, before = 20_000, cut.PIECE_NBYTES
     try:
-        plain = run_on(nodes, there, "--input", rows)
-        assert (plain.code, "pass --resume to go on with it, or --overwrite" in plain.err) == (1, True), plain
-        resumed = run_on(nodes, there, "--input", rows, "--resume")
-        assert (resumed.code, "parts were there already" in resumed.err) == (0, True), resumed
+        again = run_on(nodes, there, "--input", rows)
+        assert (again.code, "parts reused" in again.err) == (0, True), again
         assert preprocess(tmp_path / "local" / "x", "--input", rows).code == 0
     finally:
         cut.PIECE_NBYTES = before

@@ -11,25 +11,20 @@ from typing import Any, NamedTuple
 import pytest
 from chats import command
 from columned import SOURCE, write_columned
-from kills import copy_remains, killed_at
-from packs import Sample, demo_samples
+from kills import killed_at
+from packs import Sample, demo_samples, tree_of
 from rebuilding import damage
 
 from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.journal import read_journal
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains
 
 PACKS = demo_samples(20)
 SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
 COLUMNS = [".source.col", ".topk.col"]
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 # ---- a build that a kill left complete ----
@@ -54,14 +49,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         prefix = folder / str(step) / "m"
         if not killed_at(step, lambda prefix=prefix: merge([folder / "x"], prefix)):  # type: ignore[misc]
             break
-        head = read_journal(ShardPaths.of(prefix))
-        if head is not None and head.replaced_inodes is not None and os.path.exists(f"{prefix}.seq.idx.tmp"):
+        remains = find_remains(prefix)
+        if remains is not None and f"{prefix}.seq.idx" in (remains.unpublished or {}):
             left[os.path.exists(f"{prefix}.bin")] = prefix.parent
-    return Killed(folder / "x", left[False], left[True], files_in(folder / "whole"))
+    return Killed(folder / "x", left[False], left[True], tree_of(folder / "whole"))
 
 
 def name_now(prefix: Path, suffix: str) -> Path:
-    return next(path for path in (Path(f"{prefix}{suffix}.tmp"), Path(f"{prefix}{suffix}")) if path.exists())
+    return next(path for path in (Path(f"{prefix}.building/{suffix}"), Path(f"{prefix}{suffix}")) if path.exists())
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -70,18 +65,18 @@ def name_now(prefix: Path, suffix: str) -> Path:
 def test_files_that_changed_since_a_build_was_complete_get_no_name(
     tmp_path: Path, killed: Killed, suffix: str, when: str, dry_run: bool
 ) -> None:
-    copy_remains(getattr(killed, when), tmp_path)
+    shutil.copytree(getattr(killed, when), tmp_path, dirs_exist_ok=True)
     damage(name_now(tmp_path / "m", suffix), -1 if suffix in COLUMNS else 1, 1)
-    before = files_in(tmp_path)
+    before = tree_of(tmp_path)
     done = command("rebuild", tmp_path / "m", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
-    assert "the journal says that all files are complete, and yet rules are broken in" in done.err
+    assert "its folder says that all files are complete, and yet rules are broken in" in done.err
     assert "they were changed since; the first is byte" in done.err
-    assert f" of {tmp_path}/m{suffix}: " in done.err
+    assert (f" of {tmp_path}/m{suffix}: " in done.err) or (f" of {tmp_path}/m.building/{suffix}: " in done.err)
     assert done.err.endswith("; nothing was published; build it again with overwrite (--overwrite)\n")
-    assert files_in(tmp_path) == before
+    assert tree_of(tmp_path) == before
     merge([killed.source], tmp_path / "m", overwrite=True)
-    assert files_in(tmp_path) == killed.whole
+    assert tree_of(tmp_path) == killed.whole
 
 
 @pytest.mark.parametrize("when", ["before", "among"])
@@ -89,14 +84,14 @@ def test_files_that_changed_since_a_build_was_complete_get_no_name(
 def test_indexes_that_changed_since_a_build_was_complete_are_brought_back(
     tmp_path: Path, killed: Killed, when: str, place: tuple[str, int]
 ) -> None:
-    copy_remains(getattr(killed, when), tmp_path)
+    shutil.copytree(getattr(killed, when), tmp_path, dirs_exist_ok=True)
     damage(name_now(tmp_path / "m", place[0]), place[1])
-    before = files_in(tmp_path)
+    before = tree_of(tmp_path)
     assert rebuild(tmp_path / "m", dry_run=True).whole
-    assert files_in(tmp_path) == before
+    assert tree_of(tmp_path) == before
     done = command("rebuild", tmp_path / "m")
     assert (done.code, done.err) == (0, "")
-    after = files_in(tmp_path)
+    after = tree_of(tmp_path)
     assert after.pop(f"m{place[0]}.damaged") != killed.whole[f"m{place[0]}"]
     assert after == killed.whole
 
@@ -113,7 +108,7 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
 
     def then_changed(self: ShardWriter) -> Any:
         header = complete(self)
-        damage(tmp_path / "m.loss.bin.tmp", 1, 1)
+        damage(tmp_path / "m.building" / ".loss.bin", 1, 1)
         return header
 
     monkeypatch.setattr(ShardWriter, "complete", then_changed)
@@ -123,7 +118,7 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
         rebuild(tmp_path / "m")
     monkeypatch.undo()
     assert not (tmp_path / "m.seq.idx").exists()
-    damage(tmp_path / "m.loss.bin.tmp", 1, 1)
+    damage(tmp_path / "m.building" / ".loss.bin", 1, 1)
     assert rebuild(tmp_path / "m").whole
     assert verify_shard(tmp_path / "m", full=True).ok
 
@@ -132,43 +127,36 @@ def test_what_a_disk_gives_back_otherwise_than_it_was_checked_gets_no_name(
 
 
 @pytest.mark.parametrize("when", ["before", "among"])
-def test_a_dry_run_sees_copies_as_the_journal_will_name_them(tmp_path: Path, killed: Killed, when: str) -> None:
+def test_a_dry_run_of_what_was_copied_says_what_a_rebuild_says(tmp_path: Path, killed: Killed, when: str) -> None:
     shutil.copytree(getattr(killed, when), tmp_path, dirs_exist_ok=True)
-    before = files_in(tmp_path)
-    refused = [command("rebuild", tmp_path / "m", *dry) for dry in (["--dry-run"], [])]
-    assert [done.code for done in refused] == [1, 1]
-    assert refused[0].err == refused[1].err
-    assert f"megatron-sft-idx rebuild --copied {tmp_path}/m" in refused[0].err
-    dry = rebuild(tmp_path / "m", copied=True, dry_run=True)
-    assert files_in(tmp_path) == before
-    assert rebuild(tmp_path / "m", copied=True) == replace(dry, dry_run=False)
-    assert files_in(tmp_path) == killed.whole
+    before = tree_of(tmp_path)
+    dry = rebuild(tmp_path / "m", dry_run=True)
+    assert tree_of(tmp_path) == before
+    assert rebuild(tmp_path / "m") == replace(dry, dry_run=False)
+    assert tree_of(tmp_path) == killed.whole
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_a_dry_run_of_packs_that_were_copied_says_what_a_rebuild_says(tmp_path: Path, copied: bool) -> None:
+def test_a_dry_run_of_packs_that_were_copied_says_what_a_rebuild_says(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "left" / "m") as writer:
         for pack in PACKS:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
         writer.flush()
         shutil.copytree(tmp_path / "left", tmp_path / "copied")
         writer.abandon()
-    said = [command("rebuild", tmp_path / "copied" / "m", *["--copied"] * copied, *dry) for dry in (["--dry-run"], [])]
-    assert [done.code for done in said] == [int(not copied)] * 2
-    assert said[0].err == said[1].err
-    assert ("rebuild --copied" in said[0].err) == (not copied)
+    dry = rebuild(tmp_path / "copied" / "m", dry_run=True)
+    assert rebuild(tmp_path / "copied" / "m") == replace(dry, dry_run=False)
+    assert len(Shard(tmp_path / "copied" / "m")) == len(PACKS)
 
 
 def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_there(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "left" / "m") as writer:
+    with ShardWriter(tmp_path / "m") as writer:
         for pack in PACKS:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
         writer.flush()
-        copy_remains(tmp_path / "left", tmp_path)
-        writer.abandon()
-    starts = (tmp_path / "m.seq.bin.tmp").read_bytes()
+        writer.suspend()
+    starts = (tmp_path / "m.building" / ".seq.bin").read_bytes()
     num_kept = sum(len(pack.starts) for pack in PACKS[:7])
-    (tmp_path / "m.seq.bin.tmp").write_bytes(starts[: 4 * num_kept] + bytes(len(starts) - 4 * num_kept))
+    (tmp_path / "m.building" / ".seq.bin").write_bytes(starts[: 4 * num_kept] + bytes(len(starts) - 4 * num_kept))
     report = rebuild(tmp_path / "m")
     shard = Shard(tmp_path / "m")
     assert len(shard) < len(PACKS)
@@ -180,7 +168,7 @@ def test_packs_are_counted_that_were_recovered_and_not_those_that_seemed_to_be_t
 
 def columned(prefix: Path) -> dict[str, bytes]:
     write_columned(prefix, PACKS, SPECS)
-    return files_in(prefix.parent)
+    return tree_of(prefix.parent)
 
 
 # What changes the shard that the files are, and breaks no rule that they can be held to without a header.
@@ -196,14 +184,14 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     whole = columned(tmp_path / "x")
     damage(tmp_path / f"x{CHANGES[what]}", 1, 1)
     os.unlink(tmp_path / "x.seq.idx") if header == "lost" else damage(tmp_path / "x.seq.idx", 300)
-    before = files_in(tmp_path)
+    before = tree_of(tmp_path)
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
     assert "x.source.col: of shard " in done.err
     assert "tokens, masks, starts or pack lengths have changed, or the column is another shard's" in done.err
     for claim in ("lost", "whole", "good", "attach", "merge"):
         assert claim not in done.err + done.out
-    assert files_in(tmp_path) == before
+    assert tree_of(tmp_path) == before
     # What has changed is restored from a copy, or the user says that the columns are another shard's.
     if not dry_run:
         away = tmp_path / "away"
@@ -284,8 +272,8 @@ def test_a_header_of_another_shard_is_found_by_a_column(tmp_path: Path) -> None:
         rebuild(tmp_path / "x")
     os.unlink(tmp_path / "x.seq.idx")
     assert rebuild(tmp_path / "x").compared
-    after = files_in(tmp_path)
-    assert {name: raw for name, raw in after.items() if name != "x.seq.idx"} == {
+    after, others_in = tree_of(tmp_path), [f"other/x{suffix}" for suffix in (*SUFFIXES, *COLUMNS)]
+    assert {name: raw for name, raw in after.items() if name not in ("x.seq.idx", *others_in)} == {
         name: raw for name, raw in whole.items() if name != "x.seq.idx"
     }
 

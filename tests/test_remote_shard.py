@@ -314,7 +314,7 @@ def test_folders_globs_and_lists(folder: Path, url: str) -> None:
     assert len(ShardSet.open(f"{url}/a")) == 9
     for lost in (".seq.idx", ".bin"):
         (folder / f"a/t-9{lost}").unlink()
-    (folder / "a/_producer.journal").touch()
+    (folder / "a/_producer.building").touch()
     found = [f"{url}/a/t-9", f"{url}/a/t-10"]
     for source in (f"{url}/a/t-*", f"{url}/a/t-[0-9]*"):
         assert find_prefixes(source, incomplete=True) == found

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from chats import command
 from columned import SOURCE, write_columned
-from kills import copy_remains, killed_at
-from packs import demo_samples
+from kills import killed_at
+from packs import demo_samples, tree_of
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.shard.journal import read_journal
+from megatron_sft_idx.storage.publish import head_of
 
 PACKS = demo_samples(20)
 SPECS = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
@@ -35,10 +34,6 @@ KINDS: dict[str, Callable[[bytes], bytes | None]] = {
     "cut short": lambda raw: raw[: len(raw) // 3],
     "emptied": lambda raw: b"",
 }
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def put(folder: Path, files: dict[str, bytes]) -> Path:
@@ -57,7 +52,7 @@ def assert_honest(prefix: Path, whole: dict[str, bytes], said: str) -> None:
             return
     except SFTIndexError:
         return
-    now = files_in(prefix.parent)
+    now = tree_of(prefix.parent)
     if "no checksum was left to tell whether its contents are what was written" not in said:
         assert [suffix for suffix in DATA if now[f"x{suffix}"] != whole[f"x{suffix}"]] == [], said
     assert not [name for name in now if name.endswith(".col") and now[name] != whole[name]], said
@@ -70,7 +65,7 @@ def follow(folder: Path, damaged: dict[str, bytes], whole: dict[str, bytes]) -> 
     """Rebuild a damaged shard, then do all that is advised, each on a copy of what the rebuild left."""
     prefix = put(folder / "x", damaged)
     done = command("rebuild", prefix)
-    said, left = done.out + done.err, files_in(prefix.parent)
+    said, left = done.out + done.err, tree_of(prefix.parent)
     assert_honest(prefix, whole, said)
     if "a whole shard, every checksum verified" in said or "nothing to do" in said:
         assert [name for name in whole if name != "x.seq.idx" and left.get(name, whole[name]) != whole[name]] == []
@@ -135,7 +130,7 @@ def test_what_is_advised_about_damaged_files_works_and_blesses_none(
     tmp_path: Path, suffixes: tuple[str, ...], specs: dict[str, ColumnSpec]
 ) -> None:
     write_columned(tmp_path / "whole" / "x", PACKS, specs)
-    whole = files_in(tmp_path / "whole")
+    whole = tree_of(tmp_path / "whole")
     kinds = [[*KINDS], ["lost", "changed", "cut short"], ["lost", "changed"]][len(suffixes) - 1]
     for chosen in itertools.product(kinds, repeat=len(suffixes)):
         damaged = dict(whole)
@@ -151,7 +146,7 @@ def test_what_is_advised_about_damaged_files_works_and_blesses_none(
 
 
 def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
-    """What merges leave that are killed at each of their steps, a folder each, whose journals name what is there."""
+    """What merges leave that are killed at each of their steps: a folder for each state."""
     write_columned(folder / "source" / "x", PACKS, SPECS)
     left: list[Path] = []
     states: set[tuple[str, ...]] = set()
@@ -160,40 +155,48 @@ def interrupted(folder: Path, *, replaces: bool) -> list[Path]:
         if replaces:
             write_columned(prefix, demo_samples(3), {**SPECS, "old": ColumnSpec("pack", "u1")})
         if not killed_at(step, lambda prefix=prefix: merge([folder / "source" / "x"], prefix, overwrite=replaces)):  # type: ignore[misc]
-            assert len(left) > (2 if replaces else 8)
+            assert len(left) > 12
             return left
-        head = read_journal(ShardPaths.of(prefix))
-        state = (*sorted(files_in(prefix.parent)), str(head is not None and head.replaced_inodes is not None))
+        state = (*sorted(tree_of(prefix.parent)), str(Path(f"{prefix}.building/done.json").exists()))
         # Of a shard that was to be replaced, what is left of it would have to be copied with its inodes.
-        if state not in states and (not replaces or os.path.exists(f"{prefix}.seq.idx")):
+        if state not in states and os.path.exists(f"{prefix}.seq.idx" if replaces else f"{prefix}.building"):
             states.add(state)
             left.append(prefix.parent)
     raise AssertionError("it is never done")
 
 
+_NO_COLUMN = "it has the name of a column .* give it another name"
+_NO_SHARD = "holds a file of .* anything else is never replaced"
+_APPEARED = "something else has appeared here since the work began, and was left alone; move it away, then run the same"
+
+
 def build_again(folder: Path, prefix: Path, said: str) -> None:
-    done = command("merge", folder / "source" / "x", "--output-prefix", prefix, "--overwrite")
-    if done.code and not os.path.exists(f"{prefix}.seq.idx"):  # what is here may be somebody else's
-        assert "expected a file of a shard, which has a .seq.idx, anything else is never replaced" in done.err, said
-        return
+    for _ in range(4 * len(NAMES)):
+        done = command("merge", folder / "source" / "x", "--output-prefix", prefix, "--overwrite")
+        # What is not recognised as ours any more is nobody's to replace; and the files of a copy are other files.
+        is_torn = head_of(f"{prefix}.seq.idx", len(MAGIC)) not in (b"", MAGIC) or _APPEARED in said
+        known = [_NO_COLUMN, _APPEARED, *[_NO_SHARD] * is_torn]
+        if not (other := re.search(rf"error: (\S+): ({'|'.join(known)})", done.err)):
+            break
+        os.unlink(other[1])
     assert done.code == 0, said + done.err
     assert verify_shard(prefix, full=True).ok, said
-    assert sorted(files_in(prefix.parent)) == sorted(files_in(folder / "whole")), said
+    assert sorted(tree_of(prefix.parent)) == sorted(tree_of(folder / "whole")), said
 
 
 def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> None:
     """Do all that is said of what a kill left, once it was changed, each on a copy of its own."""
-    source = files_in(folder / "source")
-    whole, old = files_in(folder / "whole"), files_in(folder / "old")
+    source = tree_of(folder / "source")
+    whole, old = tree_of(folder / "whole"), tree_of(folder / "old")
 
     def again() -> Path:
         shutil.rmtree(folder / "x", ignore_errors=True)
-        copy_remains(left, folder / "x")
+        shutil.copytree(left, folder / "x")
         change(folder / "x")
         return folder / "x" / "x"
 
     def is_whole(prefix: Path, said: str) -> None:
-        now = files_in(prefix.parent)
+        now = tree_of(prefix.parent)
         data = [{suffix: each.get(f"x{suffix}") for suffix in DATA} for each in (whole, old, now)]
         if verify_shard(prefix, full=True).ok and "no checksum was left" not in said:
             assert data[2] in data[:2], said
@@ -212,26 +215,35 @@ def follow_up(folder: Path, left: Path, change: Callable[[Path], object]) -> Non
             prefix = again()
             done = command("rebuild", prefix)
             assert done.code == 0 or done.err != said, said
-        if "remove this file, the .tmp files beside it and, where there is no .seq.idx" in said:
+        if "remove the folder " in said:
+            assert f"remove the folder {prefix}.building, and what is at {prefix} unless it is whole; then run" in said
             prefix = again()
-            is_shard = Path(f"{prefix}.seq.idx").exists()
-            for path in prefix.parent.iterdir():
-                if path.name.endswith((".journal", ".tmp")) or not is_shard:
+            shutil.rmtree(f"{prefix}.building")
+            if not os.path.exists(f"{prefix}.seq.idx"):
+                for path in folder.glob("x/x.*"):
                     path.unlink()
             build_again(folder, prefix, said)
-        if "the .journal and .tmp files to rebuild the shard" in said:
-            for endings in ((".journal", ".tmp"), (*SUFFIXES, ".col"))[: 1 + ("to recover the build, or" in said)]:
-                prefix = again()
-                for path in prefix.parent.iterdir():
-                    if path.name.endswith(endings):
-                        path.unlink()
-                done = command("rebuild", prefix)
-                assert "was to replace it" not in done.err, said + done.err
-                assert done.code == 0 or ": lost: " in done.out or re.search("restore it|build it again", done.err), (
-                    said + done.err
-                )
-                is_whole(prefix, done.out)
-    assert source == files_in(folder / "source")
+        if "or remove this folder to rebuild the shard" in said:
+            prefix = again()
+            shutil.rmtree(f"{prefix}.building")
+            done = command("rebuild", prefix)
+            assert "was to replace it" not in done.err, said + done.err
+            assert done.code == 0 or ": lost: " in done.out or re.search("restore it|build it again", done.err), (
+                said + done.err
+            )
+            is_whole(prefix, done.out)
+        if _APPEARED in said:
+            build_again(folder, again(), said)
+        if "move it away" in said and (name := re.search(r": holds (\S+), which no build makes", said)):
+            prefix = again()
+            shutil.move(f"{prefix}.building/{name[1]}", folder / "away")
+            build_again(folder, prefix, said)
+        if "move the folder away" in said:
+            prefix = again()
+            shutil.move(f"{prefix}.building", folder / "away.building")
+            shutil.rmtree(folder / "away.building")
+            build_again(folder, prefix, said)
+    assert source == tree_of(folder / "source")
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -251,7 +263,8 @@ def test_what_is_advised_about_a_killed_build_works(tmp_path: Path, replaces: bo
 
     for folder in left if every else left[-4:-1]:
         follow_up(tmp_path, folder, lambda folder: None)
-        names = files_in(folder).keys() - ({"x.seq.idx"} if replaces else set())
-        for name in names if every else names & {"x.bin", "x.loss.bin.tmp", "x.seq.idx.tmp", "x.journal"}:
-            for kind in ("lost", "changed", "cut short") if every else ("lost", "changed"):
+        names = tree_of(folder).keys() - ({"x.seq.idx"} if replaces else set())
+        few = {"x.bin", *(f"x.building/{name}" for name in (".loss.bin", ".seq.idx", "build.json", "done.json"))}
+        for name in names if every else names & few:
+            for kind in ("lost", "changed", "changed at its start", "cut short"):
                 follow_up(tmp_path, folder, damaged(name, kind))

@@ -240,7 +240,7 @@ def test_the_first_rows_are_taken_and_no_more_are_read_than_must_be(tmp_path, mo
         done = preprocess(at, *given)
         assert done.code == 0, done.err
         assert [ids.tolist() for ids, _ in sequences_of(at)] == everything[:10]
-        assert preprocess(at, *given, "--resume").out.startswith("found ")
+        assert preprocess(at, *given).out.startswith("found ")
         summaries.append({name: json.loads(summary.read_text())[name] for name in ("packing", "valid")})
     assert files_of(tmp_path / "0/x") == files_of(tmp_path / "2/x")
     assert summaries[0] == summaries[1]
@@ -262,25 +262,27 @@ def test_workers_shards_and_a_kill_change_nothing(tmp_path, monkeypatch):
         at.mkdir()
         if not killed_at(step, lambda at=at: preprocess(at / "x", *given)):
             break
-        resumed = preprocess(at / "x", *given, "--resume")
+        resumed = preprocess(at / "x", *given)
         assert resumed.code == 0, resumed.err
         assert [files_of(at / name) for name in names] == calm
         assert remains(at) == sorted(name + suffix for name in names for suffix in MADE)
     assert step > 60
 
 
-@pytest.mark.parametrize("changed", [("--sample", 0.7), ("--valid-fraction", 0.3), ("--seed", 1), ("--shuffle",), ()])
-def test_a_run_is_not_gone_on_with_by_other_options(changed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("changed", [("--sample", 0.7), ("--valid-fraction", 0.3), ("--seed", 1), ("--shuffle",)])
+def test_a_run_may_go_on_with_another_selection(changed, tmp_path, monkeypatch):
     be_quick(monkeypatch)
     source = write_rows(tmp_path / "rows.jsonl", chats()[:40])
     given = ("--input", source, "--valid-fraction", 0.2)
-    assert killed_at(12, lambda: preprocess(tmp_path / "x", *given))
-    other = (*given, *changed) if changed else given[:2]
-    refused = preprocess(tmp_path / "x", *other, "--resume")
-    assert refused.code == 1
-    assert "had other input or options" in refused.err
-    assert preprocess(tmp_path / "x", *given, "--resume").code == 0
-    found = preprocess(tmp_path / "x", *given, "--resume")
+    assert killed_at(20, lambda: preprocess(tmp_path / "x", *given))
+    assert [*tmp_path.glob("x.building/parts/*.part")]
+    other = (*given, *changed)
+    done = preprocess(tmp_path / "x", *other)
+    assert (done.code, "parts reused" in done.err) == (0, True), done
+    assert preprocess(tmp_path / "calm", *other).code == 0
+    for end in ("", ".valid"):
+        assert files_of(tmp_path / f"x{end}") == files_of(tmp_path / f"calm{end}")
+    found = preprocess(tmp_path / "x", *other)
     assert found.out.startswith("found ")
     assert "kept apart by --valid-fraction" in found.out
     assert ".valid\n" in found.out
@@ -343,4 +345,4 @@ def test_what_cannot_be_is_refused_in_a_sentence(options, said, tmp_path):
     assert refused.code in (1, 2)
     assert said in refused.err
     # What was tokenised by then serves the next run.
-    assert set(remains(tmp_path)) <= {"x.parts"}
+    assert set(remains(tmp_path)) <= {"x.building"}

@@ -1,11 +1,10 @@
-"""The journal of a build, and what is left of one that was killed, failed or forked."""
+"""What a build notes of its packs, and what is left of one that was killed, failed or forked."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
@@ -16,61 +15,64 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kills import killed_at
-from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_samples
+from kills import killed_at, leave_complete
+from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, tree_of, write_samples
 
 from megatron_sft_idx.check import rebuild, verify_shard
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import SUFFIXES, ShardPaths
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover
 from megatron_sft_idx.shard import writer as writer_module
-from megatron_sft_idx.shard.journal import DONE, read_blocks, read_head
+from megatron_sft_idx.shard.pack_log import read_blocks
+from megatron_sft_idx.storage import building
 
 ROOT = Path(__file__).parent.parent
 
 
-# ---- the journal ----
+# ---- the log of packs ----
 
 
-def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_knows_what_is_written_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 16)
     packs = demo_samples(40)
-    journal = tmp_path / "x.journal"
+    folder = tmp_path / "x.building"
     seen = 0
     with ShardWriter(tmp_path / "x", capacity=99, pad_id=3, metadata={"a": 1}, durable=False) as writer:
-        for added, pack in enumerate(packs):
-            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
-            with open(journal, "rb") as stream:
-                options = read_head(stream, str(journal))
-                records = [record for block in read_blocks(stream) for record in block.records.tolist()]
-                assert stream.read() == b""
-            assert set(options.pop("files")) == {suffix + ".tmp" for suffix in SUFFIXES}
-            assert options == {
-                "work": "build",
-                "overwrite": False,
+        assert json.loads((folder / "build.json").read_bytes()) == {
+            "sft-building": 1,
+            "work": "build",
+            "shard": {
                 "token_dtype": 4,
                 "mask_dtype": 1,
                 "capacity": 99,
                 "sequence_multiple": 1,
                 "pad_id": 3,
                 "metadata": {"a": 1},
-            }
+            },
+        }
+        for added, pack in enumerate(packs):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            records = records_of(folder / "packs")
             assert records == [[len(p.tokens), len(p.starts)] for p in packs[: len(records)]]
             assert added - 8 < len(records) <= added
             tokens = sum(length for length, _ in records)
-            assert (tmp_path / "x.bin.tmp").stat().st_size == 4 * tokens
-            assert (tmp_path / "x.loss.bin.tmp").stat().st_size == tokens
+            assert (folder / ".bin").stat().st_size == 4 * tokens
+            assert (folder / ".loss.bin").stat().st_size == tokens
             seen = len(records)
         assert seen > 20
 
 
+def records_of(log: Path) -> list[list[int]]:
+    with open(log, "rb") as stream:
+        return [record for block in read_blocks(stream) for record in block.tolist()]
+
+
 @settings(max_examples=60, deadline=None)
 @given(cut=st.integers(0, 10**6), flip=st.booleans())
-def test_a_torn_journal_gives_a_prefix_of_its_blocks(
+def test_a_torn_log_gives_a_prefix_of_its_blocks(
     tmp_path_factory: pytest.TempPathFactory, cut: int, flip: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
@@ -78,71 +80,47 @@ def test_a_torn_journal_gives_a_prefix_of_its_blocks(
         for pack in demo_samples(9):
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
             writer.flush()
-        raw = bytearray((folder / "x.journal").read_bytes())
+        raw = bytearray((folder / "x.building" / "packs").read_bytes())
         writer.abandon()
-    with_whole = folder / "whole"
-    with_whole.write_bytes(raw)
+    (folder / "whole").write_bytes(raw)
     cut %= len(raw)
     if flip:
         raw[cut] ^= 1
-    torn = folder / "torn"
-    torn.write_bytes(raw if flip else raw[:cut])
-    with open(with_whole, "rb") as stream:
-        read_head(stream, "whole")
-        body = stream.tell()
-        expected = [block.records.tolist() for block in read_blocks(stream)]
-    with open(torn, "rb") as stream:
-        if cut < body:
-            with pytest.raises(CorruptShardError, match="J1"):
-                read_head(stream, "torn")
-            return
-        read_head(stream, "torn")
-        found = [block.records.tolist() for block in read_blocks(stream)]
+    (folder / "torn").write_bytes(raw if flip else raw[:cut])
+    expected, found = records_of(folder / "whole"), records_of(folder / "torn")
+    assert len(expected) == 9
     assert len(found) < len(expected)
     assert found == expected[: len(found)]
 
 
-@pytest.mark.parametrize("magic", [b"SFTJRNL1", b"SFTJRNL2"])
-def test_the_journal_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: Path, magic: bytes) -> None:
-    """It may say what this version does not know, such as that masks were widened."""
-    with ShardWriter(tmp_path / "x", durable=False) as writer:
-        writer.add_pack([1, 2], [1, 0], [0])
-        writer.flush()
-        writer.suspend()
-    raw = (tmp_path / "x.journal").read_bytes()
-    (tmp_path / "x.journal").write_bytes(magic + raw[8:])
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    for act in (find_remains, recover):
-        with pytest.raises(FormatError, match=r"earlier version .* recover it .* remove it with .*x\.\*\.tmp\* and"):
+def test_the_journal_of_an_earlier_version_is_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    (tmp_path / "x.journal").write_bytes(b"SFTJRNL3" + bytes(90))
+    (tmp_path / "x.bin.tmp").write_bytes(b"1234")
+    before = tree_of(tmp_path)
+    for act in (find_remains, recover, rebuild, ShardWriter, partial(ShardWriter, overwrite=True)):
+        with pytest.raises(FormatError, match=r"x\.journal: .* earlier version .* remove this file and the x\.\*\.tmp"):
             act(tmp_path / "x")
-    with pytest.raises(FormatError, match="expected a temporary file that a journal names"):
-        ShardWriter(tmp_path / "x", overwrite=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert tree_of(tmp_path) == before
+    for path in [tmp_path / "x.journal", *tmp_path.glob("x.*.tmp")]:
+        path.unlink()
+    write_samples(tmp_path / "x", demo_samples())
+    assert folder_of(tmp_path) == WHOLE
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".idx", ".seq.idx", ".seq.bin"])
-def test_a_temporary_file_that_is_gone_is_made_anew_where_packs_do_not_need_it(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_unpublished_file_that_is_gone_is_made_anew_where_packs_do_not_need_it(tmp_path: Path, suffix: str) -> None:
     with ShardWriter(tmp_path / "x", durable=False) as writer:
         writer.add_pack([1, 2], [1, 0], [0])
-        writer.flush()
+        writer.complete()
         writer.suspend()
-    (tmp_path / f"x{suffix}.tmp").unlink()
-    if suffix.endswith(".idx"):
+    (tmp_path / "x.building" / suffix).unlink()
+    if suffix.endswith(".idx") or suffix == ".seq.idx":
         assert recover(tmp_path / "x").num_packs == 1
         assert verify_shard(tmp_path / "x", full=True).ok
-        assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob("*.journal"))
+        assert folder_of(tmp_path) == WHOLE
     else:
         with pytest.raises(FormatError, match="no complete pack had been written yet"):
             recover(tmp_path / "x")
-
-
-@pytest.mark.parametrize("block", [b"", b"[1]", b"{", b"\xff\xfe{\x00", b"[" * 100_000])
-def test_a_journal_whose_head_is_no_object_says_so(block: bytes) -> None:
-    head = struct.pack("<8sII", b"SFTJRNL3", len(block), 0) + block
-    head = head.ljust(-(-len(head) // 8) * 8, b"\0")
-    raw = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
-    with pytest.raises(CorruptShardError, match="J1"):
-        read_head(io.BytesIO(raw), "x.journal")
 
 
 # ---- killed ----
@@ -158,7 +136,7 @@ def run(program: str, *arguments: str, expected: int = 0) -> str:
     return done.stderr
 
 
-def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) -> None:
+def test_a_build_killed_halfway_leaves_its_folder_and_no_shard(tmp_path: Path) -> None:
     run(
         """
         import os, signal
@@ -174,18 +152,15 @@ def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) ->
         str(tmp_path / "x"),
         expected=-signal.SIGKILL,
     )
-    names = [*(f"x{suffix}.tmp" for suffix in SUFFIXES), "x.journal"]
-    assert folder_of(tmp_path) == sorted(names)
+    assert folder_of(tmp_path) == ["x.building"]
+    assert folder_of(tmp_path / "x.building") == [".bin", ".loss.bin", ".seq.bin", "build.json", "lock", "packs"]
     with pytest.raises(ShardNotFoundError, match="interrupted here"):
         Shard(tmp_path / "x")
-    with open(tmp_path / "x.journal", "rb") as stream:
-        read_head(stream, "x.journal")
-        records = [record for block in read_blocks(stream) for record in block.records.tolist()]
     packs = demo_samples(20)
-    assert records == [[len(pack.tokens), len(pack.starts)] for pack in packs]
+    assert records_of(tmp_path / "x.building" / "packs") == [[len(pack.tokens), len(pack.starts)] for pack in packs]
     ids = [token for pack in packs for token in pack.tokens]
-    assert np.fromfile(tmp_path / "x.bin.tmp", "<i4").tolist() == ids
-    with pytest.raises(FormatError, match="interrupted; pass overwrite"):
+    assert np.fromfile(tmp_path / "x.building" / ".bin", "<i4").tolist() == ids
+    with pytest.raises(FormatError, match=r"interrupted; recover its packs: .* rebuild .*, or pass overwrite"):
         ShardWriter(tmp_path / "x")
     write_samples(tmp_path / "x", packs, overwrite=True)
     assert folder_of(tmp_path) == WHOLE
@@ -209,22 +184,15 @@ def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path:
             assert_holds(shard, old if len(shard) == len(old) else new)
         else:
             states.append("none")
-            assert (folder / "x.journal").exists()
-            if not (folder / "x.journal").stat().st_size:
-                assert not replaces  # begun, no more
+            if not replaces and not (folder / "x.bin").exists():
                 continue
-            with open(folder / "x.journal", "rb") as stream:
-                read_head(stream, "x.journal")
-                kinds = [block.kind for block in read_blocks(stream)]
-            # Once a file has its final name, or the old shard is gone, the journal says that all are complete.
-            if replaces or (folder / "x.bin").exists():
-                assert kinds[-1] == DONE
+            # Once a file has its final name, or the old shard is gone, done.json says that all are complete.
+            assert (folder / "x.building" / "done.json").exists()
             for suffix in SUFFIXES:
-                assert (folder / f"x{suffix}").exists() or (folder / f"x{suffix}.tmp").exists()
-    # Five files synced once, the journal twice, the folder four times, five renames, the journal unlinked. Where a
-    # shard is replaced, its .seq.idx is unlinked, the folder synced once more, and four of the renames are two steps.
-    # A disk that cannot rename without replacing needs more.
-    assert len(states) >= (17 + 6 if replaces else 17)
+                assert (folder / f"x{suffix}").exists() or (folder / "x.building" / suffix).exists()
+    # At least: the folder made; build.json and done.json synced and renamed; five files synced and renamed; what was
+    # noted, the lock and the folder removed; the folders synced. Where a shard is replaced, its .seq.idx is unlinked.
+    assert len(states) > (28 if replaces else 26)
     order = ["old", "none", "new"] if replaces else ["none", "new"]
     assert states == sorted(states, key=order.index)
     assert set(states) == set(order)
@@ -232,14 +200,14 @@ def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path:
 
 def fail_at(suffix: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the file of this suffix fail to get its name, behind those that get theirs before it."""
-    put = publication.move_into_place
+    put = building.move_into_place
 
     def failing(source: str, target: str, found: Any) -> None:
         if target.endswith(suffix):
             raise error
         put(source, target, found)
 
-    monkeypatch.setattr(publication, "move_into_place", failing)
+    monkeypatch.setattr(building, "move_into_place", failing)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -253,9 +221,13 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
     with pytest.raises(type(error)):
         write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
     assert not opens(tmp_path / "x")
-    assert (tmp_path / "x.journal").exists()
-    for suffix in (".seq.bin", ".idx", ".seq.idx"):
-        assert (tmp_path / f"x{suffix}.tmp").exists()
+    for name in (".seq.bin", ".idx", ".seq.idx", "done.json"):
+        assert (tmp_path / "x.building" / name).exists()
+    monkeypatch.undo()
+    write_samples(tmp_path / "calm" / "x", demo_samples(5))
+    recover(tmp_path / "x")
+    assert five_files(tmp_path / "x") == five_files(tmp_path / "calm" / "x")
+    assert folder_of(tmp_path) == ["calm", *WHOLE]
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -270,16 +242,15 @@ def test_of_a_shard_that_lost_a_file_among_its_renames_no_more_is_renamed(
     with pytest.raises(KeyboardInterrupt):
         write_samples(tmp_path / "x", demo_samples(3), overwrite=replaces)
     monkeypatch.undo()
-    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
-    before = folder_of(tmp_path)
-    for finish in (find_remains, recover, rebuild):
-        with pytest.raises((FormatError, CorruptShardError), match=r"\(--overwrite\)"):
+    (tmp_path / "x.building" / suffix).unlink()
+    before = tree_of(tmp_path)
+    for finish in (find_remains, recover, rebuild, ShardWriter):
+        with pytest.raises(FormatError, match=r"\(--overwrite\)"):
             finish(tmp_path / "x")
-    assert folder_of(tmp_path) == before
-    with ShardWriter(tmp_path / "x", overwrite=True, durable=False) as writer:
-        assert folder_of(tmp_path) == sorted([*(f"x{each}.tmp" for each in SUFFIXES), "x.journal"])
-        writer.abandon()
-    assert folder_of(tmp_path) == []
+    assert tree_of(tmp_path) == before
+    write_samples(tmp_path / "x", demo_samples(4), overwrite=True)
+    assert folder_of(tmp_path) == WHOLE
+    assert_holds(Shard(tmp_path / "x"), demo_samples(4))
 
 
 # ---- forks, and the end of a process ----
@@ -328,70 +299,61 @@ def test_a_fork_that_closes_late_takes_nothing_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_temporary_file_that_went_away_is_told_before_anything_is_renamed(
+def test_an_unpublished_file_that_went_away_is_told_before_anything_is_renamed(
     suffix: str, replaced: bool, tmp_path: Path
 ) -> None:
     write_samples(tmp_path / "x", demo_samples(3), capacity=64)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = tree_of(tmp_path)
     writer = ShardWriter(tmp_path / "x", durable=False, overwrite=True)
     writer.add_pack([1, 2], [1, 0], [0])
-    writer.flush()
-    temporary = Path(f"{tmp_path / 'x'}{suffix}.tmp")
-    temporary.unlink()
+    writer.complete()
+    unpublished = tmp_path / "x.building" / suffix
+    unpublished.unlink()
     if replaced:
-        temporary.write_bytes(b"of somebody else")
-    with pytest.raises(FormatError, match=r"\.tmp: was removed or replaced while it was written"):
+        unpublished.write_bytes(b"of somebody else")
+    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed or replaced while it was written"):
         writer.finalize()
-    temporary.unlink(missing_ok=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert tree_of(tmp_path) == before
+    assert folder_of(tmp_path) == WHOLE
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_shard_set_aside_that_lost_a_file_replaces_nothing(suffix: str, tmp_path: Path) -> None:
-    write_samples(tmp_path / "x", demo_samples(3), capacity=64)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    writer = ShardWriter(tmp_path / "x", durable=False, overwrite=True)
-    writer.add_pack([1, 2], [1, 0], [0])
-    writer.set_aside()
-    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
-    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
-        publication.publish_all([ShardPaths.of(tmp_path / "x")])
-    assert before.items() <= {path.name: path.read_bytes() for path in tmp_path.iterdir()}.items()
-    write_samples(tmp_path / "x", demo_samples(4), capacity=64, overwrite=True)
-    assert folder_of(tmp_path) == sorted(before)
+def write_graded(prefix: Path, tokens: list[int], **options: Any) -> ShardWriter:
+    writer = ShardWriter(prefix, columns={"grade": ColumnSpec("pack", "u1")}, durable=False, **options)
+    writer.add_pack(tokens, [1, 0], [0], columns={"grade": tokens[:1]})
+    return writer
 
 
-@pytest.mark.parametrize("finish", [find_remains, partial(recover, overwrite=True)])
+@pytest.mark.parametrize("finish", [find_remains, partial(recover, overwrite=True), rebuild, ShardWriter])
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".grade.col"])
 def test_a_file_that_was_lost_is_not_taken_from_the_shard_that_is_replaced(
     suffix: str, finish: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    def write(tokens: list[int], **options: Any) -> ShardWriter:
-        writer = ShardWriter(tmp_path / "x", columns={"grade": ColumnSpec("pack", "u1")}, durable=False, **options)
-        writer.add_pack(tokens, [1, 0], [0], columns={"grade": tokens[:1]})
-        return writer
-
-    write([1, 2]).finalize()
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    write([3, 4], overwrite=True).set_aside()
-    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
-    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
+    write_graded(tmp_path / "x", [1, 2]).finalize()
+    before = tree_of(tmp_path)
+    leave_complete(write_graded(tmp_path / "x", [3, 4], overwrite=True).finalize)
+    (tmp_path / "x.building" / suffix).unlink()
+    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed before it got its name.*\(--overwrite\)"):
         finish(tmp_path / "x")
-    assert before.items() <= {path.name: path.read_bytes() for path in tmp_path.iterdir()}.items()
-    write([3, 4], overwrite=True).finalize()
+    assert before.items() <= tree_of(tmp_path).items()
+    assert Shard(tmp_path / "x")[0]["input_ids"].tolist() == [1, 2]
+    write_graded(tmp_path / "x", [3, 4], overwrite=True).finalize()
     assert folder_of(tmp_path) == sorted(before)
+    assert Shard(tmp_path / "x")[0]["input_ids"].tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("finish", [find_remains, partial(recover, overwrite=True), rebuild, ShardWriter])
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".grade.col"])
-def test_of_a_shard_set_aside_that_lost_a_file_nothing_appears(suffix: str, tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "x", columns={"grade": ColumnSpec("pack", "u1")}, durable=False)
-    writer.add_pack([1, 2], [1, 0], [0], columns={"grade": [1]})
-    writer.set_aside()
-    Path(f"{tmp_path / 'x'}{suffix}.tmp").unlink()
-    before = folder_of(tmp_path)
-    with pytest.raises(FormatError, match=r"\.tmp: was removed before it got its name"):
-        publication.publish_all([ShardPaths.of(tmp_path / "x")])
-    assert folder_of(tmp_path) == before
+def test_of_a_complete_shard_that_lost_a_file_nothing_appears(
+    suffix: str, finish: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    leave_complete(write_graded(tmp_path / "x", [1, 2]).finalize)
+    (tmp_path / "x.building" / suffix).unlink()
+    before = tree_of(tmp_path)
+    with pytest.raises(FormatError, match=r"x\.building/\S+: was removed before it got its name.*\(--overwrite\)"):
+        finish(tmp_path / "x")
+    assert tree_of(tmp_path) == before
+    write_graded(tmp_path / "x", [1, 2], overwrite=True).finalize()
+    assert folder_of(tmp_path) == sorted([*WHOLE, "x.grade.col"])
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".seq.idx"])
@@ -399,12 +361,13 @@ def test_rebuild_finishes_a_shard_of_which_a_file_has_both_of_its_names(suffix: 
     """As a kill may leave it on a file system that renames by a second link."""
     writer = ShardWriter(tmp_path / "x", durable=False)
     writer.add_pack([1, 2], [1, 0], [0])
-    writer.set_aside()
+    leave_complete(writer.finalize)
     for other in SUFFIXES[: SUFFIXES.index(suffix)]:
-        os.rename(tmp_path / f"x{other}.tmp", tmp_path / f"x{other}")
-    os.link(tmp_path / f"x{suffix}.tmp", tmp_path / f"x{suffix}")
+        os.rename(tmp_path / "x.building" / other, tmp_path / f"x{other}")
+    os.link(tmp_path / "x.building" / suffix, tmp_path / f"x{suffix}")
     assert rebuild(tmp_path / "x").whole
     assert folder_of(tmp_path) == WHOLE
+    assert Shard(tmp_path / "x")[0]["input_ids"].tolist() == [1, 2]
 
 
 def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:

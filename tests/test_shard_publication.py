@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,18 @@ import pytest
 from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
-from megatron_sft_idx.shard.journal import JournalHead
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover
+from megatron_sft_idx.storage import OutputFile, building
 
 
-@pytest.mark.parametrize(
-    "failing", [".bin.tmp", ".loss.bin.tmp", ".seq.bin.tmp", ".journal", ".idx.tmp", ".seq.idx.tmp"]
-)
+@pytest.mark.parametrize("failing", [*SUFFIXES, "packs", "done.json.tmp"])
 def test_a_write_that_fails_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     write = OutputFile.write
     full = False
 
     def limited(self: OutputFile, data: Any) -> None:
-        if full and self.path.endswith("x" + failing):
+        if full and self.path.endswith("x.building/" + failing):
             raise OSError(28, "No space left on device", self.path)
         write(self, data)
 
@@ -51,7 +47,7 @@ def test_a_flush_that_fails_is_not_written_twice(tmp_path: Path, monkeypatch: py
     writer = ShardWriter(tmp_path / "x", durable=False)
     writer.add_pack([1, 2], [1, 0], [0])
     write = OutputFile.write
-    monkeypatch.setattr(OutputFile, "write", lambda self, data: self.path.endswith(".bin.tmp") or 1 / 0)
+    monkeypatch.setattr(OutputFile, "write", lambda self, data: self.path.endswith("/.bin") or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.flush()
     monkeypatch.setattr(OutputFile, "write", write)
@@ -141,35 +137,34 @@ def test_of_many_writers_one_wins(tmp_path: Path) -> None:
 def test_files_of_writers_that_come_and_go_between_the_looks_are_no_strangers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (inodes := tmp_path / "inodes").mkdir()
-    read, others = publication.read_journal, [ShardWriter(tmp_path / "x", durable=False)]
+    look, others = building.require_ours, [ShardWriter(tmp_path / "x", durable=False)]
 
-    def read_then_change(paths: ShardPaths) -> JournalHead | None:
-        head = read(paths)
+    def look_then_change(output: str) -> None:
+        look(output)
         if others:
             others.pop().abandon()
-            for _ in range(10):  # take the inodes that are free now
-                tempfile.mkstemp(dir=inodes)
-            others.append(ShardWriter(paths.prefix, durable=False))
+            with monkeypatch.context() as patch:
+                patch.setattr(building, "require_ours", look)
+                others.append(ShardWriter(output, durable=False))
             others[-1].add_pack([1], [0], [0])
             others[-1].flush()
-        return head
 
-    monkeypatch.setattr(publication, "read_journal", read_then_change)
+    monkeypatch.setattr(building, "require_ours", look_then_change)
     with pytest.raises(FormatError, match="another writer is at work here"):
         ShardWriter(tmp_path / "x", overwrite=True)
+    monkeypatch.undo()
     others.pop().abandon()
-    assert folder_of(tmp_path) == ["inodes"]
+    assert folder_of(tmp_path) == []
 
 
-def test_a_lock_on_a_removed_journal_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_lock_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ShardWriter(tmp_path / "x", durable=False)
     opened = os.open
     second: list[ShardWriter] = []
 
     def open_then_finish(path: Any, *arguments: Any) -> int:
         fd = opened(path, *arguments)
-        if str(path).endswith(".journal") and first.num_packs == 0:
+        if str(path).endswith("/lock") and first.num_packs == 0:
             first.add_pack([1], [0], [0])
             first.finalize()
         return fd
@@ -187,18 +182,22 @@ def test_remains_of_a_killed_build_go_with_the_next(tmp_path: Path) -> None:
         writer.add_pack([1, 2], [1, 0], [0])
         writer.flush()
         writer.suspend()
-    assert len(folder_of(tmp_path)) == 6
+    assert folder_of(tmp_path) == ["x.building"]
     ShardWriter(tmp_path / "x", overwrite=True, durable=False).abandon()
     assert folder_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo])
-def test_what_is_named_like_the_journal_and_is_no_file_is_refused(tmp_path: Path, put: Callable[[Path], None]) -> None:
-    put(tmp_path / "x.journal")
-    for attempt in (ShardWriter, find_remains, recover):
-        with pytest.raises(FormatError, match=r"x\.journal: .* is here"):
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(".")]
+)
+def test_what_is_in_the_place_of_the_building_folder_and_is_no_folder_is_refused(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    put(tmp_path / "x.building")
+    for attempt in (ShardWriter, find_remains, recover, partial(ShardWriter, overwrite=True)):
+        with pytest.raises(FormatError, match=r"x\.building: .* is here"):
             attempt(tmp_path / "x")
-    assert folder_of(tmp_path) == ["x.journal"]
+    assert folder_of(tmp_path) == ["x.building"]
 
 
 def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path) -> None:
@@ -219,31 +218,41 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
 
     def name_of(path: Any) -> str:
         path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
-        return "folder" if Path(path) == tmp_path else Path(path).name
+        return str(Path(path).relative_to(tmp_path))
 
     def noting(module: Any, name: str) -> None:
         call = getattr(module, name)
 
-        def noted(path: Any, *arguments: Any) -> None:
+        def noted(path: Any, *arguments: Any) -> Any:
             steps.append(f"{name} {name_of(path)}")
-            call(path, *arguments)
+            return call(path, *arguments)
 
         monkeypatch.setattr(module, name, noted)
 
     writer = ShardWriter(tmp_path / "x", overwrite=True)
-    noting(publication, "move_into_place")
-    for name in ("fsync", "unlink"):
+    noting(building, "move_into_place")
+    for name in ("fsync", "unlink", "rename", "rmdir"):
         noting(os, name)
     for pack in demo_samples(3):
         writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
     writer.finalize()
     monkeypatch.undo()
-    assert steps == [
-        *(f"fsync x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
-        *("fsync folder", "fsync x.journal", *["unlink x.seq.idx", "fsync folder"] * replaces),
-        *(f"move_into_place x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
-        *("fsync folder", "move_into_place x.seq.idx.tmp", "fsync folder"),
-        "unlink x.journal",
+    done = "x.building/done.json.tmp"
+    # Before a file is made, what might have its name is removed; and a replacing rename is a step of move_into_place.
+    new = tuple(f"{step} x.building/." for step in ("unlink", "rename"))
+    steps = [step for step in steps if step != f"unlink {done}" and not step.startswith(new)]
+    assert steps[:-6] == [
+        *(f"fsync x.building/{suffix}" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
+        # All is on disk before done.json says so, and done.json before the first change at the prefix.
+        *("fsync x.building", f"fsync {done}", f"rename {done}", "fsync x.building"),
+        *["unlink x.seq.idx", "fsync ."] * replaces,
+        *(f"move_into_place x.building/{suffix}" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
+        *("fsync .", "move_into_place x.building/.seq.idx", "fsync ."),
+    ]
+    # What was noted goes only when the new shard is on disk, and done.json last of it.
+    assert steps[-6:] == [
+        *("unlink x.building/packs", "fsync x.building", "unlink x.building/build.json"),
+        *("unlink x.building/done.json", "unlink x.building/lock", "rmdir x.building"),
     ]
 
 
@@ -252,7 +261,7 @@ def test_a_publication_looks_through_its_folder_once(tmp_path: Path, monkeypatch
     looks, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
     write_samples(tmp_path / "x", demo_samples(3), overwrite=True)
-    assert len(looks) == 1
+    assert [look for look in looks if Path(look) == tmp_path] == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

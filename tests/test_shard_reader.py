@@ -22,7 +22,7 @@ from packs import assert_holds, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard import opening as opening_module
 from megatron_sft_idx.storage import PreadArray, open_array
 
@@ -263,13 +263,16 @@ def test_only_one_suffix_is_taken_off(tmp_path: Path) -> None:
         ([], "check the prefix"),
         ([".bin", ".idx"], "stock Megatron dataset without loss masks"),
         (SUFFIXES[:-1], "stock Megatron dataset without loss masks, or a shard copied in part"),
-        ([".journal"], "a build was interrupted here"),
-        ([".bin", ".journal"], "a build was interrupted here"),
+        ([".building"], "a command was interrupted here, or is at work still"),
+        ([".bin", ".building"], "a command was interrupted here, or is at work still"),
     ],
 )
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, word: str) -> None:
-    for suffix in present:
-        (tmp_path / f"x{suffix}").write_bytes(b"SFTJRNL3" if suffix == ".journal" else b"")
+    for suffix in reversed(present):
+        if suffix == ".building":
+            ShardWriter(tmp_path / "x", overwrite=True).suspend()
+        else:
+            (tmp_path / f"x{suffix}").write_bytes(b"")
     with pytest.raises(ShardNotFoundError, match=word) as caught:
         Shard(tmp_path / "x")
     assert caught.value.missing == [str(tmp_path / f"x{s}") for s in SUFFIXES if s not in present]
@@ -279,7 +282,8 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, wor
 
 
 def test_a_lock_is_no_interrupted_build(tmp_path: Path) -> None:
-    (tmp_path / "x.journal").touch()
+    (tmp_path / "x.building").mkdir()
+    (tmp_path / "x.building" / "lock").touch()
     with pytest.raises(ShardNotFoundError, match="check the prefix"):
         Shard(tmp_path / "x")
 

@@ -20,7 +20,7 @@ from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs import run as run_module
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, pack_log
 from megatron_sft_idx.shard import writer as writer_module
 
 # ---- what is written is what is read ----
@@ -102,7 +102,7 @@ def test_how_often_it_is_flushed_changes_no_byte(tmp_path: Path, monkeypatch: py
     packs = demo_samples(200)
     write_samples(tmp_path / "x", packs)
     monkeypatch.setattr(writer_module, "STAGE_TOKENS", 3)
-    monkeypatch.setattr(writer_module, "MAX_RECORDS", 2)
+    monkeypatch.setattr(pack_log, "_MAX_RECORDS", 2)
     write_samples(tmp_path / "y", packs)
     assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
 

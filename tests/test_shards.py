@@ -78,7 +78,8 @@ def test_a_shard_may_have_the_name_of_a_folder_beside_it(tmp_path: Path) -> None
 def test_a_lock_beside_a_folder_is_no_shard_with_its_name(tmp_path: Path) -> None:
     """That of a command that writes several shards."""
     write_samples(tmp_path / "x/y", demo_samples(1))
-    (tmp_path / "x.journal").touch()
+    (tmp_path / "x.building").mkdir()
+    (tmp_path / "x.building" / "lock").touch()
     assert find_prefixes(tmp_path / "x", incomplete=True) == [f"{tmp_path}/x/y"]
 
 
@@ -88,20 +89,22 @@ def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> 
     write(folder, {"a-2": 1, "a-10": 1, "a-9": 1})
     for lost in ("a-2.seq.idx", "a-2.loss.bin", "a-10.seq.idx", "a-10.seq.bin"):
         (folder / lost).unlink()
-    with ShardWriter(tmp_path / "k") as writer:
+    with ShardWriter(folder / "killed") as writer:
         writer.add_pack([1, 2], [1, 0], [0])
-        writer.flush()
-        (folder / "killed.journal").write_bytes((tmp_path / "k.journal").read_bytes())
-    for other in ("stock.bin", "stock.idx", "_producer.journal", "a-2-parts.journal"):
+        writer.complete()
+        writer.suspend()
+    for other in ("stock.bin", "stock.idx", "a-2.journal"):
         (folder / other).touch()
-    (folder / "notes.journal").write_text("a journal of somebody's")
+    for other in ("_producer.building", "a-2-parts.building", "notes.building"):
+        (folder / other).mkdir()
+    (folder / "notes.building" / "build.json").write_text('{"of": "somebody"}')
     everything = ["a-2", "a-9", "a-10", "killed"]
     for source in (folder, f"{folder}/*", f"{tmp_path}/d*"):
         assert names(find_prefixes(source, incomplete=True)) == everything
         assert names(find_prefixes(source)) == ["a-9"]
     for glob, found in (("a-?", everything[:2]), ("*.bin", everything[:3]), ("k*", ["killed"]), ("kille?", ["killed"])):
         assert names(find_prefixes(folder / glob, incomplete=True)) == found
-    assert names(find_prefixes(folder / "killed.journal", incomplete=True)) == ["killed"]
+    assert names(find_prefixes(folder / "killed.building", incomplete=True)) == ["killed"]
     with pytest.raises(ShardNotFoundError, match="no shard and no folder"):
         find_prefixes(folder / "[_s]*", incomplete=True)
 

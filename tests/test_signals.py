@@ -82,8 +82,8 @@ def test_a_run_that_was_ended_in_a_long_call_is_resumed(made: Path, tmp_path: Pa
         wait_for_line(process, "held")
         process.send_signal(signal.SIGTERM)
         ended_within(process, PATIENCE)
-    again = command(*arguments, "--resume")
-    assert (again.code, "parts were there already" in again.err) == (0, True), again
+    again = command(*arguments)
+    assert (again.code, "parts reused" in again.err) == (0, True), again
     assert files_of(tmp_path / "x") == files_of(made / "shard")
 
 
@@ -97,8 +97,8 @@ def test_preprocess_ends_though_a_worker_is_stopped(made: Path, tmp_path: Path, 
         process.send_signal(sent)
         said = ended_within(process, PATIENCE)
     assert process.returncode == CODES[sent], said
-    assert "rows are kept at " in said
-    again = command(*arguments, "--workers", 0, "--resume")
+    assert "parts are kept in " in said
+    again = command(*arguments, "--workers", 0)
     assert again.code == 0, again
     assert files_of(tmp_path / "x") == files_of(made / "shard")
 

@@ -123,7 +123,7 @@ def test_every_sequence_names_its_row(tmp_path, encoder):
     assert str(tmp_path).encode() not in b"".join(files_of(tmp_path / "one").values())
 
     # Whoever makes it, however often: the same bytes.
-    for number, options in enumerate((["--workers", 2], ["--workers", 2, "--output-shards", 1], ["--resume"])):
+    for number, options in enumerate((["--workers", 2], ["--workers", 2, "--output-shards", 1], [])):
         assert files_of(built(tmp_path / f"again{number}", paths, *options)) == files_of(tmp_path / "one")
     shards = tmp_path / "three"
     built(shards, paths, "--output-shards", 3, "--workers", 2)
@@ -149,9 +149,7 @@ def test_a_shard_without(tmp_path):
     assert not Path(f"{plain}.source.col").exists()
     named = built(tmp_path / "named", [rows])
     assert all(files_of(named)[end] == raw for end, raw in files_of(plain).items() if end != ".seq.idx")
-    other = preprocess(
-        plain, "--source", "--input", rows, "--overlong", "split", "--on-bad-row", "skip", "--resume", capacity=256
-    )
+    other = preprocess(plain, "--source", "--input", rows, "--overlong", "split", "--on-bad-row", "skip", capacity=256)
     assert other.code == 1
     assert "source was None, is True" in other.err
 
@@ -294,7 +292,7 @@ def test_weights_of_files(tmp_path, workers):
     assert weighted(tmp_path / "plain").code == 0
     options = ("--loss-weight", "a.jsonl=0.25", f"{tmp_path / 'c.jsonl'}=0", "--workers", workers)
     assert weighted(tmp_path, *options).code == 0
-    assert weighted(tmp_path, *options, "--resume").out.startswith("found ")
+    assert weighted(tmp_path, *options).out.startswith("found ")
     plain, shard = Shard(tmp_path / "plain/x"), Shard(tmp_path / "x", columns=["source"])
     assert (plain.header.mask_dtype.name, shard.header.mask_dtype.name) == ("uint8", "float32")
     assert shard.header.metadata["options"]["loss_weights"] == [0.25, 1.0, 0.0]
@@ -304,7 +302,7 @@ def test_weights_of_files(tmp_path, workers):
         ):
             assert np.array_equal(before[0], after[0])
             assert np.array_equal(before[1] * np.float32([0.25, 1, 0][file]), after[1])
-    other = weighted(tmp_path, "--loss-weight", "a.jsonl=0.5", "--resume")
+    other = weighted(tmp_path, "--loss-weight", "a.jsonl=0.5")
     assert (other.code, "loss weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
 
 

@@ -226,10 +226,8 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     with pytest.raises(FormatError, match="is both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
-    with pytest.raises(FormatError, match="exist already"):
-        cut(tmp_path / "y", tmp_path / "x", packs=1)
     with pytest.raises(FormatError, match=r"x-00001-of-00003.*exist already"):
-        cut(tmp_path / "y", tmp_path / "x", packs=1, resume=True)
+        cut(tmp_path / "y", tmp_path / "x", packs=1)
     prefixes = cut(tmp_path / "y", tmp_path / "x", packs=1, overwrite=True)
     assert_holds(Shard(prefixes[1]), packs[1:2])
 
@@ -252,10 +250,8 @@ def test_the_folder_is_looked_through_once_for_each_output(tmp_path: Path, monke
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(30), capacity=64)
     seen: list[tuple[int, int]] = []
-    for resume in (False, True):
-        cut(
-            tmp_path / "x", tmp_path / "p", packs=7, resume=resume, watch=sums_told(lambda *counts: seen.append(counts))
-        )
+    for _ in range(2):
+        cut(tmp_path / "x", tmp_path / "p", packs=7, watch=sums_told(lambda *counts: seen.append(counts)))
         assert seen[-1][0] == seen[-1][1]
 
 
@@ -276,7 +272,7 @@ def test_an_error_leaves_nothing_of_the_split_but_what_an_earlier_one_had_done(t
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match="No space left"):
-        cut(tmp_path / "x", tmp_path / "out" / "p", shards=6, resume=resumed, watch=sums_told(disk_is_full))
+        cut(tmp_path / "x", tmp_path / "out" / "p", shards=6, watch=sums_told(disk_is_full))
     assert folder_of(tmp_path / "out") == before
 
 
@@ -296,16 +292,13 @@ def test_a_killed_split_leaves_whole_parts_and_goes_on_behind_them(tmp_path: Pat
             cut(source, target / "p", shards=6, watch=sums_told(kill))
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        # Whole parts wait under temporary names until all are whole.
+        # Whole parts wait in their building folders until all are whole.
         assert not any(opens(output_prefix(str(target / "p"), i, 6)) for i in range(6))
-        begun = [p for i in range(6) if os.path.exists((p := output_prefix(str(target / "p"), i, 6)) + ".journal")]
-        done = [p for p in begun if is_set_aside(ShardPaths(p))]
+        assert all(name.endswith(".building") for name in os.listdir(target))
+        done = [p for i in range(6) if is_set_aside(p := output_prefix(str(target / "p"), i, 6))]
         killed.add(len(done))
-        inodes = [os.stat(p + ".bin.tmp").st_ino for p in done]
-        if begun:
-            with pytest.raises(FormatError, match=r"exist already|interrupted"):
-                cut(source, target / "p", shards=6)
-        report = split(source, target / "p", SplitSize(shards=6), resume=True, durable=False)
+        inodes = [os.stat(p + ".building/.bin").st_ino for p in done]
+        report = split(source, target / "p", SplitSize(shards=6), durable=False)
         assert report.num_kept == len(done)
         assert [os.stat(p + ".bin").st_ino for p in done] == inodes
         assert [five_files(p) for p in report.prefixes] == expected
@@ -313,21 +306,21 @@ def test_a_killed_split_leaves_whole_parts_and_goes_on_behind_them(tmp_path: Pat
     assert len(killed) > 2
 
 
-def test_resuming_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: Path) -> None:
+def test_it_does_not_take_a_broken_or_another_part_for_its_own(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(6), capacity=64)
     prefixes = cut(tmp_path / "x", tmp_path / "p", shards=3)
     os.unlink(prefixes[1] + ".loss.bin")
     with pytest.raises(ShardNotFoundError, match=r"loss\.bin"):
-        cut(tmp_path / "x", tmp_path / "p", shards=3, resume=True)
+        cut(tmp_path / "x", tmp_path / "p", shards=3)
     cut(tmp_path / "x", tmp_path / "p", shards=3, overwrite=True)
     write_samples(tmp_path / "x", demo_samples(7), capacity=64, overwrite=True)
     with pytest.raises(FormatError, match="exist already"):
-        cut(tmp_path / "x", tmp_path / "p", packs=3, resume=True)
+        cut(tmp_path / "x", tmp_path / "p", packs=3)
     cut(tmp_path / "x", tmp_path / "p", packs=3, overwrite=True)
     assert_holds(Shard(prefixes[1]), demo_samples(7)[3:6])
 
 
-def test_resuming_needs_room_for_the_outputs_that_are_missing_alone(
+def test_going_on_needs_room_for_the_outputs_that_are_missing_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(tmp_path / "x", demo_samples(60), capacity=64)
@@ -338,7 +331,7 @@ def test_resuming_needs_room_for_the_outputs_that_are_missing_alone(
     for free, fits in ((needed // 2, False), (needed * 2, True)):
         monkeypatch.setattr(os, "statvfs", lambda _, n=free: os.statvfs_result([1, 1, n, n, n, *room[5:]]))
         with contextlib.nullcontext() if fits else pytest.raises(OSError, match="bytes are needed"):
-            cut(tmp_path / "x", tmp_path / "p", shards=3, resume=True)
+            cut(tmp_path / "x", tmp_path / "p", shards=3)
 
 
 def test_an_output_has_the_origin_of_its_packs(tmp_path: Path) -> None:

@@ -255,10 +255,10 @@ def test_a_row_behind_those_that_are_taken_stops_nothing(tmp_path: Path, late: P
 def test_the_decision_is_one_of_the_options_of_a_run(tmp_path: Path) -> None:
     rows = LINES * 20
     assert preprocess(tmp_path / "x", *CONVERSATION, rows=rows).code == 0
-    done = preprocess(tmp_path / "x", *TURN, "--resume", rows=rows)
+    done = preprocess(tmp_path / "x", *TURN, rows=rows)
     assert done.code == 1
     assert "system starts was 'conversation', is 'turn'" in done.err
-    assert preprocess(tmp_path / "x", *CONVERSATION, "--resume", rows=rows).code == 0
+    assert preprocess(tmp_path / "x", *CONVERSATION, rows=rows).code == 0
     assert preprocess(tmp_path / "x", "--system-starts", "guess", rows=rows).code == 2
 
 

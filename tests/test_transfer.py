@@ -93,7 +93,7 @@ def test_a_copy_keeps_no_file_that_a_killed_writer_was_about_to_change(shard: st
 
 
 def test_what_a_killed_copy_kept_is_in_no_later_command_s_way(shard: str, tmp_path: Path) -> None:
-    """It copies masks and the header alone; what it keeps is named by no journal."""
+    """It copies masks and the header alone, and keeps the other files."""
     write_samples(
         tmp_path / "old", [Sample(each.tokens, [0] * len(each.tokens), each.starts) for each in demo_samples()]
     )
@@ -137,10 +137,10 @@ def test_a_copy_of_columns_removes_no_remains_without_overwrite(tmp_path: Path) 
         writer.suspend()
     with pytest.raises(FormatError, match="left by a build that was interrupted"):
         copy_shard(str(tmp_path / "from"), str(tmp_path / "to"))
-    assert (tmp_path / "to.journal").exists()
+    assert (tmp_path / "to.building").exists()
     for _ in range(2):  # the second finds every file right
         copy_shard(str(tmp_path / "from"), str(tmp_path / "to"), overwrite=True)
-        assert not (tmp_path / "to.journal").exists()
+        assert not (tmp_path / "to.building").exists()
         ShardWriter(tmp_path / "to", overwrite=True).suspend()
 
 
@@ -157,7 +157,7 @@ def test_a_copy_keeps_no_file_that_another_command_changes(
         return found
 
     monkeypatch.setattr(transfer, "_compare", compare_and_replace)
-    with pytest.raises(FormatError, match="another command wrote here meanwhile; run this one again"):
+    with pytest.raises(FormatError, match=r"another command wrote here meanwhile; run this one again|exist already"):
         copy_shard(shard, target)
     monkeypatch.undo()
     assert len(Shard(target)) == 3
@@ -169,11 +169,11 @@ def test_a_copy_that_lost_a_file_before_its_renames_is_made_anew(shard: str, tmp
     step, found = 0, 0
     while killed_at(step, lambda target=tmp_path / f"{step}/x": copy_shard(shard, str(target))):
         target, step = tmp_path / f"{step}/x", step + 1
-        if not (lost := Path(f"{target}.loss.bin.tmp")).exists() or not is_set_aside(ShardPaths.of(target)):
+        if not (lost := Path(f"{target}.building/.loss.bin")).exists() or not is_set_aside(str(target)):
             continue
         found += 1
         lost.unlink()
-        with pytest.raises(CorruptShardError, match="with overwrite"):
+        with pytest.raises(FormatError, match="with overwrite"):
             copy_shard(shard, str(target))
         copy_shard(shard, str(target), overwrite=True)
         assert five_files(target) == five_files(shard)
@@ -220,6 +220,8 @@ def test_a_missing_source_says_what_is_missing(shard: str, store: str) -> None:
 
 def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "there/train")
+    writer.add_pack([1, 2], [1, 0], [0])
+    writer.flush()
     with pytest.raises(FormatError, match="another writer is at work"):
         copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)
     writer.suspend()
@@ -233,12 +235,12 @@ def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Pa
     "claim", [b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "shard_id": 5}', b"x" * 5000, b"[" * 4000]
 )
 def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
-    (tmp_path / "store/x.upload").write_bytes(claim)
+    (tmp_path / "store/x.building").write_bytes(claim)
     for overwrite in (False, True):
         with pytest.raises(FormatError, match="an object that is no claim of an upload is here, and is never replaced"):
             copy_shard(shard, f"{store}/x", overwrite=overwrite)
-        assert (tmp_path / "store/x.upload").read_bytes() == claim
-    (tmp_path / "store/x.upload").unlink()
+        assert (tmp_path / "store/x.building").read_bytes() == claim
+    (tmp_path / "store/x.building").unlink()
     copy_shard(shard, f"{store}/x")
     assert five_files(tmp_path / "store/x") == five_files(shard)
 
@@ -263,8 +265,7 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     output = Destination(f"{store}/x", staging=str(tmp_path / "staging"))
     output.prepare()
     copy_shard(shard, output.local)
-    with pytest.raises(FormatError, match="built by an earlier run, and not uploaded; send it: megatron-sft-idx copy"):
-        output.prepare()
+    output.prepare()
     output.publish()
     assert five_files(tmp_path / "store/x") == five_files(shard)
     assert not (tmp_path / "staging").exists()
@@ -274,17 +275,20 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     Destination(f"{store}/x", staging=str(tmp_path / "staging"), overwrite=True).prepare()
 
 
-def test_resume_sends_what_an_earlier_run_had_built(store: str, tmp_path: Path) -> None:
+def test_the_next_run_sends_what_an_earlier_one_had_built(store: str, tmp_path: Path) -> None:
     output = Destination(f"{store}/x", staging=str(tmp_path / "staging"))
     output.prepare()
     assert preprocess(Path(output.local)).code == 0
     built = five_files(output.local)
     to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
-    assert "not uploaded" in preprocess(tmp_path, *to).err
-    outcome = preprocess(tmp_path, *to, "--resume")
-    assert (outcome.code, f"found {store}/x" in outcome.out) == (0, True), outcome.err
+    for _ in range(2):  # the second finds it in the store
+        outcome = preprocess(tmp_path, *to)
+        assert (outcome.code, f"found {store}/x" in outcome.out) == (0, True), outcome.err
+        assert five_files(tmp_path / "store/x") == built
+        assert not (tmp_path / "staging").exists()
+    other = preprocess(tmp_path, *to, "--seed", 3)
+    assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
     assert five_files(tmp_path / "store/x") == built
-    assert not (tmp_path / "staging").exists()
 
 
 def test_a_corpus_in_the_way_is_told_before_the_work(shard: str, store: str, tmp_path: Path) -> None:
@@ -292,7 +296,7 @@ def test_a_corpus_in_the_way_is_told_before_the_work(shard: str, store: str, tmp
     to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
     refused = preprocess(tmp_path, *to, "--keep-corpus")
     assert (refused.code, refused.out) == (1, "")
-    assert f"{store}/x.unpacked: a shard is here; choose another prefix, or pass overwrite (--over" in refused.err
+    assert f"{store}/x.unpacked: a finished shard is here, made from something else" in refused.err
     assert names(tmp_path / "staging") == set()
     assert preprocess(tmp_path, *to).code == 0  # writes no corpus
     assert five_files(tmp_path / "store/x.unpacked") == five_files(shard)

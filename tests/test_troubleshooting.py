@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import SUFFIXES, TOKENIZER, command, preprocess, write_rows
+from chats import SUFFIXES, TOKENIZER, command, preprocess
 from troubles import Scenes, chat, quoted, scene, some_shards
 
 
@@ -66,11 +66,11 @@ def cut_json() -> str:
     return prepare("--input", "cut.jsonl")
 
 
-def interrupted() -> str:
+def interrupted(*options: object) -> str:
+    """What goes on with parts that a run left which could not be packed."""
     Path("killed").mkdir(exist_ok=True)
-    write_rows(Path("killed/rows.jsonl"), [chat()])
-    Path("killed/shard.journal").write_bytes(b"")
-    return preprocess(Path("killed/shard"), rows=[chat()]).err
+    assert preprocess(Path("killed/shard"), rows=[chat()], capacity=4).code == 1
+    return preprocess(Path("killed/shard"), *options, rows=[chat()]).err
 
 
 def thoughtful() -> dict[str, Any]:
@@ -122,9 +122,8 @@ PREPARING: Scenes = {
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
     "a tokenizer without tokenizer.json": lambda: with_only("vocab.json"),
     "is written in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
-    "exist already": again,
-    "a finished shard is here": lambda: again("--seed", 1, "--resume"),
-    "left by a run that was interrupted": interrupted,
+    "a finished shard is here": lambda: again("--seed", 1),
+    "holds parts of an interrupted preprocess": lambda: interrupted("--append-eod"),
     "pip install 'megatron-sft-idx[parquet]'": missing_package,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.journal import locked_name, locked_outputs
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -76,29 +76,26 @@ def test_a_vocabulary_of_nothing_is_refused() -> None:
 
 
 def killed_build(prefix: Path) -> None:
-    """The files of a writer that was never finished nor told to stop."""
-    source = prefix.parent / "elsewhere" / prefix.name
-    with ShardWriter(source) as writer:
-        writer.add_pack([1, 2], [1, 0], [0])
-        writer.flush()
-        for path in source.parent.iterdir():
-            (prefix.parent / path.name).write_bytes(path.read_bytes())
+    """The folder of a writer that was never finished nor told to stop."""
+    writer = ShardWriter(prefix, overwrite=True)
+    writer.add_pack([1, 2], [1, 0], [0])
+    writer.flush()
+    writer.suspend()
 
 
-def test_remains_beside_a_good_shard_are_a_note(tmp_path: Path) -> None:
+def test_unfinished_work_next_to_a_good_shard_is_a_note(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples())
     killed_build(tmp_path / "x")
-    (tmp_path / "x2.bin.tmp").touch()  # of another prefix
+    killed_build(tmp_path / "x2")  # of another prefix
     report = verify_shard(tmp_path / "x", full=True)
     assert report.ok
-    note = report.notes[0]
-    listed = note.removesuffix(note[note.index(": left by a build") :]).split(", ")
-    assert {"x.bin.tmp", "x.journal", "x.loss.bin.tmp", "x.seq.bin.tmp"} <= set(listed)
-    assert all((tmp_path / name).exists() and name.startswith("x.") for name in listed)
-    assert f"megatron-sft-idx rebuild {tmp_path / 'x'}" in note
+    assert [note for note in report.notes if "building" in note] == [report.notes[0]]
+    assert report.notes[0].startswith("x.building: left by a command that was killed")
+    assert report.notes[0].endswith(f"recover its packs: megatron-sft-idx rebuild {tmp_path / 'x'}")
+    assert list(Shard(tmp_path / "x"))
 
 
-def test_remains_without_a_shard_break_f1(tmp_path: Path) -> None:
+def test_unfinished_work_without_a_shard_breaks_f1(tmp_path: Path) -> None:
     killed_build(tmp_path / "x")
     report = verify_shard(tmp_path / "x")
     assert [finding.rule for finding in report.findings] == ["F1"] * 5
@@ -106,23 +103,27 @@ def test_remains_without_a_shard_break_f1(tmp_path: Path) -> None:
     assert len(report.notes) == 1
 
 
-def test_a_lock_is_no_remains_of_a_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("put", [Path.mkdir, Path.touch, lambda path: path.symlink_to("y.building")])
+def test_a_folder_that_is_not_ours_is_no_unfinished_work(tmp_path: Path, put: Callable[[Path], None]) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    # What a producer holds while it makes a catalog, and whoever writes several shards; a kill leaves both.
-    with locked_name(str(tmp_path / "_producer.journal"), "busy"), locked_outputs(str(tmp_path / "x")):
-        assert (tmp_path / "x-parts.journal").exists()
-        for source in (tmp_path, tmp_path / "*"):
-            done = command("verify", source)
-            assert (done.code, done.err) == (0, "")
-            assert done.out.startswith(f"{tmp_path / 'x'}: ok: ")
-            assert done.out.count("\n") == 1
-        done = command("verify", tmp_path / "_producer")
-        assert done.code == 1
-        assert "_producer: no shard here" in done.err
-        assert "interrupted" not in done.err
-        with pytest.raises(ShardNotFoundError) as refused:
-            Shard(tmp_path / "_producer")
-        assert "interrupted" not in str(refused.value)
+    killed_build(tmp_path / "y")
+    for name in ("x", "notes", "_producer"):
+        put(tmp_path / f"{name}.building")
+    for source in (tmp_path / "x", tmp_path / "x*"):
+        done = command("verify", source)
+        assert (done.code, done.err) == (0, "")
+        assert done.out.startswith(f"{tmp_path / 'x'}: ok: ")
+        assert done.out.count("\n") == 1
+    done = command("verify", tmp_path)
+    assert done.out.count("x: ok: ") == 1
+    assert "notes" not in done.out + done.err
+    done = command("verify", tmp_path / "_producer")
+    assert done.code == 1
+    assert "_producer: no shard here" in done.err
+    assert "interrupted" not in done.err
+    with pytest.raises(ShardNotFoundError) as refused:
+        Shard(tmp_path / "_producer")
+    assert "interrupted" not in str(refused.value)
 
 
 # ---- the command ----

@@ -17,7 +17,7 @@ from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import files as layout_files
 from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES
-from megatron_sft_idx.shard import journal, writer
+from megatron_sft_idx.shard import build_options, writer
 
 SPECIFICATION = (Path(__file__).parents[1] / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 Change = Callable[[Files], Files]
@@ -251,7 +251,7 @@ def test_a_vocabulary_that_is_no_size_is_a_finding(tmp_path: Path, size: object)
         write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
     assert os.listdir(tmp_path) == []
     with pytest.MonkeyPatch.context() as another_writer:
-        for module in (layout_files, journal, writer):
+        for module in (layout_files, build_options, writer):
             another_writer.setattr(module, "vocab_size_of", lambda metadata: None)
         write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
     for full in (False, True):

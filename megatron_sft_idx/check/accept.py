@@ -22,6 +22,8 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage.progress import Watch
 
 ACCEPTED = "accepted"
+# The work of writing a shard again, in build.json. If it is interrupted, the same command begins again.
+ACCEPT = "accept"
 # Checksums of contents, and counts of contents.
 _CHECKSUMS, _COUNTS = ("F3", "C7"), ("H9",)
 
@@ -69,7 +71,7 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     like = dataclasses.replace(header, metadata=metadata)
     specs = {name: column.spec for name, column in columns.items()}
     nbytes = nbytes_to_check(shard.files, columns)
-    new = begin_copy(paths.prefix, like, specs, overwrite=True, durable=True, nbytes=nbytes)
+    new = begin_copy(paths.prefix, like, specs, work=ACCEPT, overwrite=True, durable=True, nbytes=nbytes)
     with watch("writing", nbytes) as advance, new as writer:
         for window in windows(shard.files, COPIED_TOKENS, columns):
             run = window.run()

@@ -31,7 +31,8 @@ from megatron_sft_idx.layout import (
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.shard import BuildOptions
-from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, header_of, write_idx, write_seq_idx
+from megatron_sft_idx.shard.pack_log import PackChunk
+from megatron_sft_idx.shard.writer import FORMAT_WRITER, header_of, write_idx, write_seq_idx
 from megatron_sft_idx.storage.local import digest_file
 
 # Fields of the header that no other file tells.

@@ -1,6 +1,6 @@
 """``rebuild`` makes a shard whole again from what is left of it.
 
-Indexes come back from each other, from the data, or from a killed build's journal. Columns cannot be derived and are
+Indexes come back from each other, from the data, or from what a killed build left. Columns cannot be derived and are
 left as they are. This module finds what is wrong and reports what was done; ``restore`` brings files back under a good
 header, ``derive`` makes both indexes where there is none. New files are written beside the old ones, and take their
 places only when they are complete and synced.
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_sft_idx.check.accept import accepted_findings, write_accepted
+from megatron_sft_idx.check.accept import ACCEPT, accepted_findings, write_accepted
 from megatron_sft_idx.check.derive import derive_indexes
 from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import GivenFacts, Repair, restore_under_header
@@ -30,19 +30,18 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns
-from megatron_sft_idx.shard.journal import (
-    inode_of,
-    lock_journal,
-    read_journal,
-    with_named_columns,
-    with_present_columns,
-)
+from megatron_sft_idx.shard.at_prefix import inode_of, with_present_columns
 from megatron_sft_idx.shard.opening import columns_beside, read_header, read_start, where_to_look
-from megatron_sft_idx.shard.publication import interrupted_error, locked_prefix
-from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
+from megatron_sft_idx.shard.publication import finish_interrupted, taken
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.building import Building
+from megatron_sft_idx.storage.building_files import lost_files
 from megatron_sft_idx.storage.local import digest_file
 from megatron_sft_idx.storage.progress import Watch, unwatched
+
+# Work that writes some files of a shard.
+_PARTLY = ("rebuild", "column", "removal")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def rebuild(
     prefix: str | os.PathLike[str],
     facts: GivenFacts | None = None,
     *,
-    copied: bool = False,
+    overwrite: bool = False,
     accept_contents: bool = False,
     dry_run: bool = False,
     watch: Watch = unwatched,
@@ -124,14 +123,15 @@ def rebuild(
     - Without one, the indexes are derived from the data, and ``.seq.idx`` is marked as rebuilt. If several shards could
       have given the same data, none is chosen: that is an error. Columns name the data that they were written for, and
       if that is other data than is here, it is an error too.
-    - Where a killed build left a journal, its complete packs become the shard.
+    - Where a killed build left packs in ``X.building``, these become the shard.
     - A column that is damaged, or listed and missing, is reported as lost. A derived ``.seq.idx`` lists none, so those
       at the prefix count as attached from then on.
 
     Args:
         prefix: the path that the five files share.
         facts: what the user knows of the shard and the files do not say any more.
-        copied: the journal and temporary files of a killed build are copies: let the journal name them.
+        overwrite: let the packs of a killed build replace the shard that is at the prefix; and begin a rebuild anew
+            that was killed among its renames and has lost a file since.
         accept_contents: if tokens, masks, starts or columns do not have their checksums, and nothing brings them back,
             write the shard again with what is there. Its header then lists these files under ``accepted``.
         dry_run: only find out what would happen.
@@ -149,33 +149,64 @@ def rebuild(
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
     if accept_contents:
-        restored = rebuild(prefix, facts, copied=copied, dry_run=dry_run, watch=watch)
+        restored = rebuild(prefix, facts, overwrite=overwrite, dry_run=dry_run, watch=watch)
         return restored if restored.whole else _accept(paths, restored, dry_run, watch)
-    if copied and not dry_run:
-        adopt_remains(paths)
-    journal = read_journal(paths)
-    is_rebuild = journal is not None and journal.work == "rebuild"
-    # What is renamed or removed only in part has to be finished first, and a dry run finishes nothing.
-    if journal is not None and (
-        journal.work == "removal" or (is_rebuild and dry_run and journal.replaced_inodes is not None)
-    ):
-        raise interrupted_error(paths, journal)
-    if not is_rebuild and (remains := find_remains(prefix, named=True, copied=copied)) is not None:
-        return _recover_build(paths, remains, dry_run, watch)
+    begins_anew = overwrite and _lost_a_file(paths)
+    if (remains := None if begins_anew else find_remains(prefix)) is not None:
+        if remains.outputs and not remains.unpublished:
+            return _finish_job(paths, remains, dry_run)
+        has_shard = remains.is_complete and remains.work not in _PARTLY
+        has_packs = remains.num_packs > 0 and remains.work != ACCEPT
+        if has_shard or has_packs or (remains.options is not None and not paths.present()):
+            return _recover_build(paths, remains, overwrite, dry_run, watch)
+        _refuse_remains(paths, remains, dry_run=dry_run)
+        if not dry_run:
+            finish_interrupted(paths)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     facts = facts or GivenFacts()
     if dry_run:
-        with contextlib.suppress(FileNotFoundError):  # only look at the lock
-            os.close(lock_journal(paths, create=False, shared=True))
         return _rebuild_files(paths, facts, watch, None)
-    with locked_prefix(paths, overwrite=is_rebuild) as lock:
-        return _rebuild_files(paths, facts, watch, lock)
+    # Packs that were noted may all be lost, and then there is nothing to keep.
+    has_nothing = remains is not None and not remains.num_parts
+    with taken(paths.prefix, overwrite=begins_anew or has_nothing) as building:
+        return _rebuild_files(paths, facts, watch, building)
 
 
-def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int | None) -> Rebuilt:
-    """``rebuild`` where no killed build is in the way; ``lock`` is that of the prefix, None for a dry run."""
-    dry_run = lock is None
+def _lost_a_file(paths: ShardPaths) -> bool:
+    """Whether a rebuild was interrupted among its renames, and a file that it had made is gone since."""
+    with contextlib.suppress(FileNotFoundError), Building.take(paths.prefix, create=False, shared=True) as building:
+        return building.is_whole and building.holds({"work": "rebuild"}) and bool(lost_files(paths.prefix))
+    return False
+
+
+def _finish_job(paths: ShardPaths, remains: Remains, dry_run: bool) -> Rebuilt:
+    """Let the outputs of a job appear that was killed when all of them were whole."""
+    if not dry_run:
+        finish_interrupted(paths)
+    note = f"{len(remains.outputs)} outputs of a {remains.work} that was complete but for renames"
+    return Rebuilt(paths.prefix, (), (), note, dry_run)
+
+
+def _refuse_remains(paths: ShardPaths, remains: Remains, *, dry_run: bool) -> None:
+    """FormatError if what a killed writer left is to be finished by another command, or is half renamed."""
+    remedy = None
+    if remains.work == "copy":
+        remedy = "run the same copy again"
+    elif remains.work == "removal" and remains.is_complete:
+        remedy = (
+            "run the command that removed it again, which finishes it; or, to keep what is left, move this folder away"
+            f" and run megatron-sft-idx rebuild {paths.prefix}"
+        )
+    elif remains.is_complete and dry_run:
+        remedy = f"run it again: megatron-sft-idx rebuild {paths.prefix}"
+    if remedy is not None:
+        raise FormatError(f"{paths.building}: left by a {remains.work} that was interrupted; {remedy}")
+
+
+def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, building: Building | None) -> Rebuilt:
+    """``rebuild`` where no killed build is in the way; ``building`` is taken, None for a dry run."""
+    dry_run = building is None
     header, error = _read_header(paths)
     if header is None or paths.missing():
         _refuse_links(paths)  # before every byte is read, which may take hours
@@ -186,7 +217,7 @@ def _rebuild_files(paths: ShardPaths, facts: GivenFacts, watch: Watch, lock: int
         return replace(good, note="nothing to do" if good.whole else note)
     _refuse_links(paths)
     broken, compared, notes, withheld = _by_path(report), True, list[str](), ""
-    with contextlib.closing(Repair(paths, faults, facts, watch, lock)) as repair:
+    with contextlib.closing(Repair(paths, faults, facts, watch, building)) as repair:
         if header is None:
             how_restored, new_header = derive_indexes(repair)
             compared, notes = _compare_with_witnesses(paths, new_header)
@@ -463,36 +494,39 @@ def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, 
 # ---- what a killed build left ----
 
 
-def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
+def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run: bool, watch: Watch) -> Rebuilt:
     """Make a shard of a killed build's packs, which keeps every rule before it appears.
 
     FormatError: there are no packs, or they were to replace a shard, or files have changed since they were complete.
     """
-    head, is_complete = remains.head, remains.is_complete
-    if paths.present() and (not is_complete or (remains.replaces and head.work == "build")):
-        recover_it = "the shard with its columns to recover the build, or " if remains.num_packs else ""
+    is_complete, num_packs = remains.is_complete, remains.num_packs
+    if not is_complete and remains.num_parts:
         raise FormatError(
-            f"{paths.prefix}: a shard is here, and beside it what a killed build of {remains.num_packs} packs left that"
-            f" was to replace it; run the build again, or move away what is not wanted: {recover_it}the .journal and"
-            " .tmp files to rebuild the shard"
+            f"{paths.building}: holds parts of an interrupted preprocess; run that command again, which goes on with"
+            f" them; or, to have the packs alone that were written, move {paths.building}/parts away first"
         )
-    if not is_complete and not remains.num_packs:
+    if not is_complete and not num_packs:
         raise FormatError(
-            f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
-            " build it again with overwrite (--overwrite)"
+            f"{paths.building}: the build was killed before it had written a pack, so there is nothing to recover;"
+            " build it again"
         )
-    num_packs, num_sequences, num_tokens = remains.num_packs, remains.num_sequences, remains.num_tokens
+    if paths.present() and not overwrite and (not is_complete or remains.replaces):
+        raise FormatError(
+            f"{paths.prefix}: a shard is here, and in {paths.building} the {num_packs} packs of a killed"
+            f" {remains.work} that was to replace it; run that command again; or put these packs in its place"
+            " (--overwrite); or remove this folder to rebuild the shard"
+        )
+    num_sequences, num_tokens = remains.num_sequences, remains.num_tokens
     broken: set[str] = set()
 
     def check(unpublished: Mapping[str, str]) -> None:
-        columns = paths.with_columns_of(head.files).columns
-        report = _verified(paths, watch, "verifying", unpublished, columns)
+        report = _verified(paths, watch, "verifying", unpublished, remains.paths.columns)
         if not is_complete:
             _require_none(report, report.findings, *_CHANGED_MEANWHILE)
         broken.update(found.path for found in report.findings if found.rule == "F3" or column_of(found.path))
         if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header brings back indexes, and nothing else
-            what, why = "the journal says that all files are complete", "they were changed since"
-            again = "run the same copy again" if head.work == "copy" else "build it again"
+            what, why = "its folder says that all files are complete", "they were changed since"
+            again = "run the same copy again" if remains.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
             # Wrong checksums first, since the other findings may be their effects.
             findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7"))
@@ -500,18 +534,18 @@ def _recover_build(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Wa
 
     if not dry_run:
         with watch("recovering", num_tokens) as advance:
-            header = recover(paths.prefix, overwrite=is_complete, check=check, progress=advance)
+            header = recover(paths.prefix, overwrite=overwrite or is_complete, check=check, progress=advance)
         num_packs, num_sequences, num_tokens = header.num_packs, header.num_sequences, header.num_tokens
-    elif is_complete:
+    elif remains.unpublished is not None:
         check(remains.unpublished)
     kept: tuple[str, ...] = ()
     if broken and not dry_run:
-        with locked_prefix(paths) as lock:
-            kept = _rebuild_files(paths, GivenFacts(), watch, lock).kept
-    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in with_named_columns(paths, head).all)
+        with taken(paths.prefix) as building:
+            rebuilt = _rebuild_files(paths, GivenFacts(), watch, building)
+        if not rebuilt.whole:
+            return rebuilt
+        kept = rebuilt.kept
+    files = tuple(FileState(path, "rebuilt", remedy=f"from {paths.building}") for path in remains.paths.all)
     state = "complete but for renames" if is_complete else "killed"
-    note = (
-        f"from the journal of a {head.work} that was {state}: {num_packs} packs, {num_sequences} sequences,"
-        f" {num_tokens} tokens"
-    )
+    note = f"from a {remains.work} that was {state}: {num_packs} packs, {num_sequences} sequences, {num_tokens} tokens"
     return Rebuilt(paths.prefix, files, kept, note, dry_run, compared=is_complete)

@@ -24,9 +24,11 @@ from megatron_sft_idx.layout import (
     token_dtype_of,
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.shard.pack_log import PackChunk
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.writer import PackChunk, write_idx, write_seq_idx
+from megatron_sft_idx.shard.writer import write_idx, write_seq_idx
 from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import identity
@@ -83,11 +85,11 @@ class Repair:
         faults: what is wrong with a file, by path; a path that is not in it is good.
         facts: what the user says of the shard.
         watch: shows progress.
-        lock: descriptor of the journal, which the caller must have locked; None for a dry run, which writes nothing.
+        building: the folder of the prefix, which the caller has taken; None for a dry run, which writes nothing.
     """
 
     def __init__(
-        self, paths: ShardPaths, faults: Mapping[str, str], facts: GivenFacts, watch: Watch, lock: int | None
+        self, paths: ShardPaths, faults: Mapping[str, str], facts: GivenFacts, watch: Watch, building: Building | None
     ) -> None:
         self.paths, self.faults, self.facts, self.watch = paths, faults, facts, watch
         self._accepted: set[str] = set()
@@ -95,9 +97,9 @@ class Repair:
         self._at_close = contextlib.ExitStack()
         # Removes the new files that are not published.
         self.close = self._at_close.close
-        if lock is not None:
-            only = (paths.starts, paths.idx, paths.seq_idx)
-            self._publication = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
+        if building is not None:
+            only, content = (paths.starts, paths.idx, paths.seq_idx), {"work": "rebuild"}
+            self._publication = Publication(paths, content, overwrite=True, only=only, any_file=True, building=building)
             self._at_close.callback(self._publication.abandon)
 
     def create(self, path: str) -> OutputFile:
@@ -114,7 +116,8 @@ class Repair:
     @property
     def unpublished(self) -> dict[str, str]:
         """Where the new files are until ``publish``, by the paths that they are for."""
-        return {path: self.paths.temporary(path) for path in self._accepted}
+        paths = self.paths
+        return {path: paths.unpublished.prefix + paths.suffix(path) for path in self._accepted}
 
     def publish(self) -> list[str]:
         """Give every file that is replaced a second name, then put the new ones in their places (rule W2).
@@ -136,7 +139,8 @@ class Repair:
             for path in self.paths.all:
                 if path in self._accepted and os.path.lexists(path):
                     second_names[path] = _give_second_name(path)
-            publication.publish()
+            publication.complete()
+            publication.finish()
         except (OSError, FormatError) as error:
             moved = {path: name for path, name in second_names.items() if identity(path) != identity(name)}
             # Closed, the publication is complete but for renames. The next rebuild finishes it and must find all names.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_sft_idx.check.rules import (
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SEQ_IDX, SUFFIXES, listed_columns
-from megatron_sft_idx.shard.journal import is_journal, read_journal
+from megatron_sft_idx.shard.at_prefix import is_building
 from megatron_sft_idx.shard.opening import columns_beside, where_to_look
 from megatron_sft_idx.storage.progress import Advance
 
@@ -132,13 +132,13 @@ def verify_shard(
         raise FormatError(f"vocab_size {vocab_size}: expected 1 or more, or None where unknown")
     findings = Findings(paths.prefix, most)
     claims: HeaderClaims | None = None
-    remains = _remains(paths)
+    is_unfinished = is_building(paths)
     with ExitStack() as stack:
         files = _open_files(paths, unpublished or {}, findings, stack)
-        if not files and not remains:
+        if not files and not is_unfinished:
             raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
-        if remains:
-            findings.notes.append(_note_of(paths, remains))
+        if is_unfinished:
+            findings.notes.append(_note_of(paths))
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
         # Opened before any file is read to its end, which may take hours.
@@ -190,7 +190,7 @@ def _open_files(
 ) -> dict[str, CheckedFile]:
     """The files of the five that are there, by suffix, which ``stack`` closes; each other one breaks rule F1."""
     files: dict[str, CheckedFile] = {}
-    recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_journal(paths.journal) else None
+    recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_building(paths) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
             file = files[suffix] = stack.enter_context(closing(CheckedFile(unpublished.get(path, path))))
@@ -204,28 +204,12 @@ def _open_files(
     return files
 
 
-def _remains(paths: ShardPaths) -> list[str]:
-    """Names of the files at the prefix that a killed build leaves: its journal, and those under temporary names."""
-    journal = [paths.journal] if is_journal(paths.journal) else []
-    return sorted(map(os.path.basename, [*journal, *paths.unpublished.present()]))
-
-
-def _note_of(paths: ShardPaths, remains: list[str]) -> str:
-    """What to say of files that a killed build leaves."""
-    advice = (
-        f"preprocess --resume goes on with it, megatron-sft-idx rebuild {paths.prefix} recovers its packs, --overwrite"
-        " drops it"
+def _note_of(paths: ShardPaths) -> str:
+    """What to say of the folder that a killed writer leaves."""
+    return (
+        f"{os.path.basename(paths.building)}: left by a command that was killed, or is at work still; give that command"
+        f" again to go on, or recover its packs: megatron-sft-idx rebuild {paths.prefix}"
     )
-    # A writer that lives has a journal before the first byte is in another file.
-    if read_journal(paths) is None and any(map(_nbytes, paths.unpublished.all)):
-        advice = "no journal tells any more what they are: move them away to build here again"
-    return f"{', '.join(remains)}: left by a build that was killed, or of one that is under way; {advice}"
-
-
-def _nbytes(path: str) -> int:
-    with suppress(FileNotFoundError):
-        return os.stat(path).st_size
-    return 0
 
 
 def _check_files(

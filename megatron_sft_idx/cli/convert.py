@@ -182,8 +182,9 @@ def _report_lines(report: ConvertReport, destination: str, to: str) -> list[str]
         *(f"note: {note}" for note in report.notes[:_MAX_NOTES]),
         *([f"note: ... and {len(report.notes) - _MAX_NOTES} more"] if len(report.notes) > _MAX_NOTES else []),
         *(f"lost: {sentence}" for sentence in report.lost),
-        f"wrote {destination} as {to}: {content.num_packs:,} packs, {content.num_sequences:,} sequences,"
-        f" {content.num_tokens:,} tokens, {trained:.1f}% trained on, capacity {report.spec.capacity:,}",
+        f"{'found' if report.found else 'wrote'} {destination} as {to}: {content.num_packs:,} packs,"
+        f" {content.num_sequences:,} sequences, {content.num_tokens:,} tokens, {trained:.1f}% trained on,"
+        f" capacity {report.spec.capacity:,}",
         "read again and compared: the same" + (" but for what was lost" if report.lost else "")
         if report.verified
         else "not read again, as --no-verify says",

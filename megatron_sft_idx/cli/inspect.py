@@ -43,8 +43,9 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.lines import on_one_line, print_layout, print_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.outputs import check_output, write_file
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import Place, check_place, places_at, require_apart, resolve, write_file
+from megatron_sft_idx.storage.publish import Place, places_at, require_apart, resolve
 
 _HELP = """\
 Show what a shard holds.
@@ -322,7 +323,7 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     tokenizer = places_at(arguments.tokenizer, "the tokenizer") if arguments.tokenizer else []
     shards = [Place(file, "a file of the shard") for file in ShardPaths.of(shard.prefix).all]
     require_apart([Place(path, "--html")], [*shards, *tokenizer])
-    check_place(path, PAGE, overwrite=arguments.overwrite)
+    check_output(path, PAGE, overwrite=arguments.overwrite)
     survey = _survey(shard, arguments)
     page = make_page(shard, survey, decode)
     write_file(path, page, PAGE, overwrite=arguments.overwrite)

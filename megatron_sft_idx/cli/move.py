@@ -47,8 +47,7 @@ examples:
   make shards of at most 2 GiB each:
     megatron-sft-idx split data/train --nbytes 2GiB --output-prefix parts/train
 
-  continue a split that was interrupted:
-    megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
+If it is interrupted, give the same command again: it goes on with the outputs that are whole.
 """
 _COPY_HELP = """\
 Copy shards between local folders and object stores, and check every byte.
@@ -74,7 +73,7 @@ and there is no shard without it: a copy that failed or was killed leaves nothin
 command then continues: it does not send complete files again, and removes what a killed upload left.
 
 s3:// finds endpoint and credentials where the AWS tools do (AWS_ENDPOINT_URL, AWS_PROFILE, ...). While a remote prefix
-is being written, the object PREFIX.upload names the shard, so that uploads of two shards to one prefix cannot mix. On
+is being written, the object PREFIX.building names the shard, so that uploads of two shards to one prefix cannot mix. On
 s3:// the store itself refuses a second writer, and to overwrite; on msc:// this command looks before it writes.
 
 exit code: 0 all shards are at DST, 1 something went wrong, 2 wrong usage.
@@ -110,7 +109,6 @@ def add_parser(verbs: Verbs) -> None:
         nbytes=nbytes,
     )
     _add_output_options(parser, "what the outputs' prefixes begin with: PREFIX-00000-of-00012", local_path)
-    declare(parser, "--resume  keep the outputs that an interrupted split has completed")
 
     parser = add_verb(verbs, "copy", "shards to another folder, or to and from an object store", _COPY_HELP, _copy)
     declare(
@@ -146,7 +144,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
     output.publish()
     header = report.header
     lines = [
-        f"wrote {output.prefix}",
+        f"{'found' if report.found else 'wrote'} {output.prefix}",
         f"shards merged   {report.num_sources:,}",
         f"packs           {header.num_packs:,}",
         f"sequences       {header.num_sequences:,}",
@@ -163,7 +161,6 @@ def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         arguments.output_prefix,
         SplitSize(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
         overwrite=arguments.overwrite,
-        resume=arguments.resume,
         watch=show_progress(arguments.log_interval),
     )
     kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""

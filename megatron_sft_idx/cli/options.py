@@ -238,8 +238,8 @@ def add_staging(group: argparse._ActionsContainer) -> None:
         group,
         """
         --staging DIR  for s3:// and msc:// prefixes: local folder to build the shard in, with room for it (preprocess:
-            for twice its size); what is interrupted stays there: preprocess --resume goes on with it, and copy sends a
-            shard that is built (default: ./%(default)s)
+            for twice its size); what is interrupted stays there, and the same command goes on
+            with it (default: ./%(default)s)
         """,
         staging=STAGING,
     )

@@ -63,10 +63,6 @@ examples:
         --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
         --repeat more.parquet=2
 
-  continue after a kill, a power failure or Ctrl-C, with everything that was tokenised:
-    megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
-        --seq-length 4096 --output-prefix data/train --resume
-
   make eight shards on a Ray cluster, started on one of its nodes:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer ./tok --seq-length 8192 \\
         --output-prefix data/train --engine ray --ray-address auto --output-shards 8
@@ -263,8 +259,6 @@ def add_parser(verbs: Verbs) -> None:
             (default: %(default)s)
         --loss-weight FILE=W...  multiply the loss of each row of a file by W; FILE as for --repeat; loss masks
             become float32 if they hold other values than 0 and 1 (default: 1)
-        --resume  continue a command that was interrupted or killed, with the same bytes; refused if input or options
-            have changed, with what has
         """,
         _as_argument,
     )
@@ -342,7 +336,7 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     except FormatError as error:
         parser.error(str(error))
     if arguments.summary is not None:
-        check_summary(arguments.summary, overwrite=arguments.overwrite)
+        check_summary(arguments.summary, arguments.output_prefix, overwrite=arguments.overwrite)
     output = Destination(
         arguments.output_prefix,
         suffixes=output_prefixes("", arguments.output_shards),
@@ -370,7 +364,13 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)
-    summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards, options=asdict(options))
+    summary = Summary(
+        arguments.output_prefix,
+        *counts,
+        found=report.found,
+        shards=arguments.output_shards,
+        options=asdict(options),
+    )
     output.publish()
     print_layout(str(summary))
     if arguments.summary is not None:

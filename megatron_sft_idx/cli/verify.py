@@ -66,7 +66,7 @@ examples:
   allow one answer only; pass the id only if every sequence was written with it at its end:
     megatron-sft-idx rebuild data/train --eod-id 151645
 
-  a build was killed: the command finds its journal, and keeps every pack that the build completed:
+  a build was killed, and cannot be run again: keep every pack that it wrote whole to data/train.building:
     megatron-sft-idx rebuild data/train
 
   tokens or masks were damaged, and there is no copy: keep the shard with what is there now:
@@ -105,7 +105,7 @@ def add_parser(verbs: Verbs) -> None:
         parser,
         f"""
         {_SHARDS}
-        --copied  use .journal and .tmp files of a killed build that were copied here from another place
+        --overwrite  let the packs of a killed build replace the shard that is at the prefix
         --accept-contents  where contents do not have their checksums and no copy is left: write the shard again with
             what is there, and list the changed files in its header
         --dry-run  print what would be done, and write nothing
@@ -212,7 +212,7 @@ def _rebuild(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) ->
             report = rebuild(
                 prefix,
                 facts,
-                copied=arguments.copied,
+                overwrite=arguments.overwrite,
                 accept_contents=arguments.accept_contents,
                 dry_run=arguments.dry_run,
                 watch=watch,

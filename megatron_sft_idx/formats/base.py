@@ -37,7 +37,8 @@ from megatron_sft_idx.packs.run import (
 )
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import read_beginning
-from megatron_sft_idx.storage.publish import Kind, PendingOutput, new_file, new_folder, require_space
+from megatron_sft_idx.storage.outputs import PendingOutput, new_file, new_folder
+from megatron_sft_idx.storage.publish import Kind, require_space
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -268,6 +269,7 @@ class PackedWriter(ABC):
         lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
             ``"columns"`` that the format could not hold.
         columns: specs of the columns that are written.
+        found: whether what was to be written was at ``path`` already, and was left there.
 
     Raises:
         FormatError: something is at ``path``, or the format has no such option, or cannot hold what the spec announces.
@@ -281,6 +283,7 @@ class PackedWriter(ABC):
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
     columns: Mapping[str, ColumnSpec] = {}
+    found: bool = False
     _output: PendingOutput
 
     def __init__(
@@ -313,7 +316,7 @@ class PackedWriter(ABC):
         """Check the options, make the output, and write what stands before the first pack."""
 
     def _make_output(self, nbytes: int = 0, files: int = 1) -> PendingOutput:
-        """Make the file or folder, hidden until it is published. OSError: no space for so many bytes and files."""
+        """Make the file or folder. OSError: no space for so many bytes and files."""
         require_space(self._path, nbytes, files)
         make = new_folder if self.is_folder else new_file
         self._output = make(self._path, self.kind, overwrite=self._overwrite)

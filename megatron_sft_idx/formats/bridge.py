@@ -21,9 +21,10 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, recogniser
+from megatron_sft_idx.formats.base import PackedSpec, recogniser
 from megatron_sft_idx.packs.run import Column, PackRun, first_true
-from megatron_sft_idx.storage.publish import Identity, Kind, check_place, head_of, new_file, remove_file, resolve
+from megatron_sft_idx.storage.outputs import may_replace
+from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve
 
 # The key of ``PackedSpec.metadata`` where packs are stored with padding (``Padding``).
 BRIDGE_PADDING_KEY = "bridge_padding"
@@ -149,9 +150,12 @@ def measure_padded(path: str, runs: Iterable[PackRun], padding: Padding, spec: P
 # ---- the summary as a file ----
 
 
+SUMMARY_SUFFIX = ".json"
+
+
 def summary_path(destination: str) -> str:
     """Where the summary of a Parquet file goes; Bridge takes this path as its option ``packed_metadata_path``."""
-    return f"{destination}.json"
+    return destination + SUMMARY_SUFFIX
 
 
 _MAX_SUMMARY_NBYTES = 4096  # six numbers take far less
@@ -166,49 +170,14 @@ def _is_summary(path: str) -> bool:
     return all(type(value) in (int, float) for value in summary) and content == summary.encode()
 
 
-_SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
+SUMMARY_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
 
 
-def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> Identity | None:
-    """The identity of the file where the summary of a Parquet file goes, None where nothing is there.
+def check_summary_place(destination: str, *, overwrite: bool, padded: bool) -> None:
+    """FormatError where the summary of a Parquet file may not be written, or an older one not be removed.
 
-    For a Parquet file without padding, a file at that path that is no such summary is ignored: None as well.
-
-    Raises:
-        FormatError: the file may neither be replaced nor removed.
+    For a Parquet file without padding, a file at that path that is no such summary is ignored.
     """
     path = summary_path(destination)
-    if padded:
-        return check_place(resolve(path), _SUMMARY_KIND, overwrite=overwrite)
-    return check_place(path, _SUMMARY_KIND, overwrite=overwrite) if _is_summary(path) else None
-
-
-def publish_with_summary(writer: PackedWriter, destination: str, summary: bytes | None, *, overwrite: bool) -> None:
-    """Publish a Parquet file and its summary, so that a file never stands beside the summary of another.
-
-    The old summary is removed first, and the new one is published last: a kill may leave a file without a summary,
-    which the same command replaces with ``overwrite``.
-
-    Args:
-        writer: of the file, complete and synced.
-        destination: where the file goes.
-        summary: what it says; None for a file without one.
-        overwrite: an older file and its summary may be replaced.
-
-    Raises:
-        FormatError: something else has appeared at one of the places.
-        OSError: the system refuses, such as on a full disk.
-    """
-    path = summary_path(destination)
-    old = check_summary_place(destination, overwrite=overwrite, padded=summary is not None)
-    if summary is None:
-        if old is not None:
-            remove_file(resolve(path), old)
-        writer.finalize()
-        return
-    with new_file(path, _SUMMARY_KIND, overwrite=overwrite) as new:
-        new.open().write(summary)
-        new.sync()
-        remove_file(resolve(path), old)
-        writer.finalize()
-        new.publish()
+    if padded or _is_summary(path):
+        check_place(resolve(path), SUMMARY_KIND, overwrite=may_replace(resolve(destination), overwrite=overwrite))

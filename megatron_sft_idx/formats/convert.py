@@ -21,9 +21,9 @@ from megatron_sft_idx.formats.bridge import (
     Padding,
     check_summary_place,
     measure_padded,
-    publish_with_summary,
     summary_path,
 )
+from megatron_sft_idx.formats.parquet import Writer as ParquetWriter
 from megatron_sft_idx.formats.registry import (
     JoinedReader,
     Source,
@@ -125,6 +125,7 @@ class ConvertReport:
         notes: sentences on what the source left open or had wrong (``PackedReader.notes``).
         lost: sentences on what was left out (``PackedWriter.lost``).
         verified: the result was read again and is equal to the source in everything not lost.
+        found: the result was there already.
     """
 
     source_format: str
@@ -134,6 +135,7 @@ class ConvertReport:
     notes: list[str]
     lost: list[str]
     verified: bool
+    found: bool = False
 
 
 def convert(
@@ -192,10 +194,12 @@ def convert(
         if options.verify:
             reread = writer.reread()
             _verify(reread, runs_of_pass(reread.runs(), "verifying"), destination, content, writer.columns)
-        if to == "parquet":
-            publish_with_summary(writer, destination, summary, overwrite=options.overwrite)
+        if isinstance(writer, ParquetWriter):
+            writer.set_summary(summary)
     lost = [*unjoinable.values(), *writer.lost.values()]
-    return ConvertReport(name, reader_of_all.paths, content, spec, reader_of_all.notes, lost, options.verify)
+    return ConvertReport(
+        name, reader_of_all.paths, content, spec, reader_of_all.notes, lost, options.verify, writer.found
+    )
 
 
 def _check_places(name: str, paths: list[str], destination: str, to: str, options: ConvertOptions) -> None:

@@ -65,7 +65,8 @@ from megatron_sft_idx.packs.run import (
 )
 from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.local import HashedFile
-from megatron_sft_idx.storage.publish import Kind, PendingOutput, head_of
+from megatron_sft_idx.storage.outputs import PendingOutput
+from megatron_sft_idx.storage.publish import Kind, head_of
 
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"

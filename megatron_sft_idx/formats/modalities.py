@@ -36,8 +36,9 @@ from megatron_sft_idx.formats.pbin import Framing, native_tokens, read_document_
 from megatron_sft_idx.formats.pickles import read_pairs, write_pairs
 from megatron_sft_idx.layout.files import IDX_MAGIC
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
+from megatron_sft_idx.storage.outputs import new_file
 from megatron_sft_idx.storage.progress import Update
-from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
+from megatron_sft_idx.storage.publish import Kind, Place, require_apart
 
 _BLOCK_NBYTES = 1 << 23
 _JSON_SPACE = b" \t\r\n"

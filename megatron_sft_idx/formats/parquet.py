@@ -48,7 +48,7 @@ from megatron_sft_idx.formats.base import (
     int_within,
     recogniser,
 )
-from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY
+from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY, SUMMARY_KIND, SUMMARY_SUFFIX
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.packs.run import (
@@ -498,7 +498,10 @@ class Writer(PackedWriter):
         self._write_group()
         with name_in_errors(self._output.temporary):
             self._writer.close()
-        self._output.sync()  # now, since the summary of an older file is removed before this one is published
+
+    def set_summary(self, summary: bytes | None) -> None:
+        """Publish with the file a summary of its packs for Megatron-Bridge; None removes that of an older file."""
+        self._output.write_beside(SUMMARY_SUFFIX, summary, SUMMARY_KIND)
 
     def abandon(self) -> None:
         """Remove what was written; does nothing after ``finalize`` or another ``abandon``."""

@@ -23,11 +23,12 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun
 from megatron_sft_idx.shard.opening import read_header, where_to_look
-from megatron_sft_idx.shard.publication import check_free, places_of
+from megatron_sft_idx.shard.publication import check_free, finish_interrupted, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import distinct, find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, require_local
-from megatron_sft_idx.storage.publish import Place, check_place, describe, head_of, places_at, resolve
+from megatron_sft_idx.storage.outputs import check_output, places_of_output
+from megatron_sft_idx.storage.publish import Place, describe, head_of, places_at
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -101,10 +102,12 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
     """FormatError where ``create`` would refuse the path; called early, as sources are read for minutes before it."""
     writer_class = _writer_class(path, name)
     if name == "sft-idx":
-        check_free(ShardPaths.of(path), overwrite=overwrite)
+        # A shard that is here may be the one that is about to be made.
+        finish_interrupted(path, overwrite=overwrite)
+        check_free(ShardPaths.of(path), overwrite=overwrite or not ShardPaths.of(path).missing())
     else:
         folder = writer_class.is_folder
-        check_place(resolve(path, folder=folder), writer_class.kind, overwrite=overwrite, folder=folder)
+        check_output(path, writer_class.kind, overwrite=overwrite, folder=folder)
 
 
 def _writer_class(path: str, name: str) -> Any:
@@ -275,7 +278,8 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         written: whether the path is going to be written; a folder is one place then.
     """
     if name not in _PREFIX_FORMATS:
-        return [Place(path, role, folder=_module(name).Writer.is_folder)] if written else places_at(path, role)
+        is_folder = written and _module(name).Writer.is_folder
+        return places_of_output(path, role, folder=is_folder) if written else places_at(path, role)
     if written:
         return places_of(path, role, written=True)
     return [Place(file, role) for file in ShardPaths.of(path).all]

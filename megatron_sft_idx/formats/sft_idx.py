@@ -14,7 +14,7 @@ from typing import Any
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_runs, read_window
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard import BuildOptions, ShardWriter
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
 from megatron_sft_idx.shard.reader import Pack
@@ -98,17 +98,16 @@ class Writer(PackedWriter):
     def _begin(self, spec: PackedSpec) -> None:
         nbytes = spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize) + spec.column_nbytes()
         require_space(self._path, nbytes)
-        self._writer = ShardWriter(
-            self._path,
-            token_dtype=spec.token_dtype,
-            mask_dtype=spec.mask_dtype,
-            capacity=spec.capacity or None,  # 0 where there are no packs
-            sequence_multiple=spec.sequence_multiple,
-            pad_id=spec.pad_id,
-            overwrite=self._overwrite,
-            metadata=spec.metadata,
-            columns=spec.columns,
+        options = BuildOptions(
+            spec.token_dtype,
+            spec.mask_dtype,
+            spec.capacity or None,  # 0 where there are no packs
+            spec.sequence_multiple,
+            spec.pad_id,
+            dict(spec.metadata),
+            dict(spec.columns),
         )
+        self._writer = ShardWriter.begin(self._path, options, work="convert", overwrite=self._overwrite)
 
     def _append(self, run: PackRun) -> None:
         self._writer.add_run(run)
@@ -123,6 +122,7 @@ class Writer(PackedWriter):
     def publish(self) -> None:
         """Publish the shard."""
         self._writer.finalize()
+        self.found = self._writer.found
 
     def abandon(self) -> None:
         """Remove what was written."""

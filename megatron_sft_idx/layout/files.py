@@ -34,7 +34,8 @@ _Stated = TypeVar("_Stated")
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
 # All five files, in the order of publication: a shard exists once its .seq.idx does.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
-_UNPUBLISHED = ".tmp"
+# Ending of the folder next to an output in which everything unfinished for it lies (``storage.building``).
+BUILDING = ".building"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # No column has one of these names: parts of the five files' names, keys of packs and keys of batches.
@@ -78,7 +79,7 @@ class _PathWithSuffix:
         self._suffix = suffix
 
     def __get__(self, paths: ShardPaths, owner: type) -> str:
-        return paths.prefix + self._suffix + paths.ending
+        return paths.prefix + self._suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ class ShardPaths:
 
     Attributes:
         prefix: the path that all files share, as ``--data-path`` takes it.
-        ending: what every name ends with: nothing, or ``.tmp`` for files that are not published yet.
         columns: names of the columns whose files are included.
         tokens: the file of all tokens.
         loss: the file of their loss mask.
@@ -97,7 +97,6 @@ class ShardPaths:
     """
 
     prefix: str
-    ending: str = ""
     columns: tuple[str, ...] = ()
 
     tokens, loss, starts = _PathWithSuffix(".bin"), _PathWithSuffix(".loss.bin"), _PathWithSuffix(".seq.bin")
@@ -129,11 +128,6 @@ class ShardPaths:
             )
 
     @property
-    def journal(self) -> str:
-        """``X.journal``: what a writer at the prefix has done so far (``shard.journal``)."""
-        return self.prefix + ".journal"
-
-    @property
     def index_remedy(self) -> str:
         """The remedy in errors about an index that is missing or wrong."""
         return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
@@ -145,37 +139,41 @@ class ShardPaths:
 
     def column(self, name: str) -> str:
         """``X.<name>.col``: the file of a column."""
-        return f"{self.prefix}.{name}.col{self.ending}"
+        return f"{self.prefix}.{name}.col"
 
     def with_columns(self, names: Iterable[str]) -> ShardPaths:
         """These paths, with the columns of these names added."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
     def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same paths, and those of this prefix's columns whose files, published or temporary, are in ``paths``."""
-        named = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
+        """The same paths, and those of this prefix's columns whose files are in ``paths``."""
+        named = map(column_of, paths)
         return self.with_columns(column[1] for column in named if column and column[0] == self.prefix)
 
     @property
     def all(self) -> tuple[str, ...]:
         """The five files, and the columns, in the order of publication."""
-        files = [self.prefix + suffix + self.ending for suffix in SUFFIXES]
+        files = [self.prefix + suffix for suffix in SUFFIXES]
         return (*files[:-1], *map(self.column, self.columns), files[-1])
 
     @property
     def data(self) -> tuple[str, ...]:
         """The four files whose digests the header holds, in the header's order."""
-        return tuple(self.prefix + suffix + self.ending for suffix in DATA_SUFFIXES)
+        return tuple(self.prefix + suffix for suffix in DATA_SUFFIXES)
 
-    @staticmethod
-    def temporary(path: str) -> str:
-        """The name that a file has until it is published."""
-        return path + _UNPUBLISHED
+    def suffix(self, path: str) -> str:
+        """What one of these paths adds to the prefix: the name of the file as long as it is unpublished."""
+        return path.removeprefix(self.prefix)
+
+    @property
+    def building(self) -> str:
+        """``X.building``: the folder of unfinished work at the prefix."""
+        return self.prefix + BUILDING
 
     @property
     def unpublished(self) -> ShardPaths:
         """The paths that the same files have until they are published."""
-        return replace(self, ending=_UNPUBLISHED)
+        return replace(self, prefix=self.building + "/")
 
     def missing(self) -> list[str]:
         """Those of the paths ``all`` at which there is no regular file."""
@@ -711,7 +709,7 @@ class Header:
             CorruptShardError: a rule of FORMAT.md is broken.
             UnsupportedVersionError: another format version.
         """
-        remedy = ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
+        remedy = ShardPaths(path.removesuffix(".seq.idx").removesuffix(BUILDING + "/")).index_remedy
         SEQ_IDX.require_sound(raw, path, remedy)
         values = SEQ_IDX.values(raw)
         plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}

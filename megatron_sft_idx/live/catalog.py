@@ -40,7 +40,7 @@ from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_beginning, require_local
-from megatron_sft_idx.storage.publish import Kind, head_of, write_file
+from megatron_sft_idx.storage.publish import Kind, head_of, write_control_file
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -226,9 +226,9 @@ def write_document(path: str, record: Record, what: str) -> None:
 
     def write() -> None:
         try:
-            write_file(path, data, Kind(what, recognize), overwrite=True)
+            write_control_file(path, data, Kind(what, recognize), overwrite=True)
         except FormatError:  # another writer may have replaced it in between, or it could not be read just then
-            write_file(path, data, Kind(what, recognize), overwrite=True)
+            write_control_file(path, data, Kind(what, recognize), overwrite=True)
 
     patiently(path, write)
 

@@ -2,8 +2,8 @@
 
 When a shard is replaced, its ``.seq.idx`` is removed first, then its columns. Objects are replaced one by one, so
 uploads of two different shards to one prefix would mix their files. Therefore an upload first creates its claim, the
-object ``X.upload``, which holds the shard's id. An upload that finds the claim of another shard is refused; uploads of
-one shard share a claim and do not disturb each other. A killed upload leaves its claim, and the next upload of the
+object ``X.building``, which holds the shard's id. An upload that finds the claim of another shard is refused; uploads
+of one shard share a claim and do not disturb each other. A killed upload leaves its claim, and the next upload of the
 same shard removes it in the end.
 """
 
@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
+from megatron_sft_idx.layout.files import BUILDING, MAGIC, SUFFIXES
 from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download, other_shard_error
 from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
@@ -135,11 +135,11 @@ class _Upload(RemoteTarget):
         self.nbytes_sent = 0
 
     def claim(self, *, overwrite: bool = False) -> None:
-        """Create the claim ``X.upload``; return where it is there already and is of the same shard.
+        """Create the claim ``X.building``; return where it is there already and is of the same shard.
 
         FormatError: it is of another shard, and ``overwrite`` is False; or the object is no claim.
         """
-        key = self.key + ".upload"
+        key = self.key + BUILDING
         for _ in range(_ATTEMPTS):
             self.store.create(key, self._claim, xxhash.xxh3_128_hexdigest(self._claim))
             # Read even where it was just created: some stores let two create one object, and the later one stays.
@@ -148,7 +148,7 @@ class _Upload(RemoteTarget):
                 return
             if stored is not None and not _CLAIM.fullmatch(stored):
                 raise FormatError(
-                    f"{self.prefix}.upload: an object that is no claim of an upload is here, and is never replaced;"
+                    f"{self.prefix}{BUILDING}: an object that is no claim of an upload is here, and is never replaced;"
                     " choose another prefix, or remove it yourself"
                 )
             if stored is not None and not overwrite:
@@ -156,19 +156,19 @@ class _Upload(RemoteTarget):
             if stored is not None:
                 self.store.delete(key)
         raise FormatError(
-            f"{self.prefix}.upload: another shard is being uploaded to this prefix, or such an upload was killed; wait"
-            " for it, or pass overwrite (--overwrite) if none is at work any more"
+            f"{self.prefix}{BUILDING}: another shard is being uploaded to this prefix, or such an upload was killed;"
+            " wait for it, or pass overwrite (--overwrite) if none is at work any more"
         )
 
     def _stored_claim(self) -> bytes | None:
         """The bytes of the claim that is there, or one byte more than a claim has; None where there is none."""
-        info = self.store.head(self.key + ".upload")
-        return info and self._read(".upload", min(info.nbytes, len(self._claim) + 1))
+        info = self.store.head(self.key + BUILDING)
+        return info and self._read(BUILDING, min(info.nbytes, len(self._claim) + 1))
 
     def remove_claim(self) -> None:
         """Remove the claim where it is this shard's."""
         if self._stored_claim() == self._claim:
-            self.store.delete(self.key + ".upload")
+            self.store.delete(self.key + BUILDING)
 
     def abort_uploads(self) -> int:
         """Remove what killed uploads sent of unfinished files; returns how many uploads, 0 where the store refuses."""

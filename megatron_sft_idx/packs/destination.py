@@ -1,7 +1,7 @@
 """The prefix that a verb writes shards to, local or remote: what is checked before the work, and what follows it.
 
 Shards for a remote prefix are built in a local folder and uploaded. With the same folder, a command that was
-interrupted can be resumed.
+interrupted goes on when it is given again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from megatron_sft_idx.packs.transfer import CopySource, shard_nbytes
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.building_files import require_ours
+from megatron_sft_idx.storage.outputs import places_of_output
 from megatron_sft_idx.storage.progress import show_progress
-from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
+from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
-# In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
+# In the folder where the command runs: scratch folders end with the job, and with them what the next run goes on from.
 STAGING = "megatron-sft-idx-staging"
 
 
@@ -73,8 +75,8 @@ class Destination:
         *,
         beside: Sequence[str] = (),
         columns: Iterable[str] = (),
-        resume: bool = False,
         nbytes: int = 0,
+        may_be_found: bool = False,
     ) -> None:
         """Check, before hours of work, that shards can be written and published.
 
@@ -82,8 +84,8 @@ class Destination:
             reads: the files that the verb reads.
             beside: other shards that are written, by the suffix of their prefix.
             columns: names of the shards' columns.
-            resume: the verb may go on with shards that an earlier command left, local or remote.
-            nbytes: how many bytes will be written at least; not checked with ``resume``.
+            nbytes: how many bytes will be written at least.
+            may_be_found: the verb finds out by itself whether a remote shard is the one that it would make.
 
         Raises:
             FormatError: a shard or something else is in the way, local or remote.
@@ -91,18 +93,17 @@ class Destination:
             OSError: too little room on the disk.
         """
         if len(self._suffixes) > 1:
-            check_lock(f"{ShardPaths.of(self.local).prefix}-parts.journal", ())
+            require_ours(ShardPaths.of(self.local).prefix)
         shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in (*self._suffixes, *beside)]
         for each in shards:
             each.require_own_names()
         writes = [place for each in shards for place in places_of(each, "the output", written=True)]
         if self._summary is not None:
-            writes.append(Place(self._summary, "--summary"))
+            writes += places_of_output(self._summary, "--summary")
         require_apart(writes, reads)
-        if not resume:
-            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(shards))
+        require_space(self.local, nbytes, (len(SUFFIXES) + 4) * len(shards))
         if self._remote:
-            self._prepare_remote(keep=not self._overwrite and not resume)
+            self._prepare_remote(keep=not self._overwrite and not may_be_found)
             log_line(f"building at {self.local}, to be uploaded to {self.prefix}")
 
     def _prepare_remote(self, *, keep: bool) -> None:
@@ -112,13 +113,6 @@ class Destination:
         probe = f"{target.key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
         target.store.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
         target.store.delete(probe)
-        for suffix in self._suffixes:
-            local = self.local + suffix
-            if keep and os.path.exists(ShardPaths.of(local).seq_idx):
-                raise FormatError(
-                    f"{local}: built by an earlier run, and not uploaded; send it: megatron-sft-idx copy {local}"
-                    f" {self._remote + suffix}, or pass overwrite (--overwrite) to build it anew"
-                )
         self._staging.mkdir(parents=True, exist_ok=True)
         # A corpus that is there, where shards are built, is used again: only its remote prefix must be free.
         self._require_free(self._beside, keep=keep)
@@ -131,13 +125,20 @@ class Destination:
                 )
             target.require_ours()
 
-    def publish(self) -> None:
-        """Upload shards built for a remote prefix, and those beside it; say where they are if that fails."""
+    def publish(self, *, found: bool = False) -> None:
+        """Upload shards built for a remote prefix, and those beside it; say where they are if that fails.
+
+        If the shards were ``found``, they may be at the remote prefix already, and then none is here.
+        """
         pending = [*self._suffixes, *self._beside] if self._remote else []
+        pending = [end for end in pending if not found or os.path.isfile(ShardPaths.of(self.local + end).seq_idx)]
         try:
             while pending:
                 self._upload(pending[0])
                 del pending[0]
+            if self._remote:
+                with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
+                    self._staging.rmdir()
         except (SFTIndexError, KeyboardInterrupt, SystemExit):
             for suffix in pending:
                 log_line(
@@ -152,5 +153,3 @@ class Destination:
         with show_progress(1024)("uploading", shard_nbytes(local)) as advance:
             upload(CopySource(local), self._remote + suffix, overwrite=self._overwrite, on_progress=advance)
         remove_shard(ShardPaths.of(local))
-        with contextlib.suppress(OSError):  # where other shards are built in the folder, it stays
-            self._staging.rmdir()

@@ -13,10 +13,9 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.packs.run import nbytes_of
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
-from megatron_sft_idx.shard.journal import BuildOptions
+from megatron_sft_idx.shard import BuildOptions, Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.opening import columns_beside, require_same
-from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.shard.publication import finish_interrupted, places_of
 from megatron_sft_idx.shard.shard_set import require_alike
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -126,13 +125,15 @@ def _read_headers(prefixes: Sequence[str]) -> tuple[list[Header], list[OriginRun
 class MergeReport(NamedTuple):
     """What merging did: prefix and header of the merged shard, how many shards it was made from, and notes.
 
-    The notes say what was not compared or differs between the shards, a sentence each.
+    The notes say what was not compared or differs between the shards, a sentence each. If the merged shard was there
+    already, it was ``found``.
     """
 
     prefix: str
     header: Header
     num_sources: int
     notes: list[str]
+    found: bool = False
 
 
 def merge(
@@ -179,7 +180,9 @@ def merge(
     prefixes = [ShardPaths.of(source).prefix for source in sources]
     read = [place for source in prefixes for place in places_of(source, "a source")]
     require_apart(places_of(paths.prefix, "the output", written=True), read)
-    check_free(paths, overwrite=overwrite)
+    finish_interrupted(paths, overwrite=overwrite)
+    # A shard that is here may be the one that is about to be made.
+    check_free(paths, overwrite=overwrite or not paths.missing())
     allowed = {"capacity": mixed_capacity, "chat template": mixed_templates}
     headers, runs = _read_headers(prefixes)
     like, notes = _agree(prefixes, headers, {name for name, is_allowed in allowed.items() if is_allowed})
@@ -187,7 +190,9 @@ def merge(
     broken = _broken_columns(prefixes, headers, watch) if lossy else [{} for _ in prefixes]
     columns = JoinedColumns(prefixes, headers, broken, lossy=lossy)
     total = sum(map(nbytes_of, headers)) + columns.nbytes
-    new = begin_copy(paths.prefix, like, columns.specs, overwrite=overwrite, durable=durable, nbytes=total)
+    new = begin_copy(
+        paths.prefix, like, columns.specs, work="merge", overwrite=overwrite, durable=durable, nbytes=total
+    )
     with new as writer, watch("merging", total) as advance:
         for number, (source, header) in enumerate(zip(prefixes, headers, strict=True)):
             shard = open_source(source, header.shard_id)
@@ -196,7 +201,7 @@ def merge(
     notes += columns.notes
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
-    return MergeReport(paths.prefix, merged, len(prefixes), notes)
+    return MergeReport(paths.prefix, merged, len(prefixes), notes, writer.found)
 
 
 def _broken_columns(prefixes: Sequence[str], headers: Sequence[Header], watch: Watch) -> list[dict[str, Finding]]:
@@ -233,6 +238,7 @@ def begin_copy(
     like: Header,
     columns: Mapping[str, ColumnSpec],
     *,
+    work: str,
     overwrite: bool,
     durable: bool,
     nbytes: int = 0,
@@ -243,12 +249,13 @@ def begin_copy(
         prefix: the path that the five files will share.
         like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
         columns: the columns of the new shard, by name.
-        overwrite: as of ``Publication``.
-        durable: as of ``Publication``.
-        nbytes: as of ``Publication``.
+        work: name of the verb; as of ``ShardWriter.begin``, and so are the others.
+        overwrite: see there.
+        durable: see there.
+        nbytes: see there.
     """
     numbers = like.capacity or None, like.sequence_multiple, like.pad_id  # an empty shard may have no capacity
     options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns))
-    writer = ShardWriter.begin(prefix, options, overwrite=overwrite, durable=durable, nbytes=nbytes)
+    writer = ShardWriter.begin(prefix, options, work=work, overwrite=overwrite, durable=durable, nbytes=nbytes)
     writer.rebuilt = like.rebuilt
     return writer

@@ -23,11 +23,11 @@ from megatron_sft_idx.packs.provenance import ORIGIN, PER_SHARD, SPLIT, Origin
 from megatron_sft_idx.packs.run import COPIED_TOKENS, OpenColumns, nbytes_to_check, require_checksums, windows
 from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_outputs, renames_left_error
+from megatron_sft_idx.shard.publication import is_set_aside, job_folder, places_of, publish_outputs
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.progress import Watch, unwatched
-from megatron_sft_idx.storage.publish import Place, require_apart, require_space
+from megatron_sft_idx.storage.publish import require_apart, require_space
 
 # The names of outputs have five digits, and each output is five files.
 _MAX_OUTPUTS = 99_999
@@ -75,7 +75,6 @@ def split(
     size: SplitSize,
     *,
     overwrite: bool = False,
-    resume: bool = False,
     durable: bool = True,
     watch: Watch = unwatched,
 ) -> SplitReport:
@@ -84,15 +83,14 @@ def split(
     The source is read twice: once to hold every byte to its checksum before anything is published, once to copy it.
     Columns go along, attached ones too, and are written with the outputs; their metadata, such as the files that
     ``source`` names, stay as they are. All outputs are whole before the first is published: a split that is killed
-    leaves the whole ones under temporary names, and ``resume`` goes on behind them. Memory is a few MiB for any number
-    of packs.
+    leaves the whole ones in their building folders, and the same split goes on behind them. Outputs of this very split
+    that are published are left as they are. Memory is a few MiB for any number of packs.
 
     Args:
         source: prefix of the shard.
         prefix: what the prefixes of the outputs begin with.
         size: how many packs, or bytes, an output has, or how many outputs there are.
         overwrite: replace shards that are at the prefixes of the outputs.
-        resume: keep outputs of this very split that are there; drop what a killed split left half done.
         durable: False skips fsync, for files that are thrown away anyway.
         watch: called as the reading begins, with the bytes there are to read.
 
@@ -111,33 +109,36 @@ def split(
     nbytes = nbytes_to_check(shard.files, columns)
     with watch("splitting", nbytes + sum(output.nbytes for output in outputs)) as advance:
         written = [place for output in outputs for place in places_of(output.paths.prefix, "the output", written=True)]
-        require_apart([*written, Place(f"{prefix}-parts.journal", "the output")], places_of(whole, "the source"))
+        require_apart([*written, *places_of(prefix, "the output", written=True)[-1:]], places_of(whole, "the source"))
         refuse_other_splits(prefix, len(outputs))
         kept = {*range(len(outputs))}
 
         def write(missing: Sequence[int]) -> Iterator[Header]:
             kept.difference_update(missing)
-            _require_room(prefix, [outputs[number] for number in missing])
             require_checksums(shard.files, columns, advance)
             advance(sum(outputs[number].nbytes for number in kept))
             for number in missing:
                 yield _copy(outputs[number], shard, columns, origin, overwrite=overwrite, durable=durable)
                 advance(outputs[number].nbytes)
 
-        def existing_header(number: int) -> Header | None:
-            return outputs[number].existing_header(overwrite=overwrite)
-
-        found, paths = existing_header if resume else None, [output.paths for output in outputs]
-        publish_outputs(prefix, paths, write, overwrite=overwrite, existing_header=found, durable=durable)
+        _require_room(prefix, [output for output in outputs if output.existing_header(overwrite=overwrite) is None])
+        with job_folder(prefix, {"work": "split"}, overwrite=overwrite, durable=durable) as job:
+            publish_outputs(
+                job,
+                [output.paths for output in outputs],
+                write,
+                overwrite=overwrite,
+                existing_header=lambda number: outputs[number].existing_header(overwrite=overwrite),
+            )
     return SplitReport([output.paths.prefix for output in outputs], len(kept))
 
 
 def _require_room(prefix: str, outputs: Sequence[_Output]) -> None:
     """OSError (ENOSPC) where there is no room for outputs that are not there yet."""
-    # What a killed split left half done is dropped for the same output.
+    # What a killed split left of the same output is removed.
     half_done = [path for output in outputs for path in output.paths.unpublished.present()]
     nbytes = sum(output.nbytes for output in outputs) - sum(map(os.path.getsize, half_done))
-    require_space(prefix, nbytes, sum(6 + len(output.columns) for output in outputs))
+    require_space(prefix, nbytes, sum(len(output.paths.all) + 4 for output in outputs))
 
 
 def _copy(
@@ -149,7 +150,7 @@ def _copy(
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in columns.items()}
-    with begin_copy(output.paths.prefix, like, specs, overwrite=overwrite, durable=durable) as writer:
+    with begin_copy(output.paths.prefix, like, specs, work="split", overwrite=overwrite, durable=durable) as writer:
         for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop):
             writer.add_run(window.run())
         return writer.set_aside()
@@ -190,19 +191,20 @@ class _Output:
     def existing_header(self, *, overwrite: bool) -> Header | None:
         """The header of this very output where it is there, published or set aside; either way it is whole.
 
-        FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule; or another
-        shard is set aside there, and may not be replaced.
+        FormatError, ShardNotFoundError: the shard at its prefix lacks files or columns, or breaks a rule.
         """
         paths = ShardPaths.of(self.paths.prefix)  # its columns may be others
-        is_aside = is_set_aside(paths)
-        if not is_aside and not os.path.exists(paths.seq_idx):
+        if is_set_aside(paths.prefix):
+            header = complete_header(paths)
+            return header if header.metadata.get(SPLIT) == self.entry() else None
+        if not os.path.exists(paths.seq_idx):
             return None
-        header = complete_header(paths) if is_aside else Shard(paths.prefix).header
+        if overwrite:
+            return None
+        header = Shard(paths.prefix).header
         if header.metadata.get(SPLIT) != self.entry():
-            if is_aside and not overwrite:
-                raise renames_left_error(paths, "build")
             return None
-        for name, _ in () if is_aside else self.columns:
+        for name, _ in self.columns:
             open_column(paths, name, header, "pread")
         return header
 

@@ -1,8 +1,8 @@
 """Whole shards copied into local folders, from a disk or an object store; every byte is held to a checksum on the way.
 
-The files of a shard, columns among them, are published together, ``.seq.idx`` last. The journal of an interrupted copy
-names the files that it had begun, and the next copy of the same shard goes on with them. Nothing here looks inside
-packs or mends a shard. Copies into object stores are in ``buckets``.
+The files of a shard, columns among them, are published together, ``.seq.idx`` last. What an interrupted copy left in
+its building folder, the next copy of the same shard goes on with. Nothing here looks inside packs or mends a shard.
+Copies into object stores are in ``buckets``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import xxhash
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, listed_columns
-from megatron_sft_idx.shard import check_free, read_header, recover
+from megatron_sft_idx.shard import check_free, read_header
+from megatron_sft_idx.shard.at_prefix import with_present_columns
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import JournalHead, read_journal, with_present_columns
 from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
-from megatron_sft_idx.shard.publication import Publication, locked_prefix, places_of, remove_remains
+from megatron_sft_idx.shard.publication import Publication, finish_interrupted, places_of
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
+from megatron_sft_idx.storage.building import Building, take_free
 from megatron_sft_idx.storage.local import StreamHash, digest_file, read_beginning, stamp_of
 from megatron_sft_idx.storage.progress import Advance
-from megatron_sft_idx.storage.publish import require_apart
+from megatron_sft_idx.storage.publish import require_apart, require_space
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
@@ -253,42 +254,25 @@ def download(
         OSError: the disk says no.
     """
     paths = ShardPaths.of(prefix).with_columns(source.paths.columns)
-    _finish_changes(paths, overwrite=overwrite)
+    finish_interrupted(paths, overwrite=overwrite)
     right, obsolete = _compare(source, paths, overwrite=overwrite)
-    if missing := [suffix for suffix in source.files if suffix not in right]:
-        # A right .seq.idx is written anew, behind the others: without them there is no shard, but for a column that was
-        # attached. Of several of these, a kill would leave some of the source beside some that were here.
-        is_alone = len(missing) == 1 and missing[0] in source.attached
-        rewritten = [".seq.idx"] if ".seq.idx" in right and not is_alone else []
-        if rewritten and not overwrite and _earlier_attempt(source, paths) is None:
-            with locked_prefix(paths):  # refuses to remove what is left of other work
-                pass
-        kept = {paths.prefix + suffix: stamp for suffix, stamp in right.items() if suffix not in rewritten}
-        _fetch_all(source, paths, missing + rewritten, kept, obsolete, overwrite or bool(rewritten), on_progress)
-        missing += rewritten
-    elif overwrite:
-        remove_remains(paths)
+    missing = [suffix for suffix in source.files if suffix not in right]
+    # A right .seq.idx is written again, behind the others: without them there is no shard, but for a column that was
+    # attached. Of several of these, a kill would leave some of the source beside some that were here.
+    is_alone = len(missing) == 1 and missing[0] in source.attached
+    if missing and ".seq.idx" in right and not is_alone:
+        missing.append(".seq.idx")
+    if missing:
+        kept = {paths.prefix + suffix: stamp for suffix, stamp in right.items() if suffix not in missing}
+        _fetch_all(source, paths, missing, kept, obsolete, overwrite, on_progress)
+    elif os.path.isdir(paths.building):
+        with contextlib.suppress(FormatError), Building.take(paths.prefix) as building:
+            if overwrite or building.holds({"work": "copy"}):
+                building.discard()
+            building.release()
     nbytes = sum(content.nbytes for suffix, content in source.files.items() if suffix not in missing)
     on_progress(nbytes)
     return Copied(paths.prefix, source.nbytes - nbytes, nbytes, notes=source.notes)
-
-
-def _finish_changes(paths: ShardPaths, *, overwrite: bool) -> None:
-    """Let be done what an interrupted writer had begun to rename or to remove, since that changes what is compared.
-
-    A copy that only lacks renames is finished. FormatError: that may not replace what is there, or lacks a file.
-    """
-    head = read_journal(paths)
-    if head is None or (head.replaced_inodes is None and head.work != "removal"):
-        return
-    if head.work == "copy":
-        try:
-            recover(paths.prefix, overwrite=overwrite)
-        except FormatError:
-            if not overwrite:
-                raise
-    if overwrite or head.work == "removal":
-        remove_remains(paths)
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
@@ -324,14 +308,6 @@ def other_shard_error(prefix: str, present: Sequence[str]) -> FormatError:
     )
 
 
-def _earlier_attempt(source: CopySource, paths: ShardPaths) -> JournalHead | None:
-    """The head of the journal that an interrupted copy of this very shard left; None if there is none."""
-    head = read_journal(paths)
-    if head is None or head.work != "copy" or head.content.get("shard_id") != source.header.shard_id.hex():
-        return None
-    return head
-
-
 def _fetch_all(
     source: CopySource,
     paths: ShardPaths,
@@ -341,25 +317,28 @@ def _fetch_all(
     overwrite: bool,
     on_progress: Advance,
 ) -> None:
-    """Copy files under temporary names, then publish them and remove the columns at the paths ``obsolete``.
+    """Copy files to the building folder, then publish them and remove the columns at the paths ``obsolete``.
+
+    What is to be replaced was compared with the source: without ``overwrite`` it is the same ``.seq.idx``.
 
     FormatError: a file that was to be ``kept`` (its stamp by its path) has changed since it was compared.
     """
     only = [*(paths.prefix + suffix for suffix in suffixes), *obsolete]
-    head = _earlier_attempt(source, paths)
-    if head and head.files.keys() == {paths.temporary(paths.prefix + suffix) for suffix in suffixes}:
-        new = Publication.resume(paths, overwrite=overwrite, only=only)
-    else:
-        new = Publication(
-            paths,
-            {"shard_id": source.header.shard_id.hex()},
-            work="copy",
-            overwrite=overwrite,
-            only=only,
-            nbytes=sum(source.files[suffix].nbytes for suffix in suffixes),
-            drops=("copy",) if head else (),
-        )
+    may_replace = overwrite or (".seq.idx" in suffixes and source.files[".seq.idx"].is_at(paths.seq_idx))
+    content = {"work": "copy", "shard_id": source.header.shard_id.hex()}
+    nbytes = sum(source.files[suffix].nbytes for suffix in suffixes)
+    arrived = sum(map(os.path.getsize, paths.unpublished.present()))
+    require_space(paths.prefix, nbytes - arrived, len(suffixes) + 4)
+    building = take_free(paths.prefix, overwrite=overwrite)
     try:
+        if building.holds(content):
+            new = Publication.resume(building, paths, overwrite=may_replace, only=only)
+        else:
+            building.clear()
+            new = Publication(paths, content, overwrite=may_replace, only=only, building=building)
+        for path in paths.all:
+            if paths.suffix(path) not in suffixes:
+                new.drop(path)
         if any(_stamp(path) != stamp for path, stamp in kept.items()):
             raise FormatError(f"{paths.prefix}: another command wrote here meanwhile; run this one again")
         # What an earlier attempt left may be damaged; then the file is copied from its beginning.
@@ -367,12 +346,13 @@ def _fetch_all(
         for suffix in suffixes:
             if not any(_fetch(source, suffix, new, keep, on_progress) for keep in attempts):
                 raise source.corrupt(suffix)
-        new.publish()
+        new.complete()
+        new.finish()
     except CorruptShardError:
-        new.abandon()
+        building.discard()
         raise
     finally:
-        new.close()  # what has arrived stays for the next attempt
+        building.release()  # what has arrived stays for the next attempt
 
 
 def _fetch(source: CopySource, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:

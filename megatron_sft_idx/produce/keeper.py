@@ -14,7 +14,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
 from megatron_sft_idx.shard import remove_shard
-from megatron_sft_idx.shard.publication import remove_remains
+from megatron_sft_idx.shard.publication import finish_interrupted
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
 Result = TypeVar("Result")
@@ -193,12 +193,12 @@ class Backpressure:
             self.removed += len(free)
         return sorted(set(published).difference(complete))
 
-    def remove_remains(self) -> None:
+    def finish_removals(self) -> None:
         """Finish removals of shards that were cut short by a kill."""
         published = self._keeper.state.published
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):
-                remove_remains(self._catalog.shard_prefix(number))
+                finish_interrupted(self._catalog.shard_prefix(number))
 
     def _why(self, ahead: list[int]) -> str:
         acks, consumers = read_acks(self._acks), self._limits.consumers

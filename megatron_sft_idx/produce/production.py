@@ -21,7 +21,7 @@ from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, comparing_all_texts
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import BUILDING, SUFFIXES
 from megatron_sft_idx.lines import joined
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import (
@@ -36,9 +36,9 @@ from megatron_sft_idx.produce.feed import (
 )
 from megatron_sft_idx.produce.keeper import ENDED, Backpressure, StateKeeper
 from megatron_sft_idx.shard import read_header
-from megatron_sft_idx.shard.journal import locked_name
-from megatron_sft_idx.shard.publication import remove_remains
+from megatron_sft_idx.shard.publication import finish_interrupted, job_folder
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.publish import describe, require_space, resolve
 from megatron_sft_idx.tokenize import (
     BadRowLimit,
@@ -51,7 +51,6 @@ from megatron_sft_idx.tokenize import (
     PackOptions,
     PackReport,
     PartInfo,
-    PartsFolder,
     PartsReader,
     PartsSoFar,
     PartsTable,
@@ -71,8 +70,9 @@ from megatron_sft_idx.tokenize import (
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
 _MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
-# Beside the shards: the lock of the one producer, the list of files taken, and the parts of the shard in the making.
-_LOCK, _INPUTS, _WORK = "_producer.journal", "_inputs.jsonl", "_work"
+# Next to the shards: the building folder of the one producer, with its lock and the parts of the shard in the making;
+# and the list of files taken.
+_WORK, _INPUTS = "_producer", "_inputs.jsonl"
 # The key under which the JSON block of a shard's header holds its cursor.
 _CURSOR = "cursor"
 
@@ -196,7 +196,7 @@ class Cursor(Record):
 
 def own_files(folder: str) -> list[str]:
     """The folder of a catalog, and the files in it, other than shards, that a producer may write."""
-    return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _LOCK, _WORK))]
+    return [folder, *(os.path.join(folder, name) for name in (PRODUCER, END, _INPUTS, _WORK + BUILDING))]
 
 
 def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> str:
@@ -216,7 +216,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     catalog = Catalog(options.catalog)
     encoder = RowEncoder(replace(options.encoding, source=False))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_held(catalog))
+        work = stack.enter_context(_held(catalog))
         taken = stack.enter_context(contextlib.closing(TakenFiles(os.path.join(catalog.folder, _INPUTS))))
         files = [] if options.watch is not None or options.from_stdin else row_files(options.inputs)
         require_decided_rows(files, options.encoding.rows)
@@ -229,13 +229,13 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         if is_complete := catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
             keeper.state = replace(state, **ENDED)
-            backpressure.remove_remains()
+            backpressure.finish_removals()
             backpressure.free_completed()
         else:
             if state.published:
                 log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
             sizes = total_bytes(files), total_bytes(files[cursor.position.file :])
-            cursor = _Production(options, catalog, encoder, keeper, backpressure, sizes, log).run(source, cursor)
+            cursor = _Production(options, catalog, work, encoder, keeper, backpressure, sizes, log).run(source, cursor)
     shards, new = keeper.state.published, keeper.state.published - state.published
     lines = [
         f"{'found' if is_complete else 'wrote'} {catalog.folder}",
@@ -248,8 +248,10 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
 
 
 @contextlib.contextmanager
-def _held(catalog: Catalog) -> Iterator[None]:
-    """Make the catalog's folder and its folder of parts, where they are missing, and hold them for this producer alone.
+def _held(catalog: Catalog) -> Iterator[Building]:
+    """Make the catalog's folder, if it is missing, and hold it for this producer alone.
+
+    Yields the producer's building folder, for the parts of the shard in the making.
 
     Raises:
         FormatError: something else is in their place, or another producer is at work.
@@ -259,20 +261,20 @@ def _held(catalog: Catalog) -> Iterator[None]:
         raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
     is_new = not os.path.isdir(folder)
     os.makedirs(folder, exist_ok=True)
-    busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
     try:
-        with locked_name(os.path.join(catalog.folder, _LOCK), busy):
-            require_space(folder, 0, len(SUFFIXES) + 1)  # for a shard, and a journal or a part
-            with _work_of(catalog).locked():
-                yield
+        require_space(folder, 0, len(SUFFIXES) + 4)  # for a shard, and a part
+        busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
+        work = Building.take(os.path.join(catalog.folder, _WORK), durable=False, busy=busy)
+        try:
+            work.clear()
+            work.begin({"work": "produce"})
+            yield work
+        finally:
+            work.discard()
     finally:
         if is_new:
             with contextlib.suppress(OSError):  # where it is not empty
                 os.rmdir(folder)
-
-
-def _work_of(catalog: Catalog) -> PartsFolder:
-    return PartsFolder(os.path.join(catalog.folder, _WORK))
 
 
 def _input(
@@ -309,6 +311,7 @@ class _Production:
         self,
         options: ProduceOptions,
         catalog: Catalog,
+        work: Building,
         encoder: RowEncoder,
         keeper: StateKeeper,
         backpressure: Backpressure,
@@ -317,7 +320,7 @@ class _Production:
     ) -> None:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
         self._keeper, self._backpressure, self._sizes = keeper, backpressure, sizes
-        self._work = _work_of(catalog)
+        self._work = work
         # Bytes that were read count those of pieces that are in shards already, which are read again to compare them.
         self._begin, self._num_tokens, self._new_nbytes, self._read_nbytes = time.monotonic(), 0, 0, 0
 
@@ -334,7 +337,7 @@ class _Production:
                 pool.map_in_order(_encode, encoding, pieces, name_of="{0[0].path}:{0[0].first}".format)
             ) as results,
         ):
-            self._backpressure.remove_remains()
+            self._backpressure.finish_removals()
             while (behind := self._make(results, report, cursor)) is not None:
                 cursor = behind
             self._backpressure.free_completed()
@@ -348,12 +351,13 @@ class _Production:
 
     def _make(self, results: Iterator[_Encoded | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
         """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
-        self._work.clear()
+        self._work.remove_parts()
+        os.mkdir(self._work.parts)
         cursor, num_tokens, options = before, 0, self._options
         parts = PartsSoFar(report, options.encoding.on_bad_row, self._log, limit=options.max_bad_rows)
         while num_tokens < options.tokens_per_shard and (result := self._next(results, report)) is not None:
             origin, info, encoded = result
-            path = os.path.join(self._work.path, f"000000-{len(parts.paths):06d}.part")
+            path = os.path.join(self._work.parts, f"{len(parts.paths):032x}.part")
             write_part(path, info, [encoded])
             parts.add(MadePart(path, info, encoded.lengths.astype(np.uint32)), origin.path)
             self._require_fit(origin, encoded)
@@ -398,8 +402,9 @@ class _Production:
         prefix = self._catalog.shard_prefix(number)
         described = {"sharding": self._options.sharding, _CURSOR: cursor.to_json()}
         sequences = ToPack.of_parts(parts, self._encoder, prefix, sources, **described)
-        headers = make_packs(sequences, prefix, self._options.packing, overwrite=True)
-        report = PackReport.of(headers)
+        with job_folder(prefix, {"work": "produce"}, overwrite=True) as job:
+            made = make_packs(sequences, job, self._options.packing, work="produce", overwrite=True)
+        report = PackReport.of(made.headers)
         self._keeper.update(published=number + 1, input=cursor.to_json())
         self._log(
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
@@ -450,9 +455,11 @@ def _find_start(
         )
     cursor = Cursor.parse(os.path.join(catalog.folder, PRODUCER), state.input, f"{_CURSOR}.")
     published = state.published
-    while catalog.is_published(published):
+    while True:
         paths = ShardPaths.of(catalog.shard_prefix(published))
-        remove_remains(paths)  # a build that was killed behind its publication left its journal
+        finish_interrupted(paths)  # of a producer that was killed while it renamed
+        if not catalog.is_published(published):
+            break
         metadata = read_header(paths).metadata
         if "recovered" in metadata:
             raise FormatError(

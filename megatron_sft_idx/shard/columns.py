@@ -17,7 +17,6 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
     COLUMN,
-    COLUMN_MAGIC,
     FIXED_NBYTES,
     PAIR,
     Alignment,
@@ -30,20 +29,16 @@ from megatron_sft_idx.layout.column import (
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, check_column_name, listed_columns, no_column, plain_array
-from megatron_sft_idx.shard.journal import is_column
 from megatron_sft_idx.shard.opening import column_names, has_column, open_items, read_header, read_start, require_same
-from megatron_sft_idx.shard.publication import locked_prefix
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import Array, Backend, check_size, require_local
 from megatron_sft_idx.storage.local import HashedFile, stamp_of
-from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.reader import Shard
 
 # ---- writing ----
-
-_KIND = Kind("a column of a shard", is_column)
 
 
 @checked
@@ -85,38 +80,37 @@ def write_column(
     arrays: Iterator[Any] = iter([values]) if is_array else iter(cast(Iterable[Any], values))
     first = _array_of_rows(next(arrays, ()), name, f"{path}: from row 0 on")
     spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
-    with locked_prefix(paths):
+    with Publication(paths, {"work": "column"}, overwrite=overwrite, only=(path,)) as new:
         if read_header(paths) != header:
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
         if name in listed_columns(header.metadata):
             raise FormatError(f"{path}: the shard was written with this column; choose another name")
         check_named_spec(name, spec)
         named_rows, expected = NamedRows(name, spec), num_rows_in(header, per)
-        with new_file(path, _KIND, overwrite=overwrite) as new:
-            file = new.open()
-            # By the magic the next attempt knows what a killed one left, and takes it over.
-            file.write(COLUMN_MAGIC.ljust(spec.header_nbytes, b"\0"))
-            hashed, rows = HashedFile(file), 0
-            for values_of_rows in chain([first], arrays):
-                where = f"{path}: from row {rows} on"
-                array = _array_of_rows(values_of_rows, name, where)
-                try:
-                    stored = spec.array(name, array, len(array))
-                    named_rows.require(stored)
-                except ValueError as error:
-                    raise FormatError(f"{where}: {error}") from None
-                named_rows.accept(stored)
-                rows += len(stored)
-                hashed.write(stored.reshape(-1))
+        file = new.open(path)
+        file.write(bytes(spec.header_nbytes))
+        hashed, rows = HashedFile(file), 0
+        for values_of_rows in chain([first], arrays):
+            where = f"{path}: from row {rows} on"
+            array = _array_of_rows(values_of_rows, name, where)
             try:
-                named_rows.finish()
+                stored = spec.array(name, array, len(array))
+                named_rows.require(stored)
             except ValueError as error:
-                raise FormatError(f"{path}: {error}") from None
-            if rows != expected:
-                raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
-            column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())
-            file.write_at(column.encode(), 0)
-            new.publish()
+                raise FormatError(f"{where}: {error}") from None
+            named_rows.accept(stored)
+            rows += len(stored)
+            hashed.write(stored.reshape(-1))
+        try:
+            named_rows.finish()
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from None
+        if rows != expected:
+            raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
+        column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())
+        file.write_at(column.encode(), 0)
+        new.complete()
+        new.finish()
     return column
 
 

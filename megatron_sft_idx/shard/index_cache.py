@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import FileDigest
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.local import HashedFile, has_digest, stamp_of
-from megatron_sft_idx.storage.publish import Kind, new_file
+from megatron_sft_idx.storage.publish import Kind, new_control_file
 
 _VARIABLE = "SFT_IDX_CACHE"
 _REMEDY = f"name another folder with {_VARIABLE}, or --object-storage-cache-path in training"
@@ -60,7 +60,7 @@ def cached_copy(
             break
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with new_file(copy, _INDEX_COPY, overwrite=False) as new:
+        with new_control_file(copy, _INDEX_COPY, overwrite=False) as new:
             file = HashedFile(new.open())
             for chunk in fetch():
                 file.write(chunk)

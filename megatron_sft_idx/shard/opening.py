@@ -24,9 +24,9 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, COLUMN_MAGIC, ColumnHeader
-from megatron_sft_idx.layout.files import SEQ_IDX, HeaderForm, column_of, listed_columns
+from megatron_sft_idx.layout.files import BUILDING, SEQ_IDX, HeaderForm, column_of, listed_columns
+from megatron_sft_idx.shard.at_prefix import is_building
 from megatron_sft_idx.shard.index_cache import cached_copy
-from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.storage import (
     Advice,
     Array,
@@ -38,6 +38,7 @@ from megatron_sft_idx.storage import (
     is_remote,
     open_array,
 )
+from megatron_sft_idx.storage.building_files import building_of
 from megatron_sft_idx.storage.local import name_in_errors, open_descriptor, stamp_of
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import object_exists, read_ahead
@@ -139,10 +140,10 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     remedy = "copy all five files, .seq.idx last"
     if is_remote(paths.prefix):
         remedy = "check the path: the prefix without .seq.idx" if len(missing) == len(paths.all) else remedy
-    elif lacks_header and is_journal(paths.journal):
+    elif lacks_header and is_building(paths):
         remedy = (
-            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
-            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
+            f"a command was interrupted here, or is at work still ({paths.building}): give it again to go on, or"
+            f" recover its packs: megatron-sft-idx rebuild {paths.prefix}"
         )
     elif len(missing) == len(paths.all):
         remedy = where_to_look(paths)
@@ -156,19 +157,16 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
 def where_to_look(paths: ShardPaths) -> str:
     """The remedy in errors about a prefix where nothing is.
 
-    If an unfinished job lies at a longer prefix, the remedy names it: ``preprocess`` writes parts to ``PREFIX.parts``,
-    and may keep a shard of sequences at ``PREFIX.unpacked``.
+    If unfinished work lies at a longer prefix, such as one of several outputs, the remedy names it.
     """
-    if os.path.lexists(f"{paths.prefix}.parts/run.json"):
-        return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
-    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
-    if not journals:
-        return "check the prefix: the path without .seq.idx"
-    unfinished = journals[0].removesuffix(".journal")
-    return (
-        f"a build of {unfinished} was interrupted, or is at work: preprocess --resume goes on with it,"
-        f" megatron-sft-idx rebuild {unfinished} recovers its packs"
-    )
+    beside = sorted(glob.glob(f"{glob.escape(paths.prefix)}[.-]*{BUILDING}"))
+    for unfinished in (folder.removesuffix(BUILDING) for folder in beside):
+        if building_of(unfinished) is not None:
+            return (
+                f"{unfinished} was being built when its command was interrupted, or still is: give that command again"
+                f" to go on, or recover its packs: megatron-sft-idx rebuild {unfinished}"
+            )
+    return "check the prefix: the path without .seq.idx"
 
 
 def require_same(prefix: str, present_id: bytes, expected_id: bytes) -> None:

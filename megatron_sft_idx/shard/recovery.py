@@ -1,6 +1,6 @@
 """What an interrupted build left at a prefix (``find_remains``), and how a shard is made of it (``recover``).
 
-The journal says which packs were written; the sizes of the temporary files say how many of them are there.
+``X.building/packs`` says which packs were written; the sizes of the files say how many of them are there.
 """
 
 from __future__ import annotations
@@ -16,142 +16,139 @@ import numpy as np
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
-from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm
-from megatron_sft_idx.shard.journal import (
-    PACK,
-    BuildOptions,
-    JournalHead,
-    locked_journal,
-    read_blocks,
-    read_head,
-    with_named_columns,
-)
+from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, SUFFIXES, HeaderForm
+from megatron_sft_idx.shard.at_prefix import refuse_journal
+from megatron_sft_idx.shard.build_options import BuildOptions
 from megatron_sft_idx.shard.opening import read_start
-from megatron_sft_idx.shard.publication import (
-    Publication,
-    check_free,
-    interrupted_error,
-    naming_present,
-    pending,
-    require_all,
-    require_named,
-)
+from megatron_sft_idx.shard.pack_log import read_blocks
+from megatron_sft_idx.shard.publication import Publication, check_free
 from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage.building import Building
+from megatron_sft_idx.storage.building_files import PACKS, inode_at, read_done, require_no_lost_files
 from megatron_sft_idx.storage.progress import Advance
 
 # Is given where files are until they get their names, by the paths that they are for; raises to keep them unpublished.
 Check = Callable[[Mapping[str, str]], None]
 
-_CHANGED = (
-    "; the journal says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
-)
+_CHANGED = "; its folder says that it is complete, so it was changed since: build it again with overwrite (--overwrite)"
 _Decoded = TypeVar("_Decoded")
 
 
 @dataclass(frozen=True)
 class Remains:
-    """What a killed build left at a prefix.
+    """What a killed writer left at a prefix.
 
     Attributes:
-        paths: of the prefix.
-        head: of the journal.
+        paths: of the prefix, with the columns of the shard that was being written.
+        work: what was being done: ``build``, or the name of a verb.
+        unpublished: where files of a complete shard are until they get their names, by the paths that they are for;
+            None if the shard is not complete.
+        options: of the build; None if no packs were being written.
         num_packs: packs that lie wholly in all files; ``num_sequences`` and ``num_tokens`` are theirs.
-        num_recorded: packs in the journal, including those whose data did not reach the disk.
+        num_recorded: packs that were noted, including those whose data did not reach the disk.
+        num_parts: parts of tokenization.
+        outputs: if this is a job with several outputs that are whole, what is added to the prefix for each.
     """
 
     paths: ShardPaths
-    head: JournalHead
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
-    num_recorded: int
+    work: str
+    unpublished: dict[str, str] | None
+    options: BuildOptions | None = None
+    num_packs: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_recorded: int = 0
+    num_parts: int = 0
+    outputs: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
         """Whether all files are complete and synced, and only renames are left."""
-        return self.head.replaced_inodes is not None
-
-    @property
-    def unpublished(self) -> dict[str, str]:
-        """Where files of a complete shard are until they get their names, by the paths that they are for."""
-        return {path: self.paths.temporary(path) for path in pending(self.paths, self.head)}
+        return self.unpublished is not None
 
     @property
     def replaces(self) -> bool:
         """Whether the ``.seq.idx`` at the prefix belongs to a shard that is to be replaced."""
-        # .seq.idx is renamed last: as long as the new one has only its temporary name, none of it is at the prefix.
-        return self.paths.seq_idx in self.unpublished and os.path.lexists(self.paths.seq_idx)
-
-    @property
-    def build_options(self) -> BuildOptions:
-        """The options of the build. CorruptShardError: the head does not hold them."""
-        return BuildOptions.decode(self.head.content, self.paths.journal)
+        # .seq.idx is renamed last: as long as the new one is in the folder, none of it is at the prefix.
+        new, path = (self.unpublished or {}).get(self.paths.seq_idx), self.paths.seq_idx
+        return new is not None and inode_at(path) not in (None, inode_at(new))  # equal: renamed by a second link
 
 
-def find_remains(prefix: str | os.PathLike[str], *, named: bool = False, copied: bool = False) -> Remains | None:
-    """What an interrupted build left at a prefix; None if no journal has content but a removal's. Changes nothing.
-
-    ``named`` asks, as ``recover`` does, that the temporary files are those that the journal names; ``copied`` sees them
-    as after ``adopt_remains``.
+def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
+    """What an interrupted writer left at a prefix; None if there is nothing. Changes nothing.
 
     Raises:
-        CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
-        FormatError: a writer is at work there, or what was interrupted is a copy or a rebuild.
+        CorruptShardError: the files should be complete, and they are not.
+        FormatError: a writer is at work there, somebody else's files are in the folder, or a complete file is gone.
     """
     paths = ShardPaths.of(prefix)
-    with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
-        head = JournalHead.read(paths)
-        if head is None or head.work == "removal":
-            return None
-        if copied:
-            head = naming_present(with_named_columns(paths, head), head)
-        elif named:
-            require_named(paths, head)
-        return read_remains(paths, head)
+    refuse_journal(paths)
+    with contextlib.suppress(FileNotFoundError), Building.take(paths.prefix, create=False, shared=True) as building:
+        return read_remains(paths, building)
     return None
 
 
-def read_remains(paths: ShardPaths, head: JournalHead) -> Remains:
-    """As ``find_remains``. The caller must hold the lock; the journal may not be that of a removal."""
-    if head.replaced_inodes is not None:
-        header = complete_header(paths, head)
+def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
+    """As ``find_remains``, in a folder that the caller has taken."""
+    if building.content is None:
+        return None
+    work = str(building.content.get("work"))
+    if building.is_whole:
+        require_no_lost_files(paths.prefix)  # else a file of a shard that is replaced would be taken for it
+        done = building.done
+        names = {building.target(name): building.path(name) for name in done.files}
+        paths, unpublished = (
+            paths.with_columns_of(names),
+            {p: name for p, name in names.items() if os.path.lexists(name)},
+        )
+        if paths.seq_idx not in names or work == "rebuild":
+            return Remains(paths, work, unpublished, outputs=tuple(done.outputs))
+        header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
-        return Remains(paths, head, *counts, counts[0])
-    if head.work != "build":
-        raise interrupted_error(paths, head)
+        return Remains(paths, work, unpublished, None, *counts, counts[0])
+    if (described := building.content.get("shard")) is None:
+        return Remains(paths, work, None, num_parts=building.num_parts())
+    options = BuildOptions.decode(described, building.folder)
+    paths = paths.with_columns(options.columns)
     # How many tokens, sequences and packs lie wholly in the files.
     num_present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
-    for file in BuildOptions.decode(head.content, paths.journal).growing_files(paths):
-        rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
+    for file in options.growing_files(paths):
+        rows = (_nbytes(building.path(paths.suffix(file.path))) - file.begin) // file.row_nbytes
         num_present[file.per] = min(num_present[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
-    with open_regular(paths.journal) as stream:
-        read_head(stream, paths.journal)
-        for block in read_blocks(stream):
-            if block.kind != PACK:
-                continue
-            if packs == recorded:  # all packs before this block lie wholly in all files
-                token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
-                sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
-                # Ends ascend, so the packs that fit are the first ones.
-                fits = (token_ends <= num_present["token"]) & (sequence_ends <= num_present["sequence"])
-                if fit := min(int(fits.sum()), num_present["pack"] - packs):
-                    packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
-            recorded += len(block.records)
-    return Remains(paths, head, packs, sequences, tokens, recorded)
+    kept = 0, 0, 0  # packs, sequences and tokens that are taken
+    per_pair = 2 if "pair" in options.columns else 1  # of a pair, both sequences or none
+    if os.path.lexists(log := building.path(PACKS)):
+        with open_regular(log) as stream:
+            for records in read_blocks(stream):
+                if packs == recorded:  # all packs before this block lie wholly in all files
+                    token_ends = tokens + np.cumsum(records[:, 0], dtype=np.int64)
+                    sequence_ends = sequences + np.cumsum(records[:, 1], dtype=np.int64)
+                    # Ends ascend, so the packs that fit are the first ones.
+                    fits = (token_ends <= num_present["token"]) & (sequence_ends <= num_present["sequence"])
+                    if fit := min(int(fits.sum()), num_present["pack"] - packs):
+                        whole = np.flatnonzero(sequence_ends[:fit] % per_pair == 0)
+                        if len(whole):
+                            last = int(whole[-1])
+                            kept = packs + last + 1, int(sequence_ends[last]), int(token_ends[last])
+                        packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
+                recorded += len(records)
+    return Remains(paths, work, None, options, *kept, recorded, building.num_parts())
 
 
-def complete_header(paths: ShardPaths, head: JournalHead | None = None) -> Header:
-    """The header of a shard whose journal has a DONE block, after a check of the sizes of all files.
+def complete_header(prefix: str | ShardPaths) -> Header:
+    """The header of a shard that lies whole in its building folder, after a check of the sizes of all files.
 
-    ``head`` is that of the journal, None to read it. Each file may still have its temporary name, or be renamed
-    already. CorruptShardError: a file is missing, or has another size than the header, or a column's own header, says.
-    FormatError: a file of the shard that it replaces is in the place of one that is missing.
+    A file may be renamed already. CorruptShardError: a file is missing, or has another size than the header, or a
+    column's own header, says. FormatError: there is no such shard.
     """
+    paths = ShardPaths.of(prefix)
+    suffixes = read_done(paths.prefix).files
 
     def present_name(path: str) -> str:
-        return next((name for name in (paths.temporary(path), path) if os.path.lexists(name)), path)
+        name = paths.unpublished.prefix + paths.suffix(path)
+        return name if os.path.lexists(name) else path
 
     def header_of(path: str, form: HeaderForm, decode: Callable[[bytes, str], _Decoded]) -> _Decoded:
         start = read_start(path, form)
@@ -160,20 +157,16 @@ def complete_header(paths: ShardPaths, head: JournalHead | None = None) -> Heade
         except CorruptShardError as error:  # whose remedy is that of a shard
             raise CorruptShardError(path, error.offset, error.rule, error.detail.split(";")[0] + _CHANGED) from None
 
-    head = head or JournalHead.read(paths)
-    assert head is not None, paths.journal
-    if not os.path.lexists(seq_idx := present_name(paths.seq_idx)):
-        require_all(paths, head)
+    seq_idx = present_name(paths.seq_idx)
     header = header_of(seq_idx, SEQ_IDX, Header.decode)
-    sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
-    for path in map(paths.column, paths.with_columns_of(head.files).columns):
+    sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items() if paths.suffix(path) in suffixes}
+    for path in (paths.prefix + suffix for suffix in suffixes if suffix not in SUFFIXES):
         column = present_name(path)
         sizes[path] = header_of(column, COLUMN, ColumnHeader.decode).nbytes, column
     for path, (nbytes, header_path) in sizes.items():
         if (actual := _nbytes(present_name(path))) != nbytes:
             detail = f"file has {actual} bytes, expected {nbytes} by the header of {header_path}{_CHANGED}"
             raise CorruptShardError(present_name(path), min(actual, nbytes), "F2", detail)
-    require_all(paths, head)
     return header
 
 
@@ -191,54 +184,43 @@ def recover(
     """Publish the packs that an interrupted build left at a prefix.
 
     A build that was complete but for renames is published as it is. Of any other build, every pack is kept whose data
-    lies wholly in all files. Its rules are checked, and counts and checksums are taken anew. The header of such a shard
-    says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many the journal
-    records. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
+    lies wholly in all files. Its rules are checked, and counts and checksums are computed again. The header of such a
+    shard says that it was rebuilt, and its JSON block holds ``recovered``: how many packs it has, and how many were
+    noted. Memory stays at a few MiB. Nothing of the remains is removed until the new shard is complete and synced, so
     a recovery that is itself killed can be run again. ``overwrite`` replaces a shard that is at the prefix; ``check``
     is called when all files are complete, before one of them gets its name; ``progress`` is called with the tokens read
     since the last call. Returns the header of the published shard.
 
     Raises:
-        CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
+        CorruptShardError: the files should be complete, and they are not.
         FormatError: there is nothing to recover, another writer is at work, or a shard may not be replaced.
     """
     paths = ShardPaths.of(prefix)
+    refuse_journal(paths)
     try:
-        publication = Publication.resume(paths, overwrite=overwrite)
+        building = Building.take(paths.prefix, create=False)
     except FileNotFoundError:
-        raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to recover from it") from None
-    try:
-        remains = read_remains(paths, publication.head)
-        if remains.is_complete:
+        raise FormatError(f"{paths.building}: there is no such folder, so there is nothing to recover") from None
+    with building:
+        remains = read_remains(paths, building)
+        if remains is not None and remains.unpublished is not None:
             if not overwrite and remains.replaces:
                 check_free(paths, overwrite=False)
             header = complete_header(paths)
             check(remains.unpublished)
-            publication.finish()
+            building.finish()
             return header
         check_free(paths, overwrite=overwrite)
-        options = remains.build_options
-        writer = ShardWriter.of(publication, options)
+        if remains is None or remains.options is None:
+            raise FormatError(f"{building.folder}: no packs were being written, so there is nothing to recover")
+        publication = Publication.resume(building, paths.with_columns(remains.options.columns), overwrite=overwrite)
+        writer = ShardWriter.of(publication, remains.options)
         if not (num_packs := writer.replay(remains.num_packs, progress)):
             raise FormatError(
-                f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
-                " build it again with overwrite (--overwrite)"
+                f"{building.folder}: no complete pack had been written yet, so there is nothing to recover; build it"
+                " again"
             )
-        writer.metadata["recovered"] = {"packs": num_packs, "packs_in_journal": remains.num_recorded}
+        writer.metadata["recovered"] = {"packs": num_packs, "packs_noted": remains.num_recorded}
         writer.complete()
-        check({path: paths.temporary(path) for path in writer.paths.all})
+        check({path: building.path(paths.suffix(path)) for path in writer.paths.all})
         return writer.finalize()
-    finally:
-        publication.close()
-
-
-def adopt_remains(paths: ShardPaths) -> None:
-    """Let the journal at a prefix name the temporary files that lie beside it.
-
-    The caller must know that all of them are the journal's own, and were copied here with it. FormatError: there is no
-    journal, or a writer is at work there.
-    """
-    try:
-        Publication.resume(paths, overwrite=False, copied=True).close()
-    except FileNotFoundError:
-        raise FormatError(f"{paths.journal}: there is no journal; copy it here with the .tmp files beside it") from None

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import SUFFIXES, check_column_name, column_of
+from megatron_sft_idx.layout.files import BUILDING, SUFFIXES, check_column_name, column_of
+from megatron_sft_idx.shard.at_prefix import holds_shard_files, is_building
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.journal import is_journal
 from megatron_sft_idx.shard.opening import read_header, require_same
 from megatron_sft_idx.shard.reader import Pack, Shard, checked_packs, extents_of
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
@@ -44,8 +44,7 @@ OPENED_AT_ONCE = 16
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 # A whole shard is found by its .seq.idx. A shard that lacks files, or an interrupted build, is found by any of the
 # others; .bin and .idx are not among them, because stock datasets have these too.
-_JOURNAL = ".journal"
-_WHOLE_SUFFIXES, _PARTIAL_SUFFIXES = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
+_WHOLE_SUFFIXES, _PARTIAL_SUFFIXES = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", BUILDING)
 
 _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None", tuple[str, ...]]
 
@@ -80,8 +79,9 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         return [prefix for entry in distinct(source) for prefix in find_prefixes(entry, incomplete=incomplete)]
     path, suffixes = os.fspath(source), _PARTIAL_SUFFIXES if incomplete else _WHOLE_SUFFIXES
     remote, is_glob = is_remote(path), glob.has_magic(path)
+    is_unfinished = incomplete and path.endswith(BUILDING) and not remote and is_building(ShardPaths.of(_prefix(path)))
     is_folder = path.endswith("/") or not RemotePath.of(path).key if remote else os.path.isdir(path)
-    if not is_folder:
+    if not is_folder or is_unfinished:
         prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
         if not (remote or is_glob):
             return [prefix]
@@ -97,8 +97,10 @@ def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
         paths = objects_in_folder(path)
 
     def is_of_shard(file: str) -> bool:
-        # A journal is read to recognise it. Journals lie on disks only, because shards are built there.
-        return file.endswith(suffixes) and (not file.endswith(_JOURNAL) or is_journal(file))
+        # In a building folder, files have no other name than their suffix. Such folders lie on disks only.
+        if not file.endswith(suffixes) or os.path.basename(file) in SUFFIXES:
+            return False
+        return not file.endswith(BUILDING) or holds_shard_files(ShardPaths.of(_prefix(file)))
 
     prefixes = {_prefix(file) for file in paths if is_of_shard(file)}
     # A shard may have the name of a folder beside it.
@@ -129,7 +131,7 @@ def distinct(sources: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def _prefix(path: str) -> str:
-    return ShardPaths.of(path.removesuffix(_JOURNAL)).prefix
+    return ShardPaths.of(path.removesuffix(BUILDING)).prefix
 
 
 def _matching_local(pattern: str, suffixes: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,7 @@
 """Writing a shard: packs are checked and appended to its data files; the shard is published whole, or not at all.
 
-Data files and columns are hashed and counted while they grow. The indexes are written last, from the journal, so that
-memory stays bounded for any number of packs.
+Data files and columns are hashed and counted while they grow. The indexes are written last, from the log of packs, so
+that memory stays bounded for any number of packs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,18 +32,14 @@ from megatron_sft_idx.layout.files import (
     vocab_size_of,
 )
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
-from megatron_sft_idx.shard.journal import (
-    MAX_RECORDS,
-    PACK,
-    BuildOptions,
-    GrowingFile,
-    encode_block,
-    read_blocks,
-    read_head,
-)
-from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.shard.build_options import BuildOptions, GrowingFile
+from megatron_sft_idx.shard.opening import read_header
+from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, LoggedPacks, PackChunk, append_packs
+from megatron_sft_idx.shard.publication import Publication, finish_interrupted
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile, open_regular
+from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.building import PROGRAM, Building
+from megatron_sft_idx.storage.building_files import PACKS
 from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.progress import Advance
 
@@ -56,15 +52,13 @@ FORMAT_WRITER = 1
 STAGE_TOKENS = 1 << 18
 # A run of so many tokens is written from its own arrays, since staging it would take longer than the calls it saves.
 _LONG_RUN = STAGE_TOKENS // 4
-# The indexes are written for so many packs at once, which takes a few MiB of arrays.
-CHUNK_PACKS = 1 << 15
 
 
 class ShardWriter:
     """Writes a shard pack by pack.
 
     It is a context manager. When its block ends, the files are published together; when an exception ends the block,
-    nothing is published and what was written is removed. A killed writer leaves temporary files and a journal, never
+    nothing is published and what was written is removed. A killed writer leaves the folder ``PREFIX.building``, never
     something that looks like a shard. Memory stays at a few MiB for any number of packs.
 
     Args:
@@ -84,6 +78,7 @@ class ShardWriter:
     Attributes:
         metadata: JSON object for the header, which may be changed until the shard is complete.
         rebuilt: whether the header will say that the shard was rebuilt.
+        found: whether ``finalize`` found this very shard at the prefix, and left it there.
 
     Raises:
         FormatError: an argument that the format does not allow; or something is at the prefix that may not be replaced.
@@ -108,7 +103,8 @@ class ShardWriter:
         numbers = capacity, sequence_multiple, pad_id
         options = BuildOptions(token_dtype, mask_dtype, *numbers, dict(metadata or {}), dict(columns or {}))
         paths = ShardPaths.of(prefix).with_columns(options.columns)
-        self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
+        content = {"work": PROGRAM, "shard": options.encode()}
+        self._begin(Publication(paths, content, overwrite=overwrite, durable=durable), options)
 
     @classmethod
     def begin(
@@ -116,14 +112,35 @@ class ShardWriter:
         prefix: str | os.PathLike[str],
         options: BuildOptions,
         *,
+        work: str,
         overwrite: bool,
         durable: bool = True,
         nbytes: int = 0,
+        building: Building | None = None,
+        wait: float = 0.0,
     ) -> ShardWriter:
-        """A writer of a new shard with these options; other arguments as of ``Publication``, errors as of the class."""
+        """A writer of a new shard with these options, for a verb that is called ``work``.
+
+        If it is interrupted, giving the command again makes the shard again, so the next writer replaces what is left.
+        A shard at the prefix that was made with the same options may turn out to be this very shard (``found``).
+        Other arguments as of ``Publication``, errors as of the class.
+        """
         paths = ShardPaths.of(prefix).with_columns(options.columns)
-        publication = Publication(paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes)
-        return cls.of(publication, options)
+        content = {"work": work, "shard": options.encode()}
+        present = None if overwrite or building is not None else _header_like(paths, options)
+        publication = Publication(
+            paths,
+            content,
+            overwrite=overwrite,
+            durable=durable,
+            nbytes=nbytes,
+            building=building,
+            wait=wait,
+            may_be_found=present is not None,
+        )
+        writer = cls.of(publication, options)
+        writer._present = present
+        return writer
 
     @classmethod
     def of(cls, publication: Publication, options: BuildOptions) -> ShardWriter:
@@ -135,7 +152,8 @@ class ShardWriter:
     def _begin(self, publication: Publication, options: BuildOptions) -> None:
         self._publication, self._options = publication, options
         self._header: Header | None = None
-        self.rebuilt, self._journals_packs = publication.is_resumed, True
+        self._present: Header | None = None
+        self.rebuilt, self.found, self._logs_packs = publication.is_resumed, False, True
         self.metadata: dict[str, Any] = dict(options.metadata)
         growing = options.growing_files(publication.paths)
         token_nbytes = sum(each.row_nbytes for each in growing if each.per == "token")
@@ -158,6 +176,7 @@ class ShardWriter:
                 if file.nbytes < each.begin:
                     file.write(bytes(each.begin - file.nbytes))
                 self._files[each.path] = each, HashedFile(file)
+            self._packs = publication.open_log()
 
     @property
     def prefix(self) -> str:
@@ -317,8 +336,8 @@ class ShardWriter:
     ) -> None:
         """Add all packs of another shard, in bounded memory, and hold it to its checksums on the way.
 
-        Its packs are entered in the journal behind the last of them, so that nothing of a corrupt shard is recovered
-        from a killed build.
+        Its packs are noted behind the last of them, so that nothing of a corrupt shard is recovered from a killed
+        build.
 
         Args:
             shard: opened with any backend.
@@ -342,7 +361,7 @@ class ShardWriter:
         self.flush()
         begin, refused = self.num_packs, None
         with self._all_or_nothing():
-            self._journals_packs = False
+            self._logs_packs = False
             opened = {name: shard.columns.open(name) for name in columns}
             for run in checked_runs(shard.files, opened, advance):
                 try:
@@ -352,11 +371,11 @@ class ShardWriter:
                     refused = error
                 del run
             self.flush()
-            self._journals_packs = True
+            self._logs_packs = True
             for first in range(0, self.num_packs - begin, CHUNK_PACKS):
                 last = min(first + CHUNK_PACKS, self.num_packs - begin)
                 offsets = shard.files.token_offsets[first : last + 1], shard.files.sequence_offsets[first : last + 1]
-                self._enter_in_journal(np.diff(offsets).T)
+                append_packs(self._packs, np.diff(offsets).T)
         if refused:
             raise refused
 
@@ -386,7 +405,7 @@ class ShardWriter:
         At most ``num_packs`` are replayed, and none from one on that breaks a rule, as its bytes did not reach the
         disk. Returns how many were; ``progress`` is called with the tokens replayed since the last call.
         """
-        for lengths, sequences in JournalPacks(self.paths.journal, num_packs):
+        for lengths, sequences in LoggedPacks(self._log_path, num_packs):
             ends = np.append(0, np.cumsum(lengths))
             for first, last in run_bounds(ends, self._stage_tokens):
                 if not self._replay_run(lengths[first:last], sequences[first:last]):
@@ -415,14 +434,14 @@ class ShardWriter:
         return True
 
     def flush(self) -> None:
-        """Write the staged packs to the files, then record them in the journal."""
+        """Write the staged packs to the files, then note them."""
         if len(self._stage.records):
             self._write_staged(self._stage.tokens, self._stage.mask)
 
     def _write_staged(self, tokens: memoryview | NDArray[Any], mask: memoryview | NDArray[Any]) -> None:
         """``flush``, of packs that have these tokens and masks."""
         stage = self._stage
-        self._publication.require_owner()
+        self._publication.building.require_owner()
         with self._all_or_nothing():
             paths = self.paths
             for path, data in ((paths.tokens, tokens), (paths.loss, mask), (paths.starts, stage.starts)):
@@ -431,14 +450,13 @@ class ShardWriter:
                 for values in arrays:
                     self._files[paths.column(name)][1].write(values.reshape(-1))
                 arrays.clear()
-            if self._journals_packs:
-                self._enter_in_journal(np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
+            if self._logs_packs:
+                append_packs(self._packs, np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
             stage.clear()
 
-    def _enter_in_journal(self, records: NDArray[Any]) -> None:
-        """Record packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
-        for start in range(0, len(records), MAX_RECORDS):
-            self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
+    @property
+    def _log_path(self) -> str:
+        return self._publication.building.path(PACKS)
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -457,7 +475,7 @@ class ShardWriter:
             SequenceError: the last pair of a column ``pair`` is not whole.
         """
         self._require_open()
-        self._publication.require_owner()
+        self._publication.building.require_owner()
         if self._header is None:
             with self._all_or_nothing():
                 self.flush()
@@ -465,7 +483,7 @@ class ShardWriter:
         return self._header
 
     def _write_indexes(self) -> Header:
-        """Write the indexes, from the packs that the journal records, and the headers of the columns."""
+        """Write the indexes, from the packs that were noted, and the headers of the columns."""
         options, stage, paths, publication = self._options, self._stage, self.paths, self._publication
         if (vocab_size := vocab_size_of(self.metadata)) != vocab_size_of(options.metadata):
             raise FormatError(
@@ -477,7 +495,7 @@ class ShardWriter:
                 rows.finish()
             except ValueError as error:
                 raise SequenceError(self.prefix, None, str(error)) from None
-        packs = JournalPacks(paths.journal, stage.num_packs)
+        packs = LoggedPacks(self._log_path, stage.num_packs)
         idx = write_idx(publication.open(paths.idx), packs, options.token_dtype, stage.num_packs)
         tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
         metadata = {key: value for key, value in self.metadata.items() if key != "columns"}
@@ -506,12 +524,22 @@ class ShardWriter:
         FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
         """
         header = self.complete()
+        if self._present is not None:
+            self.abandon()
+            if header != self._present:
+                raise FormatError(
+                    f"{self.prefix}: a shard of the same options is here, and its content is another; choose another"
+                    " prefix, or pass overwrite (--overwrite)"
+                )
+            self.found = True
+            return header
         with self._all_or_nothing():
-            self._publication.publish()
+            self._publication.complete()
+        self._publication.finish()
         return header
 
     def set_aside(self) -> Header:
-        """As ``finalize``, but leave the publication to ``publish_all``."""
+        """As ``finalize``, but leave the publication to ``publish_outputs``."""
         header = self.complete()
         with self._all_or_nothing():
             self._publication.set_aside()
@@ -535,11 +563,24 @@ class ShardWriter:
         self._publication.close()
 
     def abandon(self) -> None:
-        """Publish nothing, and remove what was written, unless ``is_resumed``. May be called twice."""
+        """Publish nothing, and remove what was written, unless an interrupted writer began it. May be called twice."""
         if self._publication.is_resumed:
             self._publication.close()
         else:
             self._publication.abandon()
+
+
+def _header_like(paths: ShardPaths, options: BuildOptions) -> Header | None:
+    """The header of a shard at a prefix that was made with these options, None if there is none.
+
+    A shard that an interrupted writer left whole gets its name first.
+    """
+    finish_interrupted(paths)
+    if not os.path.isfile(paths.seq_idx) or paths.missing():
+        return None
+    header, written = read_header(paths), {"format_writer": None, "columns": None}
+    same = header.metadata | written == options.metadata | written
+    return header if same and listed_columns(header.metadata).keys() == options.columns.keys() else None
 
 
 # ---- the indexes ----
@@ -579,40 +620,6 @@ def header_of(
         metadata=options.metadata,
         rebuilt=rebuilt,
     )
-
-
-class PackChunk(NamedTuple):
-    """Consecutive packs: of each its length in tokens, and its number of sequences, int64 [packs]."""
-
-    lengths: NDArray[np.int64]
-    sequences: NDArray[np.int64]
-
-
-class JournalPacks:
-    """The first packs that a journal records, in chunks of some 32 thousand. It can be iterated several times."""
-
-    def __init__(self, journal: str, num_packs: int) -> None:
-        self._journal, self._num_packs = journal, num_packs
-
-    def __iter__(self) -> Iterator[PackChunk]:
-        records: list[NDArray[np.uint32]] = []  # those of the next chunk
-        count, remaining = 0, self._num_packs
-        with open_regular(self._journal) as stream:
-            read_head(stream, self._journal)
-            for block in read_blocks(stream):
-                if block.kind == PACK:
-                    records.append(block.records[:remaining])
-                    count, remaining = count + len(records[-1]), remaining - len(records[-1])
-                if count >= CHUNK_PACKS:
-                    yield _chunk(records)
-                    records, count = [], 0
-        if count:
-            yield _chunk(records)
-
-
-def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
-    # One field after the other, so that no array of both is in memory beside the result.
-    return PackChunk(*(np.concatenate([each[:, field] for each in records], dtype=np.int64) for field in (0, 1)))
 
 
 def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:

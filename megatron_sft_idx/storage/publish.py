@@ -1,12 +1,12 @@
-"""How files and folders of the user are written: they appear whole or not at all, and replace nothing of a stranger's.
+"""What may be written at a path, and how a file gets its name: whole or not at all, in the place of nothing foreign.
 
-A ``PendingOutput`` is written under a temporary name beside its place. When it is whole and synced, ``publish`` renames
-it, provided that the place still has what was there before the first byte: nothing, something empty, or an older thing
-of the same ``Kind`` that may be replaced. Links are followed above the last component of a path that is written, and
-refused as the last component. Where several processes may write, ``lock_file`` lets one of them: the lock of a killed
-process is gone, and its file stays.
+``check_place`` says whether something may be written: where there is nothing, something empty, or an older thing of the
+same ``Kind`` that may be replaced. ``move_into_place`` renames what is whole, if the place still has what was there
+before the first byte. Links are followed above the last component of a path that is written, and refused as the last
+component. ``lock_file`` lets one of several processes write: the lock of a killed process is gone, and its file stays.
 
-No other module may put a file at a place that a user named, but for the five files of a shard (``shard.publication``).
+Outputs that a user named are written in building folders (``outputs``, and for shards ``shard.publication``). Small
+control files, such as catalogs, caches and plans, are no outputs: ``write_control_file`` writes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -235,103 +234,71 @@ def make_folders(path: str) -> None:
         raise FormatError(f"{path}: something above it is no folder; {_OTHER_NAME}") from None
 
 
-class PendingOutput:
-    """A file or folder that is written at ``temporary`` and published at ``path``; see ``new_file``, ``new_folder``.
+class ControlFile:
+    """A small control file, such as a catalog, a cache or a plan, that is written under a hidden name next to it.
 
-    As a context it removes what was written, unless that was published.
+    ``publish`` renames it. The next writer replaces what a killed one left. As a context it removes what was written,
+    unless that was published.
     """
 
-    def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
-        self.path, self._kind, self._folder = path, kind, folder
-        self._replaced = check_place(path, kind, overwrite=overwrite, folder=folder)
+    def __init__(self, path: str, kind: Kind, *, overwrite: bool) -> None:
+        self.path, self._kind = path, kind
+        self._replaced = check_place(path, kind, overwrite=overwrite)
         require_space(path, 0)
         make_folders(path)
         parent, base = os.path.split(path)
         # Hidden, so that no pattern for finished files matches; cut, so that there is room for what is appended.
         stem = os.path.join(parent, "." + os.fsencode(base)[:200].decode(errors="ignore"))
-        self.temporary = f"{stem}.{secrets.token_hex(8)}.tmp"
-        self._lock = -1
-        self._files: list[OutputFile] = []
-        if folder:
-            os.mkdir(self.temporary)
-        elif (lock := _lock_leftover(f"{stem}.tmp", kind)) is not None:
-            self.temporary, self._lock = f"{stem}.tmp", lock
-        else:
-            OutputFile(self.temporary).close()
-        self._closed = False
+        self._lock = _lock_leftover(f"{stem}.tmp", kind)
+        self._file: OutputFile | None = None
+        self._is_published = False
+        self._temporary = f"{stem}.tmp" if self._lock is not None else f"{stem}.{secrets.token_hex(8)}.tmp"
+        if self._lock is None:
+            OutputFile(self._temporary).close()
 
-    def __enter__(self) -> PendingOutput:
+    def __enter__(self) -> ControlFile:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.abandon()
+        if not self._is_published:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary)
+        if self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
-    def open(self, name: str = "") -> OutputFile:
-        """Open the file, or a new file ``name`` in the folder, for writing. ``publish`` and ``abandon`` close it."""
-        path = os.path.join(self.temporary, name) if self._folder else self.temporary
-        self._files.append(OutputFile(path, append=not self._folder))
-        return self._files[-1]
-
-    def sync(self) -> None:
-        """Close all files and wait until they are on disk; ``publish`` begins with this."""
-        for file in self._files:
-            file.close()
-        for path in [*(_files_in(self.temporary, self._kind) if self._folder else ()), self.temporary]:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                with name_in_errors(path):
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+    def open(self) -> OutputFile:
+        """Open the file for writing."""
+        self._file = OutputFile(self._temporary, append=True)
+        return self._file
 
     def publish(self) -> None:
-        """Sync what was written, rename it to ``path``, and remove what was there.
+        """Sync what was written, and rename it to ``path`` in the place of what was there.
 
         Raises:
             FormatError: something else is at ``path`` now than before the first byte. It is left alone.
             OSError: of the disk.
         """
-        self.sync()
-        if not self._folder and identity(self.path) == self._replaced:
+        if self._file is not None:
+            self._file.close()
+        fd = os.open(self._temporary, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            with name_in_errors(self._temporary):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if identity(self.path) == self._replaced:
             # The file may have been written to, or be another one, which took the inode of one that was removed.
             check_place(self.path, self._kind, overwrite=True)
-        old_folder = move_into_place(self.temporary, self.path, self._replaced)
-        self._close()
-        if old_folder is None:
-            sync_folder(os.path.dirname(self.path))
-            return
-        try:
-            sync_folder(os.path.dirname(self.path))
-            check_place(old_folder, self._kind, overwrite=True, folder=True)
-        except (OSError, FormatError):
-            # An error of the disk, or a stranger's file that has come into the old folder: exchange the two again.
-            if _rename(old_folder, self.path, _EXCHANGE):
-                shutil.rmtree(old_folder, ignore_errors=True)  # the new folder, after the exchange
-            raise
-        _remove_folder(old_folder)
-
-    def abandon(self) -> None:
-        """Remove what was written; does nothing after ``publish``, or a second time."""
-        if self._closed:
-            return
-        if self._folder:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.temporary)
-        self._close()
-
-    def _close(self) -> None:
-        self._closed = True
-        for file in self._files:
-            file.close()
-        if self._lock >= 0:
-            os.close(self._lock)
+        move_into_place(self._temporary, self.path, self._replaced)
+        self._is_published = True
+        sync_folder(os.path.dirname(self.path))
 
 
-def _remove_folder(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Remove a folder of files. What fails is tried once more, since network file systems may be busy for a moment."""
     for _ in range(2):
         try:
@@ -341,7 +308,7 @@ def _remove_folder(folder: str) -> None:
             return os.rmdir(folder)
         except OSError as error:
             failed = error
-    raise OSError(failed.errno, f"{failed.strerror}: it was replaced, and can be removed now", folder)
+    raise OSError(failed.errno, f"{failed.strerror}: it is of no use any more, and can be removed", folder)
 
 
 def _lock_leftover(path: str, kind: Kind) -> int | None:
@@ -363,37 +330,16 @@ def _lock_leftover(path: str, kind: Kind) -> int | None:
     return fd
 
 
-def new_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """Begin to write a file. FormatError as of ``resolve`` and ``check_place``."""
-    return PendingOutput(resolve(path), kind, overwrite=overwrite, folder=False)
+def new_control_file(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> ControlFile:
+    """Begin to write a control file. FormatError as of ``resolve`` and ``check_place``."""
+    return ControlFile(resolve(path), kind, overwrite=overwrite)
 
 
-def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> PendingOutput:
-    """Begin to write a folder of files. FormatError as of ``resolve``, ``check_place`` and ``require_apart``."""
-    name = resolve(path, folder=True)
-    require_apart([Place(name, "the output", folder=True)])
-    return PendingOutput(name, kind, overwrite=overwrite, folder=True)
-
-
-def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
-    """Write and publish a small file, such as a page or a summary. Errors as of ``new_file`` and ``publish``."""
-    with new_file(path, kind, overwrite=overwrite) as new:
+def write_control_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
+    """Write and publish a control file. Errors as of ``new_control_file`` and ``publish``."""
+    with new_control_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()
-
-
-def remove_file(path: str, expected: Identity | None) -> None:
-    """Remove a file, if there is one and it is the expected one.
-
-    Raises:
-        FormatError: something else is there, which is left alone.
-    """
-    if (present := identity(path)) is None:
-        return
-    if present != expected:
-        raise _changed(path)
-    os.unlink(path)
-    sync_folder(os.path.dirname(path))
 
 
 def move_into_place(temporary: str, path: str, expected: Identity | None) -> str | None:
@@ -447,6 +393,11 @@ def _move_to_free_place(temporary: str, path: str, *, folder: bool) -> None:
         os.rename(temporary, path)
     else:
         os.unlink(temporary)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Let two folders exchange their places; False where the file system cannot."""
+    return _rename(one, other, _EXCHANGE)
 
 
 def _changed(path: str) -> FormatError:
@@ -526,9 +477,8 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             raise FormatError(
-                f"{path}: this file system has no locks ({error.strerror}), and without one two builds could write"
-                " the same files; build on a local disk and copy the five files, or mount it with locks (Lustre: -o"
-                " flock)"
+                f"{path}: this file system has no locks ({error.strerror}), and without one two commands could write"
+                " the same files; write to a local disk and copy the result, or mount it with locks (Lustre: -o flock)"
             ) from None
         os.close(fd)
 

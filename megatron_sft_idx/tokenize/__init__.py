@@ -4,15 +4,11 @@ The input is cut into stretches (``cut``); a task makes a part of each (``parts`
 (``selection``), packs are planned from lengths (``plan``), and shards are written (``gather``) from the parts, or from
 another shard (``corpus``). Tasks run in processes of this machine (``local``) or on a cluster (``ray``); ``begin``
 decides what of an interrupted job can be used. Only ``encoding`` may know how a chat becomes tokens; how a shard lies
-on disk, and what its journal says, is for the folder ``shard`` to know.
+on disk is for the folder ``shard`` to know.
 """
 
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
-from megatron_sft_idx.tokenize.begin import (
-    PartsFolder,
-    PreprocessOptions,
-    noted_differences,
-)
+from megatron_sft_idx.tokenize.begin import PreprocessOptions, noted_differences
 from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.dry_run import preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder

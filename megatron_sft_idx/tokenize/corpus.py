@@ -16,9 +16,10 @@ from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
-from megatron_sft_idx.shard.publication import places_of
+from megatron_sft_idx.shard.publication import job_folder, places_of
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import show_progress
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
@@ -35,10 +36,10 @@ def pack_shard(
     *,
     shards: int = 1,
     overwrite: bool = False,
-    resume: bool = False,
     log_interval: int = 0,
     sources: Sequence[str] = (),
     lossy: bool = False,
+    job: Building | None = None,
 ) -> PackReport:
     """Pack the sequences of a shard into a new shard at ``prefix``, or into several.
 
@@ -50,10 +51,10 @@ def pack_shard(
         options: how the sequences are packed.
         shards: how many shards; their packs differ by one at most.
         overwrite: replace shards at the prefixes.
-        resume: go on with an interrupted job; shards that it finished are not written again.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
         sources: names of input files; sequences made from other files are left out. Empty for all sequences.
         lossy: leave out columns with a row a pack; without it they are an error.
+        job: the building folder of the prefix, if the caller has taken it.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
@@ -94,10 +95,13 @@ def pack_shard(
         {**left_out, "source": identity},
         groups,
     )
-    headers = make_packs(
-        sequences, prefix, options, shards=shards, overwrite=overwrite, resume=resume, log_interval=log_interval
-    )
-    return replace(PackReport.of(headers), lost_columns=reader.lost_columns)
+    common: dict[str, Any] = {"shards": shards, "overwrite": overwrite, "log_interval": log_interval}
+    if job is not None:
+        made = make_packs(sequences, job, options, work="preprocess", **common)
+    else:
+        with job_folder(prefix, {"work": "pack"}, overwrite=overwrite) as own_job:
+            made = make_packs(sequences, own_job, options, work="pack", **common)
+    return replace(PackReport.of(made.headers), lost_columns=reader.lost_columns, found=made.found)
 
 
 def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:

@@ -73,7 +73,6 @@ class Stretch:
         offset: where the range begins, in bytes.
         nbytes: bytes of the range; None where the stretch is no range.
         dealt: the pieces themselves; empty where the stretch is a range or a whole file.
-        attempts: file names of parts that an earlier job made of this stretch.
     """
 
     file: InputFile
@@ -83,7 +82,6 @@ class Stretch:
     offset: int = 0
     nbytes: int | None = None
     dealt: tuple[Piece, ...] = ()
-    attempts: tuple[str, ...] = ()
 
     def before(self, lines: int) -> int:
         """By how much numbers of rows are less than in the file, of which ``lines`` come first: see ``read_pieces``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -117,10 +118,14 @@ def _in_the_way(job: Job) -> Iterator[str]:
     options = job.options
     if not options.prefix:
         return
+    encoder = copy.copy(job.encoder)
+    # The dry run itself skips bad rows, and hashes none.
+    given = options.encoding
+    encoder.options = replace(encoder.options, on_bad_row=given.on_bad_row, content=given.content)
+    job = job._replace(encoder=encoder)
     checks: list[Callable[[], Any]] = [
         partial(options.check_outputs, job.files),
-        *(partial(job.check_free, prefix, overwrite=options.overwrite or options.resume) for prefix in job.outputs),
-        job.folder.check_is_ours,
+        job.check_outputs,
     ]
     for check in checks:
         try:

@@ -26,6 +26,12 @@ from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
+# The version of the way from rows to tokens and masks. It must be raised when the same row gives others, so that parts
+# which were made before are not used.
+ENCODING_VERSION = 1
+# Options that do not decide what a part holds: a part with a bad row is made only if these are skipped, and weights
+# are those of one file.
+_NOT_IN_PARTS = ("on_bad_row", "loss_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ class RowEncoder:
 
     Attributes:
         options: as given, with the template that mistral-common makes for the tokenizer, which takes seconds.
-        digest: hash of all that decides which tokens and masks a row becomes.
+        digest: hash of all that decides which tokens and masks a row becomes, but for the weight of its file.
 
     Raises:
         FormatError: the tokenizer or the template cannot be used.
@@ -175,7 +181,7 @@ class RowEncoder:
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
         # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
         self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
-        described = {**self.describe(), "token_dtype": self.token_dtype.name}
+        described = {**self.describe_parts(), "token_dtype": self.token_dtype.name, "version": ENCODING_VERSION}
         try:
             self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
         except TypeError as error:  # all else in it is ours
@@ -193,6 +199,16 @@ class RowEncoder:
             template_kwargs=dict(options.template_kwargs),
             name=options.tokenizer if options.chat_template is None else options.template_name,
         )
+
+    def describe_parts(self) -> dict[str, Any]:
+        """Of ``describe``, all that decides what a part of tokenization holds, for any file."""
+        described = self.describe()
+        options = {name: value for name, value in described["options"].items() if name not in _NOT_IN_PARTS}
+        return described | {"options": options}
+
+    def weight_of(self, file: int) -> float:
+        """What the loss of the rows of a file, by its number, is multiplied by."""
+        return self.options.loss_weights[file] if self.options.loss_weights else 1.0
 
     def describe(self) -> dict[str, Any]:
         """All that decides which tokens and masks a row becomes, for the shard's header."""
@@ -250,7 +266,7 @@ class RowEncoder:
             if undecided or (bad_rows and options.on_bad_row == "error"):
                 break
         bad_rows.sort(key=lambda error: error.position or 0)
-        weight = options.loss_weights[file] if options.loss_weights else 1.0
+        weight = self.weight_of(file)
         done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
         done.undecided = undecided
         for row, _ in made:

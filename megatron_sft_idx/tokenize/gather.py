@@ -6,6 +6,7 @@ A job makes one shard at its prefix, or several whose prefixes begin with it, ea
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.split import output_prefix
 from megatron_sft_idx.shard import BuildOptions, ShardWriter, read_header
-from megatron_sft_idx.shard.journal import wait_for_writer
-from megatron_sft_idx.shard.publication import drop_build, is_set_aside, places_of, publish_outputs
+from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.publication import is_set_aside, places_of, publish_outputs
 from megatron_sft_idx.shard.recovery import complete_header
+from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.encoding import RowEncoder
@@ -60,12 +63,14 @@ class PlannedShard(NamedTuple):
     Attributes:
         prefix: of the shard.
         build: what its writer is to know.
+        work: the verb that makes it.
         overwrite: whether it may replace a shard at its prefix.
         run: its packs, about twelve bytes a sequence.
     """
 
     prefix: str
     build: BuildOptions
+    work: str
     overwrite: bool
     run: PlannedRun
 
@@ -77,15 +82,19 @@ class PlannedShard(NamedTuple):
     def existing_header(self) -> Header | None:
         """The header of this very shard, where it is set aside, or published and not to be replaced; else None."""
         paths = ShardPaths.of(self.prefix)  # its columns may be others
-        if is_set_aside(paths):
-            header = complete_header(paths)
-        elif self.overwrite or paths.missing():
-            return None
-        else:
-            header = read_header(self.prefix)
-        written: dict[str, Any] = {"format_writer": None, "columns": None}
-        same = header.metadata | written == self.build.metadata | written
-        return header if same and listed_columns(header.metadata).keys() == self.build.columns.keys() else None
+        with contextlib.suppress(FormatError, ShardNotFoundError):
+            if is_set_aside(self.prefix):
+                header, paths = complete_header(paths), paths.unpublished
+            elif self.overwrite or paths.missing():
+                return None
+            else:
+                header = read_header(self.prefix)
+            written: dict[str, Any] = {"format_writer": None, "columns": None}
+            same = header.metadata | written == self.build.metadata | written
+            if same and listed_columns(header.metadata).keys() == self.build.columns.keys():
+                specs = {name: open_column(paths, name, header, "pread").spec for name in self.build.columns}
+                return header if specs == self.build.columns else None
+        return None
 
 
 def write_packs(
@@ -113,9 +122,18 @@ def write_packs(
             progress(len(lengths), len(lengths))
 
 
-def write_shard(reader: SequenceReader, output: PlannedShard, progress: Update = lambda units, items: None) -> Header:
-    """Write one shard, and set it aside until all shards of the job are whole."""
-    with ShardWriter.begin(output.prefix, output.build, overwrite=output.overwrite) as writer:
+def write_shard(
+    reader: SequenceReader,
+    output: PlannedShard,
+    progress: Update = lambda units, items: None,
+    *,
+    building: Building | None = None,
+    wait: float = 0.0,
+) -> Header:
+    """Write one shard, and set it aside until all shards of the job are whole; last two arguments as of its writer."""
+    with ShardWriter.begin(
+        output.prefix, output.build, work=output.work, overwrite=output.overwrite, building=building, wait=wait
+    ) as writer:
         write_packs(reader, output.run, writer, progress)
         return writer.set_aside()
 
@@ -123,14 +141,12 @@ def write_shard(reader: SequenceReader, output: PlannedShard, progress: Update =
 def gather_shard(table: PartsTable, output: PlannedShard) -> Header:
     """The task that writes one shard from parts, on any machine.
 
-    A shard that an earlier attempt finished is not written again; one that it left unfinished is removed.
+    A shard that an earlier attempt finished is not written again; one that it left unfinished is.
     """
-    # An attempt on a node that was given up may go on for some seconds.
-    wait_for_writer(output.paths, _LOCK_SECONDS)
     if (header := output.existing_header()) is not None:
         return header
-    drop_build(output.paths)
-    return write_shard(PartsReader(table), output)
+    # An attempt on a node that was given up may go on for some seconds.
+    return write_shard(PartsReader(table), output, wait=_LOCK_SECONDS)
 
 
 # ---- all shards of a job ----
@@ -201,6 +217,7 @@ class ToPack:
         options: PackOptions,
         *,
         shards: int,
+        work: str,
         overwrite: bool,
         chosen: NDArray[np.int64] | None = None,
     ) -> list[PlannedShard]:
@@ -229,52 +246,82 @@ class ToPack:
                 sequence_multiple=options.sequence_multiple,
                 metadata={**self.build.metadata, "packing": described},
             )
-            planned.append(PlannedShard(path, build, overwrite, packing.run.window(first, last)))
+            planned.append(PlannedShard(path, build, work, overwrite, packing.run.window(first, last)))
         return planned
+
+
+class MadePacks(NamedTuple):
+    """Headers of the shards of a job, and whether all of them were there already."""
+
+    headers: list[Header]
+    found: bool
 
 
 def make_packs(
     sequences: ToPack,
-    prefix: str,
+    job: Building,
     options: PackOptions,
     *,
+    work: str,
     shards: int = 1,
     overwrite: bool = False,
-    resume: bool = False,
     engine: Local | Cluster | None = None,
     log_interval: int = 0,
-) -> list[Header]:
+) -> MadePacks:
     """Plan packs, write them into shards and publish these: the shards to train on, and the one to validate with.
 
-    An ``engine`` writes several shards at a time, and needs a ``PartsReader``; without one they are written in this
-    process, one by one. Arguments else: as of ``pack_shard``.
+    Args:
+        sequences: what is packed.
+        job: the building folder of the prefix, which was begun. It is removed in the end.
+        options: how it is packed.
+        work: the verb.
+        shards: how many shards there are to train on.
+        overwrite: whether shards may be replaced.
+        engine: writes several shards at a time, and needs a ``PartsReader``; without one they are written in this
+            process, one by one.
+        log_interval: as of ``pack_shard``.
 
     Raises:
         SequenceError, FormatError: as of ``plan_packs`` and ``publish_outputs``.
     """
-    reader, selected = sequences.reader, sequences.selected
+    reader, selected, prefix = sequences.reader, sequences.selected, job.output
     chosen = None if selected is None else selected.train
-    outputs = sequences.planned(prefix, options, shards=shards, overwrite=overwrite, chosen=chosen)
+    common: dict[str, Any] = {"work": work, "overwrite": overwrite}
+    outputs = sequences.planned(prefix, options, shards=shards, chosen=chosen, **common)
     if selected is not None and len(selected.valid):
         valid = output_prefixes(prefix, 1, valid=True)[-1]
-        outputs += sequences.planned(valid, options, shards=1, overwrite=overwrite, chosen=selected.valid)
+        outputs += sequences.planned(valid, options, shards=1, chosen=selected.valid, **common)
     total = sum(len(output.run.lengths) for output in outputs)
+    written: list[int] = []
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
 
         def write(numbers: Sequence[int]) -> Iterable[Header]:
+            written.extend(numbers)
             missing = [outputs[number] for number in numbers]
-            # A single shard is written in this process, which can show its progress; on a cluster its nodes write.
-            if engine is None or (isinstance(engine, Local) and (len(missing) == 1 or not engine.workers)):
-                return (write_shard(reader, output, progress.update) for output in missing)
-            assert isinstance(reader, PartsReader)
-            return engine.map_in_order(
-                gather_shard,
-                reader.table,
-                missing,
-                name_of=lambda output: output.prefix,
-                on_result=lambda header: progress.update(header.num_sequences, header.num_sequences),
-            )
+            # A shard in the job's own folder is written by this process, which holds the folder's lock. So is a single
+            # one on this machine, since this process can show its progress.
+            own = [output for output in missing if output.prefix == prefix]
+            others = [output for output in missing if output.prefix != prefix]
+            headers = {output.prefix: write_shard(reader, output, progress.update, building=job) for output in own}
+            if engine is None or (isinstance(engine, Local) and (len(others) < 2 or not engine.workers)):
+                headers |= {output.prefix: write_shard(reader, output, progress.update) for output in others}
+            elif others:
+                assert isinstance(reader, PartsReader)
+                made = engine.map_in_order(
+                    gather_shard,
+                    reader.table,
+                    others,
+                    name_of=lambda output: output.prefix,
+                    on_result=lambda header: progress.update(header.num_sequences, header.num_sequences),
+                )
+                headers |= {output.prefix: header for output, header in zip(others, made, strict=True)}
+            return [headers[output.prefix] for output in missing]
 
-        existing_header = (lambda number: outputs[number].existing_header()) if resume else None
-        paths = [output.paths for output in outputs]
-        return publish_outputs(prefix, paths, write, overwrite=overwrite, existing_header=existing_header)
+        headers = publish_outputs(
+            job,
+            [output.paths for output in outputs],
+            write,
+            overwrite=overwrite,
+            existing_header=lambda number: outputs[number].existing_header(),
+        )
+    return MadePacks(headers, found=not written)

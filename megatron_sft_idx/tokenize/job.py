@@ -94,7 +94,6 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     source: bool = True,
     loss_weight: Sequence[str] = (),
     overwrite: bool = False,
-    resume: bool = False,
     summary: StrPath | None = None,
     log_interval: int = 10_000,
     download: bool = False,
@@ -133,8 +132,6 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         if name in given:
             _require_choice(name, given[name], hint)
     prefix, engine = os.fspath(given["output_prefix"]), given["engine"]
-    if given["resume"] and given["overwrite"]:
-        raise FormatError("--resume goes on with what is there, --overwrite starts anew: choose one")
     if engine == "local" and given["ray_address"] is not None:
         raise FormatError("--ray-address goes with --engine ray")
     if engine == "ray" and given["workers"] == 0:
@@ -238,10 +235,9 @@ def run_job(
     Raises:
         SFTIndexError, OSError: as of ``preprocess``.
     """
-    resume, replaces = options.resume, options.overwrite or options.resume
     path = None if summary is None else os.fspath(summary)
     if path is not None:
-        check_summary(path, overwrite=replaces)
+        check_summary(path, options.prefix, overwrite=options.overwrite)
     corpus = corpus_prefix("")
     output = Destination(
         options.prefix,
@@ -255,17 +251,18 @@ def run_job(
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == INPUT and os.path.isfile(place.path)]
         nbytes = sum(sizes) // _MAX_INPUT_PER_OUTPUT
-        output.prepare(reads, beside=[corpus], columns=options.encoding.columns, resume=resume, nbytes=nbytes)
+        output.prepare(reads, beside=[corpus], columns=options.encoding.columns, nbytes=nbytes, may_be_found=True)
         report = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
             log=lambda line: log_line(as_given(line)),
+            published="" if output.local == options.prefix else options.prefix,
         )
-    output.publish()
+    output.publish(found=report.found)
     if report.corpus is not None:
         report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
     report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
     if path is not None:
-        report.write(path, overwrite=replaces)
+        report.write(path, overwrite=options.overwrite)
     return report
 
 

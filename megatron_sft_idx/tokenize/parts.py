@@ -11,10 +11,10 @@
     masks              token-aligned, uint8 or float32 [tokens], likewise
     columns            values of each sequence [sequences, width], likewise, in the order of their names
 
-Two tasks may make the same part, as when a node that was thought dead is not. So each attempt writes a file of its own
-name, and the job takes that of the task that answers first. A later job uses a part again if the file is whole, its
-checksum holds, and it was made with the same options from the same pieces, whose fingerprints are computed anew to
-compare. So parts are not flushed to disk: one that a power failure cut short is not whole, and is made again.
+A part has the name of a digest: of its pieces and of the options that decide over its tokens and masks. So a later job,
+or a second attempt at a task, finds the part that it would make, and no other. It uses the part if the file is whole
+and its checksum holds, and else makes it again. So parts are not flushed to disk: one that a power failure cut short is
+not whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import secrets
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -45,7 +45,6 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
-from megatron_sft_idx.storage.publish import move_into_place
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
@@ -196,19 +195,18 @@ class Part:
             raise self._broken("its lengths do not add up to its tokens")
 
     def _broken(self, why: str) -> FormatError:
-        return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; pass --resume, which makes it anew")
+        return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; run again, which makes it again")
 
 
 def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> None:
     """Write a part, whole or not at all.
 
     Args:
-        path: of the file; its folder must exist.
+        path: of the file; its folder must exist. A file of this name is replaced.
         info: what the part is made from and counts of its rows; ``arrays`` and ``checksum`` are filled in.
         encoded: the pieces, all with the same columns.
 
     Raises:
-        FormatError: a file of this name exists; it stays as it is.
         OSError: of the file system.
     """
     arrays: dict[str, list[NDArray[Any]]] = {
@@ -231,12 +229,12 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> No
     info.checksum = stream.hex()
     raw = json.dumps(asdict(info)).encode()
     head = _HEAD.pack(_VERSIONED_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
-    temporary = f"{path}.tmp"
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be at the same part
     file = OutputFile(temporary, durable=False)
     try:
         for data in (head.ljust(offsets[0], b"\0"), *body):
             file.write(data)
-        move_into_place(temporary, path, None)
+        os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -324,18 +322,16 @@ class MadePart:
     """What a task reports of a part.
 
     Attributes:
-        path: of the part; empty where a bad row or changed input prevented it.
+        path: of the part; empty where a bad row prevented it.
         info: what the part is made from, and counts.
         lengths: tokens of each sequence, uint32 [sequences].
         reused: whether an earlier job made it.
-        changed: fingerprints of the input then and now, where it changed since an earlier job made the part.
     """
 
     path: str
     info: PartInfo
     lengths: NDArray[np.uint32]
     reused: bool = False
-    changed: tuple[str, str] | None = None
 
 
 class PartsSoFar:
@@ -379,6 +375,7 @@ class PartsSoFar:
         self.lines, self.mask_dtype, self._notes = [0] * files, "uint8", Counter[str]()
         self.places: list[tuple[int, int]] = []
         self.num_reused = self.num_pieces = 0
+        self._made: set[str] = set()
         self.fingerprint, self.file_fingerprints = StreamHash(), [StreamHash() for _ in range(files)]
 
     def add(self, part: MadePart, name: str, file: int = 0, first: int = 0) -> None:
@@ -409,7 +406,9 @@ class PartsSoFar:
         for stream in (self.fingerprint, self.file_fingerprints[file]):
             stream.update("".join(info.pieces).encode())
         self.num_pieces += len(info.pieces)
-        self.num_reused += part.reused
+        # The same text twice is one part, which the second of them did not make either.
+        self.num_reused += part.reused and part.path not in self._made
+        self._made.add(part.path)
 
     def _report(self, info: PartInfo, name: str, first: int) -> None:
         report = self.report
@@ -477,7 +476,6 @@ class PartSettings:
         encoding: how rows become sequences; paths in it are absolute.
         digest: of the encoder of the job's own process, which the encoder of each task must equal.
         cutting: how the input is cut.
-        replace_changed: make a new part where the input has changed since an earlier job, instead of reporting that.
         max_rows: how many usable rows are taken of a part at most; None for all.
     """
 
@@ -485,7 +483,6 @@ class PartSettings:
     encoding: EncodingOptions
     digest: str
     cutting: Cutting
-    replace_changed: bool
     max_rows: int | None = None
 
 
@@ -514,30 +511,16 @@ def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0, max_rows
     return _encoder_of(options).encode(piece, file, max_rows)
 
 
-def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
-    """File names of all attempts at each part in a folder, by the number of its input file and its own in that."""
-    names: dict[tuple[int, int], tuple[str, ...]] = {}
-    for entry in sorted(os.listdir(folder)):
-        file, _, part = entry.partition(".")[0].partition("-")
-        if entry.endswith(_SUFFIX) and file.isdecimal() and part.isdecimal():
-            key = int(file), int(part)
-            names[key] = (*names.get(key, ()), entry)
-    return names
-
-
 def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
     """The task that tokenises a stretch: make its part, or the parts of a whole file; earlier ones are used again."""
     pieces = read_pieces(stretch, settings.cutting)
     made: list[MadePart] = []
     is_whole_file = stretch.nbytes is None and not stretch.dealt
-    # A task may be tried again after hours over a whole file: it looks for what its first attempt made.
-    names = parts_of(settings.folder) if is_whole_file else {(stretch.number, stretch.part): stretch.attempts}
     while group := list(islice(pieces, settings.cutting.pieces)):
         if made and not is_whole_file:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
-        key = stretch.number, stretch.part + len(made)
         with _counted_from(stretch):
-            made.append(_make_part(settings, key, group, names.get(key, ())))
+            made.append(_make_part(settings, stretch.number, group))
         if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
             break
     return made
@@ -546,10 +529,9 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
 def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> MadePart:
     """Part ``number`` of a stretch again, which holds more rows than the job still takes, ``settings.max_rows``."""
     first, pieces = number * settings.cutting.pieces, read_pieces(stretch, settings.cutting)
-    key = stretch.number, stretch.part + number
     group = list(islice(pieces, first, first + settings.cutting.pieces))
     with _counted_from(stretch):
-        return _make_part(settings, key, group, parts_of(settings.folder).get(key, ()))
+        return _make_part(settings, stretch.number, group)
 
 
 @contextlib.contextmanager
@@ -563,22 +545,33 @@ def _counted_from(stretch: Stretch) -> Iterator[None]:
         raise FormatError(f"{error} (rows are counted from byte {stretch.offset} of the file on)") from None
 
 
-def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece], attempts: Sequence[str]) -> MadePart:
-    """The part of these pieces: the first of the earlier attempts at it that can be used, or a new one."""
-    info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
-    earlier_pieces: list[str] = []
-    for name in attempts:
+def part_name(info: PartInfo, weight: float) -> str:
+    """The name of a part: a digest of its options, its pieces, the weight of its file, and ``max_rows``."""
+    parts = [_VERSIONED_MAGIC.hex(), info.options, repr(weight), repr(info.max_rows), *info.pieces]
+    return xxhash.xxh3_128_hexdigest("\0".join(parts).encode()) + _SUFFIX
+
+
+def _earlier_part(folder: str, info: PartInfo, weight: float, max_rows: int | None) -> MadePart | None:
+    """The part of these pieces that an earlier job, or another attempt, made; None if there is none to be used."""
+    for rows in dict.fromkeys((None, max_rows)):
+        path = os.path.join(folder, part_name(replace(info, max_rows=rows), weight))
         with contextlib.suppress(FileNotFoundError, FormatError):
-            part = Part(os.path.join(settings.folder, name), verify=True)
-            if part.info.options != settings.digest:
-                continue
-            if part.info.pieces != info.pieces:
-                earlier_pieces = earlier_pieces or part.info.pieces
-            elif part.info.has_rows_for(settings.max_rows):
-                return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
-    if earlier_pieces and not settings.replace_changed:
-        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (earlier_pieces, info.pieces))
-        return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
+            part = Part(path, verify=True)
+            if (part.info.options, part.info.pieces) == (info.options, info.pieces) and part.info.has_rows_for(
+                max_rows
+            ):
+                return MadePart(path, part.info, np.array(part.lengths), reused=True)
+    return None
+
+
+def _make_part(settings: PartSettings, file: int, pieces: list[Piece]) -> MadePart:
+    """The part of these pieces of a file: an earlier one, if there is one, or a new one."""
+    info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
+    weights = settings.encoding.loss_weights
+    weight = weights[file] if weights else 1.0
+    earlier = _earlier_part(settings.folder, info, weight, settings.max_rows)
+    if earlier is not None and (not earlier.info.skipped or settings.encoding.on_bad_row == "skip"):
+        return earlier
     encoder = _encoder_of(settings.encoding)
     if encoder.digest != settings.digest:
         raise FormatError(
@@ -589,7 +582,7 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
     with _without_collection():
         for piece in pieces:
             missing = None if settings.max_rows is None else settings.max_rows - info.usable
-            encoded.append(encoder.encode(piece, key[0], missing))
+            encoded.append(encoder.encode(piece, file, missing))
             info.add(piece, encoded[-1])
             if info.bad_rows and settings.encoding.on_bad_row == "error":
                 return MadePart("", info, np.empty(0, np.uint32))
@@ -597,7 +590,7 @@ def _make_part(settings: PartSettings, key: tuple[int, int], pieces: list[Piece]
                 info.max_rows = settings.max_rows
             if info.undecided or info.max_rows is not None:
                 break
-    path = os.path.join(settings.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
+    path = os.path.join(settings.folder, part_name(info, weight))
     write_part(path, info, encoded)
     return MadePart(path, info, np.concatenate([each.lengths for each in encoded]).astype(np.uint32))
 

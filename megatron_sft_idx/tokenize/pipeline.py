@@ -8,7 +8,7 @@
     share the plan out             ->   gather an output shard          <-  parts
                                                                         ->  five files a shard
 
-A task writes a part whole or not at all. So a task may run twice, and a job uses the parts of an interrupted one again.
+A task writes a part whole or not at all. So a task may run twice, and a job uses the parts of an interrupted one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ import numpy as np
 
 from megatron_sft_idx.chat.inputs import total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
-from megatron_sft_idx.shard.journal import locked_outputs
+from megatron_sft_idx.storage.building import Building, holds_packs_of_program
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
-from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, find_finished
+from megatron_sft_idx.tokenize.begin import (
+    Job,
+    PreprocessOptions,
+    find_corpus,
+    find_finished,
+    require_no_other_shard,
+    take_job,
+)
 from megatron_sft_idx.tokenize.corpus import pack_shard
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
@@ -45,7 +52,6 @@ from megatron_sft_idx.tokenize.parts import (
     PartsSoFar,
     make_last_part,
     make_parts,
-    parts_of,
     remember_encoder,
 )
 from megatron_sft_idx.tokenize.plan import PlannedRun
@@ -54,14 +60,23 @@ from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
 from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
+_AGAIN = "run the same command again to go on with them"
 # Errors of a full disk: the parts of the job are removed, whose space others may need.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
+def make_shards(
+    options: PreprocessOptions, log: Callable[[str], None] = lambda line: None, *, published: str = ""
+) -> Summary:
     """Make packed shards as ``options`` say; ``log`` takes lines for people.
 
-    Where packing fails the parts are kept, and a later job with the same input and encoding uses them.
+    A later job with the same input and encoding uses the parts of one that was interrupted.
+
+    Args:
+        options: of the job.
+        log: takes lines for people.
+        published: the prefix that the shards are uploaded to; "" if they stay where they are built. Shards of this very
+            job that are there are not made again.
 
     Raises:
         SFTIndexError: an input, a row or an option that cannot be used, or files at the prefix that may not go.
@@ -80,15 +95,22 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
                     workers = available_cpus() if options.workers is None else options.workers
                     local = stack.enter_context(Local(workers))
                 job = Job(options, files, RowEncoder(options.encoding_of(files)), Cutting.of(files), log)
-                finished = find_finished(job)
-            if finished:
-                headers, report = finished, CorpusReport.of(finished[0])
+                headers = [] if options.overwrite or not published else find_finished(job, published)
+                is_uploaded = bool(headers)
+                if not is_uploaded:
+                    if published and not options.overwrite:
+                        require_no_other_shard(job, published)
+                    building, headers = take_job(job)
+                    stack.callback(building.close)
+            found = bool(headers)
+            if found:
+                log(f"{published if is_uploaded else options.prefix}: done already, with the same input and options")
+                report = CorpusReport.of(headers[0])
                 _require_few_bad_rows(options, report)
-                _remove_leftovers(job)
+                if not is_uploaded and not holds_packs_of_program(building):
+                    building.discard()
             else:
-                with job.folder.locked():
-                    headers, report = _make(job, lambda: local or stack.enter_context(_cluster(job)), seconds)
-                    job.folder.clear()
+                headers, report = _make(job, building, lambda: local or stack.enter_context(_cluster(job)), seconds)
     finally:
         remember_encoder(None)
     return Summary(
@@ -97,42 +119,44 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         report,
         PackReport.of(headers[: options.output_shards]),
         seconds,
-        found=bool(finished),
+        found=found,
         shards=options.output_shards,
         valid=PackReport.of(headers[-1:]) if options.has_valid else None,
     )
 
 
 def _make(
-    job: Job, start_engine: Callable[[], Local | Cluster], seconds: dict[str, float]
+    job: Job, building: Building, start_engine: Callable[[], Local | Cluster], seconds: dict[str, float]
 ) -> tuple[list[Header], CorpusReport]:
     """Tokenise, or take the corpus that an earlier job kept; then pack. Headers of the shards, and counts of rows."""
-    options, (state, corpus) = job.options, begin(job)
+    options = job.options
     on_bad_row, max_rows = options.encoding.on_bad_row, options.max_rows
     limit = options.max_bad_rows
     parts = PartsSoFar(CorpusReport(), on_bad_row, job.log, files=len(job.files), max_rows=max_rows, limit=limit)
-    if corpus is None:
-        with _timed("tokenising", seconds), _parts_kept(job, parts):
-            compare_libraries(job.encoder, job.files, max_rows)
-            engine = start_engine()
-            _tokenize(job, engine, parts)
-            job.folder.write(replace(state, tokenized=True))
-    else:
-        seconds["tokenising"], parts.report = 0.0, CorpusReport.of(corpus.header)
-        _require_few_bad_rows(options, parts.report)
-    with _timed("packing", seconds), _corpus_kept(job):
-        common: dict[str, Any] = {"shards": options.output_shards, "overwrite": state.overwrite}
-        common |= {"resume": options.resume, "log_interval": options.log_interval}
+    with _parts_kept(job, building, had_parts=building.num_parts() > 0):
+        corpus = find_corpus(job)
+        if corpus is None:
+            with _timed("tokenising", seconds):
+                compare_libraries(job.encoder, job.files, max_rows)
+                engine = start_engine()
+                _tokenize(job, building, engine, parts)
+        else:
+            job.log(f"the tokenised corpus at {job.corpus} is complete")
+            seconds["tokenising"], parts.report = 0.0, CorpusReport.of(corpus.header)
+            _require_few_bad_rows(options, parts.report)
+            building.remove_parts()
+    with _timed("packing", seconds), _corpus_kept(job, building):
+        common: dict[str, Any] = {"shards": options.output_shards, "overwrite": options.overwrite}
+        common |= {"log_interval": options.log_interval}
         if corpus is None:
             sequences = _to_pack(job, parts)
             if not options.keep_corpus:
-                # Tasks on other machines find the shards by their whole paths.
-                prefix = os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix
-                return make_packs(sequences, prefix, options.packing, engine=engine, **common), parts.report
-            _join(job, sequences, overwrite=state.overwrite)
-            job.folder.remove_parts()
+                made = make_packs(sequences, building, options.packing, work="preprocess", engine=engine, **common)
+                return made.headers, parts.report
+            _join(job, sequences)
+            building.remove_parts()
             corpus = Shard(job.corpus)
-        pack_shard(corpus, options.prefix, options.packing, **common)
+        pack_shard(corpus, job.prefix, options.packing, job=building, **common)
         return [read_header(prefix) for prefix in job.outputs], parts.report
 
 
@@ -156,77 +180,56 @@ def _timed(stage: str, seconds: dict[str, float]) -> Iterator[None]:
 # ---- what a later job can use ----
 
 
-class _InputChangedError(FormatError):
-    """The input is not what an interrupted job read of it; the parts of that job stay for when it is restored."""
-
-
 @contextlib.contextmanager
-def _parts_kept(job: Job, parts: PartsSoFar) -> Iterator[None]:
-    """Where the block fails, keep the parts if a later job can use them, and log where they are; else remove them."""
-    folder = job.folder
+def _parts_kept(job: Job, building: Building, *, had_parts: bool) -> Iterator[None]:
+    """Where the block fails, keep the parts if a later job can use them, and log where they are; else remove them.
+
+    Those of an earlier job stay, unless the disk is full.
+    """
     try:
         yield
-    except _InputChangedError:
-        raise
     except BaseException as error:
         is_of_input = isinstance(error, (FormatError, SequenceError)) and not isinstance(error, TooManyBadRowsError)
         disk_is_full = isinstance(error, OSError) and error.errno in _DISK_FULL
-        if is_of_input or disk_is_full or not folder.has_parts():
-            folder.clear()
+        if (is_of_input and not had_parts) or disk_is_full or not building.num_parts():
+            building.discard()
             raise
-        rows = f"{parts.report.rows:,} rows are kept at {folder.path}"
-        if isinstance(error, Exception):
-            job.log(f"{rows}; pass --resume to go on with them")
-        else:
-            job.log(f"interrupted; {rows}: pass --resume to go on, or --overwrite to start anew")
+        interrupted = "" if isinstance(error, Exception) else "interrupted; "
+        job.log(f"{interrupted}{building.num_parts():,} parts are kept in {building.folder}; {_AGAIN}")
         raise
 
 
 @contextlib.contextmanager
-def _corpus_kept(job: Job) -> Iterator[None]:
-    """Where the block fails, log where the tokenised corpus is."""
+def _corpus_kept(job: Job, building: Building) -> Iterator[None]:
+    """Where the block fails, log where the tokenised sequences are."""
     try:
         yield
-    except BaseException as error:
-        where = job.folder.path if job.folder.has_parts() else job.corpus
-        job.log(f"the tokenised corpus is kept at {where}; the next run with the same input goes on from it")
-        if not isinstance(error, Exception):
-            job.log("pass --resume to go on, or --overwrite to start anew")
+    except BaseException:
+        if building.num_parts():
+            job.log(f"the tokenised sequences are kept in {building.folder}; {_AGAIN}")
+        elif not ShardPaths.of(job.corpus).missing():
+            job.log(f"the tokenised sequences are kept in {job.corpus}; {_AGAIN}")
         raise
-
-
-def _remove_leftovers(job: Job) -> None:
-    """Remove parts and locks of a job that finished and was killed before it did; other folders stay."""
-    options, folder = job.options, job.folder
-    job.log(f"{options.prefix}: done already, with the same input and options")
-    if options.output_shards > 1 or options.has_valid:
-        with contextlib.suppress(FormatError, OSError), locked_outputs(options.prefix):
-            pass
-    with contextlib.suppress(FormatError, OSError):
-        if os.listdir(folder.path):
-            with folder.locked():
-                folder.clear()
 
 
 # ---- tokenise ----
 
 
-def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
+def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: PartsSoFar) -> None:
     """Make a part of each stretch of the input, or use that of an interrupted job.
 
     Raises:
         SequenceError: a row cannot be used, and none may be skipped.
         TooManyBadRowsError: more rows cannot be used than the job may skip.
-        FormatError: the input has no usable row, or has changed since an interrupted job read it.
+        FormatError: the input has no usable row.
     """
     options, report = job.options, parts.report
+    os.makedirs(building.parts, exist_ok=True)
     # Tasks on other machines find the tokenizer by its whole path.
     encoding = replace(job.encoder.options, tokenizer=os.path.abspath(job.encoder.options.tokenizer))
-    shared = PartSettings(
-        job.folder.path, encoding, job.encoder.digest, job.cutting, options.overwrite, options.max_rows
-    )
+    folder = os.path.abspath(building.parts)
+    shared = PartSettings(folder, encoding, job.encoder.digest, job.cutting, options.max_rows)
     remember_encoder(encoding, job.encoder)
-    attempts = parts_of(job.folder.path)
     pending: deque[Stretch] = deque()  # those whose parts are not there yet
 
     def stretches() -> Iterator[Stretch]:
@@ -236,7 +239,7 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
                 return
             # The pieces of the last part may be needed again.
             pending.append(stretch if options.max_rows is not None else replace(stretch, dealt=()))
-            yield replace(stretch, attempts=attempts.get((stretch.number, stretch.part), ()))
+            yield stretch
 
     def show(made: list[MadePart]) -> None:
         for part in made:
@@ -257,12 +260,8 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
                     break
                 part = made_part
                 before = stretch.before(parts.lines[stretch.number])
-                if part.changed is not None:
-                    raise _changed_error(job, f"{stretch.name}, from row {before + 1} on,", *part.changed)
                 if parts.missing is not None and not part.info.has_rows_for(parts.missing):
                     part = make_last_part(replace(shared, max_rows=parts.missing), stretch, number)
-                if options.resume and not part.reused and parts.num_reused == len(parts.paths):
-                    job.log(f"resuming after {report.rows:,} rows")
                 parts.add(part, stretch.name, stretch.number, before)
     parts.require_few_bad_rows(job.files[0].path, at_end=True)
     if not any(map(len, parts.lengths)):
@@ -271,14 +270,7 @@ def _tokenize(job: Job, engine: Local | Cluster, parts: PartsSoFar) -> None:
         )
     report.notes, report.reused = parts.notes, parts.num_reused == len(parts.paths)
     if parts.num_reused:
-        job.log(f"resuming: {parts.num_reused:,} of {len(parts.paths):,} parts were there already")
-
-
-def _changed_error(job: Job, what: str, then: str, now: str) -> _InputChangedError:
-    return _InputChangedError(
-        f"{job.folder.path}: {what} is not what the interrupted run read: the content of the input was {then}, is"
-        f" {now}; restore it to go on, or pass --overwrite to start anew"
-    )
+        job.log(f"{parts.num_reused:,} of {len(parts.paths):,} parts reused")
 
 
 # ---- gather ----
@@ -317,13 +309,13 @@ def _to_pack(job: Job, parts: PartsSoFar) -> ToPack:
     return replace(sequences, selected=selected)
 
 
-def _join(job: Job, sequences: ToPack, *, overwrite: bool) -> None:
+def _join(job: Job, sequences: ToPack) -> None:
     """Write the corpus: packs of one sequence or pair, in the order of the input."""
     numbers, per_pack = np.arange(len(sequences.lengths) + 1), 1 if sequences.groups is None else 2
     longest, interval = per_pack * int(sequences.lengths.max()), job.options.log_interval
     run = PlannedRun(numbers[::per_pack], numbers[:-1], None, sequences.lengths.astype(np.uint32), longest)
     with (
         Progress("joining", len(run.lengths), unit="seq", log_interval=interval, items="sequences") as progress,
-        ShardWriter.begin(job.corpus, sequences.build, overwrite=overwrite) as writer,
+        ShardWriter.begin(job.corpus, sequences.build, work="preprocess", overwrite=job.options.overwrite) as writer,
     ):
         write_packs(sequences.reader, run, writer, progress.update)

@@ -195,7 +195,7 @@ class SequenceReader(ABC):
 
 def changed_error(path: str) -> FormatError:
     """The error about a file whose sequences are not those that were planned, and the remedy."""
-    return FormatError(f"{path}: changed since its lengths were read; pass --resume, which makes it anew")
+    return FormatError(f"{path}: changed since its lengths were read; run again, which makes it again")
 
 
 # ---- the plan of all packs ----

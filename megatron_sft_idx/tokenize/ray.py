@@ -132,7 +132,7 @@ class Cluster:
             reason = str(error).strip().splitlines()[0]
             return WorkersDiedError(
                 f"{name}: its task died {_MAX_RETRIES + 1} times, with its process or node ({reason}); out of memory?"
-                " look at these rows, and at the nodes; what is done is kept for --resume"
+                " look at these rows, and at the nodes; what is done is kept for the next run"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,7 +10,9 @@ from typing import Any
 
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import joined
-from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
+from megatron_sft_idx.storage.local import read_beginning
+from megatron_sft_idx.storage.outputs import check_output, write_file
+from megatron_sft_idx.storage.publish import Kind, head_of
 
 _SELECTED = (
     ("max_rows", "first", "taken, the rest left out by --max-rows"),
@@ -54,6 +57,7 @@ _IGNORED = "ignored_field:"
 # The first key of the file, by which it is recognized.
 _MARK = {"written_by": "megatron-sft-idx"}
 _BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
+_MAX_SUMMARY_NBYTES = 1 << 26
 _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
@@ -64,9 +68,18 @@ def _said_of(note: str) -> str:
     return _NOTES.get(note, note.replace("_", " "))
 
 
-def check_summary(path: str, *, overwrite: bool) -> None:
-    """FormatError where a summary cannot be written to this path; to be called before hours of work."""
-    check_place(resolve(path), _KIND, overwrite=overwrite)
+def check_summary(path: str, prefix: str, *, overwrite: bool) -> None:
+    """FormatError where a summary of a shard cannot be written to this path; to be called before hours of work."""
+    check_output(path, _KIND, overwrite=overwrite or _is_summary_of(path, prefix))
+
+
+def _is_summary_of(path: str, prefix: str) -> bool:
+    """Whether a summary of this very shard is here, which a command that is given again replaces."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if _KIND.recognize(path):
+            content = json.loads(read_beginning(path, _MAX_SUMMARY_NBYTES))
+            return isinstance(content, dict) and content.get("prefix") == prefix
+    return False
 
 
 @dataclass(slots=True)
@@ -115,6 +128,7 @@ class PackReport:
         left_out: sequences that were made from files which were not chosen.
         selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
         lost_columns: columns of the source that were left out, with leave.
+        found: all shards were there already.
     """
 
     sequences: int
@@ -134,6 +148,7 @@ class PackReport:
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
+    found: bool = False
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
@@ -201,10 +216,11 @@ class Summary:
         return asdict(self)
 
     def write(self, path: str, *, overwrite: bool = False) -> None:
-        """Write ``to_dict`` as JSON; FormatError where a file is there that is no summary, or may not be replaced."""
+        """Write ``to_dict`` as JSON; an older summary of the same shard is replaced. Errors as of ``check_summary``."""
         text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
         # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
-        write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=overwrite)
+        may_replace = overwrite or _is_summary_of(path, self.prefix)
+        write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=may_replace)
 
     def lines(self) -> list[str]:
         """The summary in lines for people."""

@@ -21,7 +21,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.shard.shard_set import running_sums
 from megatron_sft_idx.storage import open_array, open_regular
-from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
+from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_control_file
 
 logger = get_logger(__name__)
 
@@ -117,7 +117,7 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
             "numbered": len(plan.sequences) > 0,
         }
         try:
-            with new_file(path, _KIND, overwrite=False) as new:
+            with new_control_file(path, _KIND, overwrite=False) as new:
                 with contextlib.closing(new.open()) as file:
                     file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
                     file.write(plan.raw.data)

@@ -106,7 +106,7 @@ def test_a_killed_upload_keeps_others_out_until_they_insist(
     process = caught_uploading(s3, bucket, large)
     process.kill()
     ended(process)
-    with pytest.raises(FormatError, match=r"x\.upload: another shard is being uploaded"):
+    with pytest.raises(FormatError, match=r"x\.building: another shard is being uploaded"):
         copy_shard(small, f"s3://{bucket}/x")
     copy_shard(small, f"s3://{bucket}/x", overwrite=True)
     assert_whole(s3, bucket, small)
@@ -164,7 +164,7 @@ def test_a_killed_download_goes_on_where_it_stopped(
     s3: Any, bucket: str, large: str, tmp_path: Path, faults: Faults
 ) -> None:
     copy_shard(large, f"s3://{bucket}/x")
-    arriving = tmp_path / "back/x.bin.tmp"
+    arriving = tmp_path / "back/x.building/.bin"
     process = command("copy", f"s3://{bucket}/x", str(tmp_path / "back/x"))
     wait_until(lambda: arriving.exists() and arriving.stat().st_size, "a download")
     process.kill()

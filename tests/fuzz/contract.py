@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,10 +54,11 @@ def scratch(name: str) -> Path:
 
 
 def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """These files in a folder, and no others."""
+    """These files in a folder and in the folders in it, and no others."""
     for entry in folder.iterdir():
-        entry.unlink()
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 

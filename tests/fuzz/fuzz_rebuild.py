@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fuzz.contract import put_files, scratch
 from fuzz.fuzz_verify import Files, variants
+from packs import tree_of
 
 from megatron_sft_idx.check import GivenFacts, Rebuilt, rebuild, verify_shard
 from megatron_sft_idx.errors import SFTIndexError
@@ -35,8 +36,8 @@ def run(data: bytes) -> None:
 
 
 def contents(folder: Path) -> Files:
-    """All files of a folder by name."""
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+    """All files in a folder and in the folders in it, by path. Locks are left out."""
+    return tree_of(folder)
 
 
 def _rebuilt(folder: Path, known: GivenFacts, dry_run: bool) -> Rebuilt | str:

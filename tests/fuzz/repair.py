@@ -74,29 +74,28 @@ def repair_shard(files: dict[str, bytes], most_nbytes: int = 1 << 14) -> dict[st
     return {suffix: whole[suffix][: nbytes[suffix]].ljust(nbytes[suffix], b"\0") for suffix in SUFFIXES}
 
 
-_HEAD = struct.Struct("<8sII")
 _BLOCK = struct.Struct("<4sIQ")
 
 
-def repair_journal(data: bytes) -> bytes:
-    """With the checksums of the head and of every whole block made right."""
-    if len(data) < _HEAD.size:
-        return data
-    _, size, reserved = _HEAD.unpack_from(data)
-    end = align(_HEAD.size + size, 8)
-    if end + 8 > len(data):
-        return data
-    head = _HEAD.pack(b"SFTJRNL3", size, reserved) + data[_HEAD.size : end]
-    out = [head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head))]
-    at = end + 8
+def repair_log(data: bytes) -> bytes:
+    """A log of packs with the checksum of every whole block made right."""
+    out, at = [], 0
     while at + _BLOCK.size <= len(data):
-        kind, count, _ = _BLOCK.unpack_from(data, at)
+        _, count, _ = _BLOCK.unpack_from(data, at)
         body = data[at + _BLOCK.size :][: 8 * count]
         if len(body) != 8 * count:
             break
-        out += [_BLOCK.pack(kind, count, xxhash.xxh3_64_intdigest(body)), body]
+        out += [_BLOCK.pack(b"PACK", count, xxhash.xxh3_64_intdigest(body)), body]
         at += _BLOCK.size + len(body)
     return b"".join(out) + data[at:]
+
+
+_BEGIN = b'{"sft-building": 1'
+
+
+def repair_json(data: bytes) -> bytes:
+    """With the beginning that tells a file of ours."""
+    return data if data.startswith(_BEGIN) else _BEGIN + b", " + data.lstrip(b"{")
 
 
 def repair_pbin(data: bytes) -> Iterator[bytes]:

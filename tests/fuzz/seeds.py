@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import pickle
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,13 +28,15 @@ from fuzz.fuzz_recover import NAMES as KILLED  # noqa: E402
 from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
 from fuzz.pieces import join  # noqa: E402
 from fuzz.targets import CORPUS  # noqa: E402
+from kills import leave_complete  # noqa: E402
 from memmap_folders import make_folder  # noqa: E402
 from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
 
+from megatron_sft_idx.layout.column import ColumnSpec  # noqa: E402
 from megatron_sft_idx.layout.files import IDX_HEADER  # noqa: E402
 from megatron_sft_idx.shard import ShardWriter  # noqa: E402
-from megatron_sft_idx.shard.journal import DONE, PACK, encode_block, encode_head  # noqa: E402
+from megatron_sft_idx.storage.building import Building  # noqa: E402
 
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "é"}'}}
 ROWS = [
@@ -73,11 +76,30 @@ def columns() -> Iterator[bytes]:
             yield Path(f"{prefix}.{name}.col").read_bytes()
 
 
-def journals() -> Iterator[bytes]:
-    head = encode_head({"token_dtype": 4, "mask_dtype": 1, "capacity": None, "metadata": {"a": 1}})
-    packs = encode_block(PACK, np.array([[3, 1], [9, 4]], np.uint32))
-    done = encode_block(DONE, np.empty((0, 2), np.uint32))
-    yield from (head, head + packs, head + packs + packs + done)
+def building_notes() -> Iterator[bytes]:
+    """Of a build, with and without columns; of one that is complete; and of several outputs."""
+    with tempfile.TemporaryDirectory() as name:
+        prefix = Path(name) / "x"
+
+        def notes() -> bytes:
+            files = (Path(f"{prefix}.building/{each}") for each in ("build.json", "done.json", "packs"))
+            return join([file.read_bytes() if file.exists() else b"" for file in files])
+
+        for specs in ({}, {"grade": ColumnSpec("pack", "u1")}):
+            writer = ShardWriter(prefix, capacity=40, metadata={"a": 1}, columns=specs, durable=False)
+            for pack in demo_samples(3):
+                columns = {"grade": [1]} if specs else None
+                writer.add_pack(pack.tokens, pack.label_mask, pack.starts, columns=columns)
+                writer.flush()
+            yield notes()
+            leave_complete(writer.finalize)
+            yield notes()
+            shutil.rmtree(f"{prefix}.building")
+        with Building.take(str(prefix)) as job:
+            job.begin({"work": "split"})
+            job.stage([], {".seq.idx": 7})
+            job.complete(["-00000-of-00002", "-00001-of-00002"])
+            yield notes()
 
 
 def legacy_files() -> Iterator[bytes]:
@@ -137,24 +159,22 @@ def killed_builds() -> Iterator[bytes]:
     packs = demo_samples(3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        left = [folder / part for part in KILLED]
         for weights in (False, True):
             mask_dtype = np.float32 if weights else np.uint8
-            options = {"mask_dtype": mask_dtype, "capacity": 40, "metadata": {"a": 1}}
-            with ShardWriter(folder / "x", durable=False, **options) as writer:
-                for pack in packs:
-                    writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
-                    writer.flush()
-                if weights:
-                    writer.add_pack([1, 2], [0.5, 0], [0])
-                    writer.flush()
-                left = [folder / part for part in KILLED]
-                yield _with_missing(left)
-                journal = left[0].read_bytes()
-                writer.abandon()
-        write_samples(folder / "x", packs)
-        done = [journal + encode_block(DONE, np.empty((0, 2), np.uint32)), *five_files(folder / "x").values()]
-        tokens, loss, starts, idx, seq_idx = done[1:]
-        yield bytes([0]) + join([done[0], tokens, loss, starts, idx, seq_idx])
+            writer = ShardWriter(folder / "x", durable=False, mask_dtype=mask_dtype, capacity=40, metadata={"a": 1})
+            for pack in packs:
+                writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+                writer.flush()
+            if weights:
+                writer.add_pack([1, 2], [0.5, 0], [0])
+                writer.flush()
+            yield _with_missing(left)
+            writer.complete()
+            yield _with_missing(left)
+            leave_complete(writer.finalize)
+            yield _with_missing(left)
+            shutil.rmtree(folder / "x.building")
 
 
 def _with_missing(paths: list[Path]) -> bytes:
@@ -181,7 +201,7 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     frame = zstandard.ZstdCompressor(level=19)
     yield "header", [files[".seq.idx"] for files in whole]
     yield "column", list(columns())
-    yield "journal", list(journals())
+    yield "building", list(building_notes())
     yield "shard", [join_shard(files) for files in whole]
     yield "json-lines", [lines, rows[2], b"\xef\xbb\xbf\n\n"]
     yield "json-array", [array, b" [] ", b'[1, [2, {"a": "]\\\\\\""}],\n3]']

@@ -104,7 +104,7 @@ def test_whatever_is_killed_and_whatever_follows(tmp_path: Path, capsys: pytest.
         todo[last](target)
         found = files_of(target)
         assert found == made[last], (trail, last)
-        assert not [*target.parent.glob(f"{NAME}*.tmp"), *target.parent.glob(f"{NAME}*.journal")], (trail, last)
+        assert not [*target.parent.glob(f"{NAME}*.building")], (trail, last)
         assert (target.parent / f"{NAME}.txt").exists()
     with capsys.disabled():
         print(f"\n{kills.total()} kills in {CHAINS} chains, each shard a whole one: {dict(kills)}")

@@ -31,14 +31,14 @@ def test_five_hundred_kills(
         workers = 2 if attempt % 10 == 0 else 0
         case = cases[workers]
         prefix = case.folder / str(attempt) / "x"
-        more: tuple[str, ...] = ()
+        more = False
         # Every third run is killed again while it goes on, up to four times.
         for _ in range(1 + (attempt % 3 == 0) * chance.randrange(1, 5)):
-            if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda: case.run(prefix, *more)):  # noqa: B023
+            if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda: case.run(prefix)):  # noqa: B023
                 break
-            kills[f"{workers} workers, {'resumed' if more else 'fresh'}"] += 1
+            kills[f"{workers} workers, {'again' if more else 'fresh'}"] += 1
             case.check_what_is_left(prefix)
-            more = ("--resume",)
+            more = True
         case.assert_ends_the_same(prefix)
     with capsys.disabled():
         print(f"\n{kills.total()} kills in {attempt} runs, each ended byte-identical: {dict(sorted(kills.items()))}")

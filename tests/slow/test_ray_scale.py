@@ -50,7 +50,7 @@ def test_200_000_chats(tmp_path):
         assert done.code == 0, done
         wanted = wanted or digests(here)
         assert digests(here) == wanted
-    folder = tmp_path / "ray" / "x.parts"
+    folder = tmp_path / "ray" / "x.building" / "parts"
 
     def parts() -> int:
         return len(list(folder.glob("*.part"))) if folder.exists() else 0

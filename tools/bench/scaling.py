@@ -95,11 +95,13 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     reader = PartsReader(PartsTable(paths, bounds, "uint8"))
     build = BuildOptions(encoder.token_dtype, reader.mask_dtype, None, 1, None)
     sequences = ToPack(reader, gathered, "bench", build, {})
-    outputs = sequences.planned(str(folder / "gathered"), PackOptions(CAPACITY), shards=SHARDS, overwrite=False)
+    outputs = sequences.planned(
+        str(folder / "gathered"), PackOptions(CAPACITY), shards=SHARDS, work="bench", overwrite=False
+    )
     lean = [(output.run.offsets, output.run.sequences, output.run.lengths) for output in outputs]
     plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     for output in outputs:
-        with ShardWriter.begin(output.prefix, output.build, overwrite=False) as writer:
+        with ShardWriter.begin(output.prefix, output.build, work="bench", overwrite=False) as writer:
             seconds += processed(write_packs, PartsReader(reader.table), output.run, writer)[1]
             seconds += processed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)

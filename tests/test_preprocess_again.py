@@ -1,10 +1,11 @@
-"""``preprocess --resume``: wherever a run was interrupted, it ends with the bytes of one that was not."""
+"""``preprocess`` given again: wherever a run was interrupted, it ends with the bytes of one that was not."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -13,12 +14,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from chats import CHATS, command, files_of, preprocess, remains, write_rows
+from chats import CHATS, MADE, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
 
 from megatron_sft_idx.chat.template import MaskOptions
-from megatron_sft_idx.shard import Shard, find_remains, publication, read_header
+from megatron_sft_idx.shard import Shard, read_header
+from megatron_sft_idx.storage import building
 from megatron_sft_idx.tokenize import gather, parts, pipeline
 
 
@@ -62,7 +64,7 @@ def half_made(case, prefix: Path, pieces: int = 5, *more: object) -> None:
 
 
 def parts_left(prefix: Path) -> list[Path]:
-    return sorted(Path(f"{prefix}.parts").glob("*.part"))
+    return sorted(Path(f"{prefix}.building/parts").glob("*.part"))
 
 
 def everything_in(folder: Path) -> dict[str, bytes]:
@@ -93,13 +95,12 @@ def test_killed_at_random_moments_and_killed_again(case, prefix):
     chance = random.Random(0)
     kills = 0
     for attempt in range(8):
-        at, more = prefix.parent.with_name(f"moment-{attempt}") / "x", ()
+        at = prefix.parent.with_name(f"moment-{attempt}") / "x"
         for _ in range(1 + attempt % 3):
-            if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda at=at, more=more: case.run(at, *more)):
+            if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda at=at: case.run(at)):
                 break
             kills += 1
             case.check_what_is_left(at)
-            more = ("--resume",)
         case.assert_ends_the_same(at)
     assert kills > 4
 
@@ -132,10 +133,11 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--resume",)])
-def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more):
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+@pytest.mark.parametrize("half", [False, True])
+def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more, half):
     prefix.parent.mkdir()
-    if more:
+    if half:
         half_made(case, prefix)
     runs = []
     for number in range(4):
@@ -172,8 +174,9 @@ def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_pa
     largest = case.largest_part
     if resumed:
         half_made(case, prefix, 2)
-    run_with_a_file_limit(case, prefix, tmp_path / "said", int(share * largest), *["--resume"] * resumed)
-    assert remains(prefix.parent) == []
+    run_with_a_file_limit(case, prefix, tmp_path / "said", int(share * largest))
+    # Of a run that could not even begin, the parts of the one before stay.
+    assert remains(prefix.parent) == ["x.building"] * (resumed and share == 0.1)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
@@ -181,40 +184,33 @@ def test_a_file_limit_while_packing_keeps_the_parts(case, prefix, tmp_path, shar
     limit = int(share * len(case.files[".bin"]))
     assert limit > case.largest_part
     said = run_with_a_file_limit(case, prefix, tmp_path / "said", limit)
-    assert f"kept at {prefix}.parts" in said
-    assert remains(prefix.parent) == ["x.parts"]
+    assert f"kept in {prefix}.building" in said
+    assert remains(prefix.parent) == ["x.building"]
     again = case.run(prefix)
     assert (again.code, "corpus reused" in again.out) == (0, True), again
     assert files_of(prefix) == case.files
     assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
 
 
-def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):
+@pytest.mark.parametrize("record", [bytes(300), b'{"version": 1}', b'{"sft-building": 1, "work": '])
+def test_a_record_that_cannot_be_read_stops_the_run_with_a_remedy(case, prefix, record):
     half_made(case, prefix)
-    refused = case.run(prefix)
-    assert refused.code == 1
-    assert "--resume" in refused.err
-    assert "--overwrite" in refused.err
-    assert case.run(prefix, "--overwrite").code == 0
+    Path(f"{prefix}.building/build.json").write_bytes(record)
+    before = everything_in(prefix.parent)
+    for more in ((), ("--overwrite",)):
+        refused = case.run(prefix, *more)
+        assert refused.code == 1
+        assert f"{prefix}.building" in refused.err
+    assert everything_in(prefix.parent) == before
+    shutil.rmtree(f"{prefix}.building")
+    assert case.run(prefix).code == 0
     assert files_of(prefix) == case.files
 
 
-@pytest.mark.parametrize("record", [bytes(300), b'{"version": 1}'])
-def test_a_record_that_cannot_be_read_is_replaced_where_that_is_asked_for(case, prefix, record):
+def test_it_goes_on_and_does_not_begin_again(case, prefix):
     half_made(case, prefix)
-    Path(f"{prefix}.parts/run.json").write_bytes(record)
-    assert case.run(prefix, "--resume").code == 1
-    assert case.run(prefix, "--overwrite").code == 0
-    assert files_of(prefix) == case.files
-
-
-def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
-    half_made(case, prefix)
-    left = sum(parts.Part(str(path)).info.rows for path in parts_left(prefix))
-    done = case.run(prefix, "--resume")
-    assert left > 0
-    assert f"resuming after {left} rows" in done.err
-    assert "resuming: 5 of " in done.err
+    done = case.run(prefix)
+    assert re.search(r"\b5 of \d+ parts reused", done.err)
     assert files_of(prefix) == case.files
 
 
@@ -226,60 +222,81 @@ def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, t
     prefix = tmp_path / "killed" / "x"
     half_made(case, prefix, 5)
     assert sum(parts.Part(str(path)).info.rows for path in parts_left(prefix)) > 0
-    assert "resuming after" in case.run(prefix, "--resume", "--workers", workers).err
+    assert "5 of " in case.run(prefix, "--workers", workers).err
     assert files_of(prefix) == case.files
     assert case.counts_of(prefix) == case.counts
 
 
-def test_with_nothing_to_resume_it_begins_and_says_so(case, prefix):
-    done = case.run(prefix, "--resume")
-    assert "nothing to resume" in done.err
-    assert files_of(prefix) == case.files
-
-
 def test_a_finished_run_is_found(case, prefix):
     assert case.run(prefix).code == 0
-    again = case.run(prefix, "--resume")
+    again = case.run(prefix)
     assert (again.code, "done already" in again.err) == (0, True)
     assert again.out.startswith("found ")
-    other = case.run(prefix, "--resume", "--seed", 3)
+    other = case.run(prefix, "--seed", 3)
     assert other.code == 1
     assert "packing seed was 0, is 3" in other.err
     assert files_of(prefix) == case.files
 
 
-def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, prefix):
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_run_killed_after_its_last_rename_is_found(case, prefix, more):
+    def dies():
+        remove_others = building.Building._remove_others
+
+        def dying(self):
+            if self.is_whole:
+                os.kill(os.getpid(), signal.SIGKILL)
+            remove_others(self)
+
+        building.Building._remove_others = dying
+        case.run(prefix, *more)
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    assert files_of(prefix) == case.files
+    again = case.run(prefix, *more)
+    assert (again.code, again.out.startswith("found ")) == (0, True), again
+    assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in MADE)
+
+
+@pytest.mark.parametrize(
+    "options", [("--seed", 3), ("--seq-length", 2048), ("--output-shards", 2), ("--overlong", "drop")]
+)
+def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_parts(case, prefix, options):
     def dies():
         gather.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL
-    assert find_remains(prefix) is not None
-    refused = case.run(prefix, "--resume", "--seed", 3)
-    assert (refused.code, "packing seed was 0, is 3" in refused.err) == (1, True)
-    case.assert_ends_the_same(prefix)
+    number = len(parts_left(prefix))
+    done = case.run(prefix, *options)
+    assert (done.code, f"{number} of {number} parts reused" in done.err) == (0, True), done
+    calm = prefix.parent.with_name("calm-otherwise") / "x"
+    assert case.run(calm, *options, "--overwrite").code == 0
+    assert everything_in(prefix.parent) == everything_in(calm.parent)
+    shutil.rmtree(calm.parent)
 
 
-def test_a_run_that_uses_the_corpus_of_a_killed_one_leaves_no_journal_beside_it(case, prefix):
-    def dies():
-        publication.unlink_locked = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        case.run(prefix, "--keep-corpus")
-
-    assert end_of_fork(dies) == signal.SIGKILL
-    assert Path(f"{prefix}.unpacked.journal").stat().st_size
-    assert case.run(prefix, "--keep-corpus", "--overwrite").code == 0
-    assert not [*prefix.parent.glob("*.journal")]
+def test_bad_rows_may_be_skipped_by_the_run_that_goes_on(case, prefix):
+    half_made(case, prefix)
+    assert case.run(prefix, "--on-bad-row", "error").code == 1
 
 
-def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus(case, prefix):
+def test_the_weight_of_a_file_is_part_of_its_parts_alone(quick, tmp_path):
+    one, other = (write_rows(tmp_path / name, some_rows(48)[at::2]) for at, name in enumerate(("a.jsonl", "b.jsonl")))
+    common = ("--input", one, other, "--on-bad-row", "skip")
+
     def dies():
         gather.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        case.run(prefix)
+        preprocess(tmp_path / "x", *common)
 
     assert end_of_fork(dies) == signal.SIGKILL
-    assert case.run(prefix, "--overwrite", "--seed", 3).code == 0
-    assert read_header(prefix).metadata["packing"]["seed"] == 3
-    assert case.counts_of(prefix)["corpus"]["reused"]
+    number = len(parts_left(tmp_path / "x"))
+    weighted = (*common, "--loss-weight", "b.jsonl=0.5")
+    done = preprocess(tmp_path / "x", *weighted)
+    reused = int(re.search(r"(\d+) of \d+ parts reused", done.err)[1])
+    assert 0 < reused < number
+    assert preprocess(tmp_path / "calm", *weighted).code == 0
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "calm")
 
 
 @pytest.mark.parametrize(("recovered", "more"), [("x", ()), ("x.unpacked", ("--keep-corpus",))])
@@ -296,8 +313,12 @@ def test_packs_that_rebuild_recovered_are_not_taken_for_all(case, prefix, recove
         case.run(prefix, *more)
 
     assert end_of_fork(dies) == signal.SIGKILL
+    if recovered == "x":
+        refused = command("rebuild", prefix)
+        assert (refused.code, "run that command again" in refused.err) == (1, True)
+        shutil.rmtree(f"{prefix}.building/parts")
     assert command("rebuild", prefix.parent / recovered).code == 0
-    refused = case.run(prefix, "--resume", *more)
+    refused = case.run(prefix, *more)
     assert (refused.code, f"{recovered}: a " in refused.err, "may lack packs" in refused.err) == (1, True, True)
     assert case.run(prefix, "--overwrite", *more).code == 0
     assert files_of(prefix) == case.files
@@ -311,13 +332,15 @@ def test_what_pack_made_of_some_rows_is_not_taken_for_all(case, prefix, packed, 
     again = prefix.with_name("again")
     packing = (*more, "--seq-length", 1024, "--output-prefix", again)
     assert command("pack", prefix.with_name(packed), *packing).code == 0
-    refused = case.run(again, "--resume")
-    assert (refused.code, "packed from other packs, or from some of its sources" in refused.err) == (1, True)
+    refused = case.run(again)
+    assert (refused.code, "packed from other packs, or from some of its sources" in refused.err) == (1, True), (
+        refused.err
+    )
 
 
 def test_a_corpus_that_is_asked_for_later_is_made(case, prefix):
     assert case.run(prefix).code == 0
-    assert case.run(prefix, "--resume", "--keep-corpus").code == 0
+    assert case.run(prefix, "--keep-corpus").code == 0
     assert files_of(prefix) == case.files
     assert len(Shard(f"{prefix}.unpacked")) == len(case.corpus)
 
@@ -334,16 +357,14 @@ def test_a_corpus_that_is_asked_for_later_is_made(case, prefix):
         (("--template-date", "2026-01-01"), "template date was None, is '2026-01-01'"),
         (("--append-eod",), "append eod was False, is True"),
         (("--chat-template-kwargs", '{"a": 1}'), "template kwargs a was None, is 1"),
-        (("--seq-length", 2048), "packing capacity was 1024, is 2048"),
-        (("--overlong", "split"), "packing overlong was 'error', is 'split'"),
     ],
 )
 def test_changed_options_are_named(case, prefix, options, said):
     half_made(case, prefix)
     before = everything_in(prefix.parent)
-    refused = case.run(prefix, "--resume", *options)
+    refused = case.run(prefix, *options)
     assert refused.code == 1
-    assert f"had other input or options: {said}; pass" in refused.err
+    assert f"with another option: {said}; give" in refused.err
     assert everything_in(prefix.parent) == before
     case.assert_ends_the_same(prefix)
 
@@ -354,35 +375,37 @@ def test_each_option_of_the_masks_is_changed_above():
     assert {field.name for field in fields(MaskOptions)} <= changed
 
 
-def test_changed_input_is_named(case, prefix, tmp_path):
-    half_made(case, prefix, 8)
-    before = everything_in(prefix.parent)
-    rows = case.options[1]
-    text = rows.read_text()
-    place = len(text) // 6
-    for changed, said in (
-        (text[:place] + text[place:].replace("e", "i", 1), "rows.jsonl, from row "),
-        (text + "\n", f"file 1 was {rows} of {len(text.encode()):,} bytes, is {rows} of "),
-    ):
-        rows.write_text(changed)
-        refused = case.run(prefix, "--resume")
-        rows.write_text(text)
-        assert refused.code == 1, refused
-        assert said in refused.err
-    more = write_rows(tmp_path / "more.jsonl", [{}])
-    case.options, options = (*case.options[:2], more, *case.options[2:]), case.options
-    refused = case.run(prefix, "--resume")
-    case.options = options
-    assert (refused.code, "file 2 was none, is " in refused.err) == (1, True)
-    assert everything_in(prefix.parent) == before
-    case.assert_ends_the_same(prefix)
+def test_overwrite_drops_parts_of_another_option(case, prefix):
+    half_made(case, prefix, 5, "--append-eod")
+    done = case.run(prefix, "--overwrite")
+    assert (done.code, "reused" in done.err) == (0, False)
+    assert files_of(prefix) == case.files
+
+
+def test_of_changed_input_the_parts_that_are_the_same_are_reused(quick, tmp_path):
+    rows = some_rows(48)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+
+    def dies():
+        gather.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        preprocess(tmp_path / "x", "--input", path, "--on-bad-row", "skip")
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    write_rows(path, [*rows[:-9], *rows[-5:]])
+    done = preprocess(tmp_path / "x", "--input", path, "--on-bad-row", "skip")
+    reused, number = map(int, re.search(r"(\d+) of (\d+) parts reused", done.err).groups())
+    assert 0 < reused < number
+    assert preprocess(tmp_path / "calm", "--input", path, "--on-bad-row", "skip").code == 0
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "calm")
 
 
 def test_what_was_to_be_replaced_still_is(case, prefix):
     assert case.run(prefix, "--seed", 3).code == 0
     half_made(case, prefix, 5, "--overwrite")
     assert read_header(prefix).metadata["packing"]["seed"] == 3
-    case.assert_ends_the_same(prefix)
+    assert case.run(prefix).code == 1
+    assert read_header(prefix).metadata["packing"]["seed"] == 3
+    case.assert_ends_the_same(prefix, "--overwrite")
 
 
 def test_remains_that_were_tampered_with_are_not_gone_on_with(case, prefix):
@@ -398,9 +421,34 @@ def test_remains_that_were_tampered_with_are_not_gone_on_with(case, prefix):
     case.assert_ends_the_same(prefix)
 
 
-def test_resume_and_overwrite_are_a_usage_error(case, prefix):
-    refused = case.run(prefix, "--resume", "--overwrite")
-    assert (refused.code, "choose one" in refused.err) == (2, True)
+def test_parts_of_an_earlier_version_are_refused_with_a_remedy(case, prefix):
+    old = Path(f"{prefix}.parts")
+    old.mkdir(parents=True)
+    (old / "run.json").write_text("{}")
+    refused = case.run(prefix)
+    assert (refused.code, "remove this folder" in refused.err) == (1, True)
+    shutil.rmtree(old)
+    assert case.run(prefix).code == 0
+
+
+def test_an_interrupted_run_says_how_many_parts_it_keeps(case, prefix):
+    def interrupted():
+        taken = iter(range(3))
+        write_part = parts.write_part
+
+        def counted(*arguments):
+            if next(taken, None) is None:
+                raise KeyboardInterrupt
+            return write_part(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parts, "write_part", counted)
+            return case.run(prefix)
+
+    said = interrupted()
+    assert said.code == 130
+    assert f"interrupted; 3 parts are kept in {prefix}.building; run the same command again" in said.err
+    case.assert_ends_the_same(prefix)
 
 
 def test_an_input_that_is_the_output_is_refused(tmp_path):

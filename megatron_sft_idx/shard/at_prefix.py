@@ -1,0 +1,94 @@
+"""What lies at a prefix: which of a shard's files are there, and which of them a writer may replace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import COLUMN_MAGIC
+from megatron_sft_idx.layout.files import MAGIC, column_of
+from megatron_sft_idx.storage.building_files import building_of, is_half_finished, is_whole_at
+from megatron_sft_idx.storage.publish import describe, head_of
+
+# The first bytes of a journal, which earlier versions of this package kept beside a shard that they built.
+_JOURNAL_MAGIC = b"SFTJRNL"
+
+
+def inode_of(path: str) -> int | None:
+    """Inode of the regular file at a path; None if nothing is there. FormatError: something else is there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        what = f"{describe(path)} is here, expected a file of a shard or nothing"
+        raise FormatError(f"{path}: {what}; choose another prefix, or move it away")
+    return status.st_ino
+
+
+def inodes_of(paths: ShardPaths, files: Iterable[str]) -> dict[str, int]:
+    """Inodes of those files of a shard that are present, by suffix."""
+    inodes = {paths.suffix(path): inode_of(path) for path in files}
+    return {suffix: inode for suffix, inode in inodes.items() if inode is not None}
+
+
+def is_column(path: str) -> bool:
+    """Whether a file is a column of a shard."""
+    return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
+
+
+def is_shard(paths: ShardPaths) -> bool:
+    """Whether the files at a prefix are those of a shard: one has the magic of ``.seq.idx``, or some are renamed."""
+    if head_of(paths.seq_idx, len(MAGIC)) == MAGIC:
+        return True
+    return is_whole_at(paths.prefix) and is_half_finished(paths.prefix)
+
+
+def is_building(paths: ShardPaths) -> bool:
+    """Whether there is unfinished work at a prefix."""
+    return building_of(paths.prefix) is not None
+
+
+def holds_shard_files(paths: ShardPaths) -> bool:
+    """Whether files of a shard lie in the building folder of a prefix."""
+    return is_building(paths) and any(map(os.path.lexists, paths.unpublished.all))
+
+
+def with_present_columns(paths: ShardPaths, *, refuse_strange: bool = False) -> ShardPaths:
+    """``paths``, with the columns that lie at the prefix; scans the folder once.
+
+    FormatError: with ``refuse_strange``, a file or link has the name of a column that is not among ``paths``, and is
+    none. Next to a shard it would count as a damaged column.
+    """
+    folder, name = os.path.split(paths.prefix)
+    found: list[str] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            may_be = entry.name.startswith(name + ".") and entry.name.endswith(".col")
+            if not may_be or not entry.is_file():
+                continue
+            path = paths.prefix + entry.name.removeprefix(name)
+            if column_of(path) is None:
+                continue
+            if not entry.is_symlink() and is_column(path):
+                found.append(path)
+            elif refuse_strange and path not in paths.all:
+                raise FormatError(
+                    f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
+                    " choose another prefix"
+                )
+    return paths.with_columns_of(found)
+
+
+def refuse_journal(paths: ShardPaths) -> None:
+    """FormatError if an earlier version of this package left unfinished work at a prefix."""
+    journal = paths.prefix + ".journal"
+    if head_of(journal, len(_JOURNAL_MAGIC)) == _JOURNAL_MAGIC:
+        raise FormatError(
+            f"{journal}: unfinished work of an earlier version of this package; finish it with that version, or remove"
+            f" this file and the {os.path.basename(paths.prefix)}.*.tmp files next to it, and build again"
+        )

@@ -1,0 +1,112 @@
+"""The options that a shard is built with, and the files that grow as packs come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout.column import ColumnSpec, Per, check_named_spec
+from megatron_sft_idx.layout.files import (
+    MASK_DTYPES,
+    MAX_CAPACITY,
+    SEQ_IDX,
+    TOKEN_DTYPES,
+    ShardPaths,
+    check_column_name,
+    mask_dtype_of,
+    token_dtype_of,
+    vocab_size_of,
+)
+
+
+class GrowingFile(NamedTuple):
+    """A file of rows that grows as packs come: of tokens, masks, starts, or a column. Rows begin at byte ``begin``."""
+
+    path: str
+    per: Per
+    row_nbytes: int
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """The options of a build, which its ``build.json`` holds.
+
+    Attributes:
+        token_dtype: of the token file: uint16 or int32.
+        mask_dtype: of the loss file: uint8 or float32.
+        capacity: most token positions a pack may hold; None for the longest pack.
+        sequence_multiple: each sequence counts as its length rounded up to this.
+        pad_id: the tokenizer's padding id; None if it is unknown.
+        metadata: JSON object, as far as it was known when the build began.
+        columns: the columns that are written beside the tokens, by name.
+
+    Raises:
+        FormatError: a value that no shard can have, or that cannot be stored.
+    """
+
+    token_dtype: np.dtype[Any]
+    mask_dtype: np.dtype[Any]
+    capacity: int | None
+    sequence_multiple: int
+    pad_id: int | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, ColumnSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_dtype", token_dtype_of(self.token_dtype)[1])
+        object.__setattr__(self, "mask_dtype", mask_dtype_of(self.mask_dtype)[1])
+        for name, least, optional in (("capacity", 1, True), ("sequence_multiple", 1, False), ("pad_id", 0, True)):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
+                raise FormatError(f"{name} {brief(value)}: expected a whole number from {least} to {MAX_CAPACITY}")
+            object.__setattr__(self, name, int(value))
+        # What cannot be stored is refused now, not after hours of writing.
+        SEQ_IDX.nbytes(self.metadata)
+        vocab_size_of(self.metadata)
+        for name, spec in self.columns.items():
+            check_column_name(name)
+            if not isinstance(spec, ColumnSpec):
+                raise FormatError(f"columns: {name} is {brief(spec)}, expected a ColumnSpec")
+            check_named_spec(name, spec)
+
+    def growing_files(self, paths: ShardPaths) -> list[GrowingFile]:
+        """The files that grow as packs come: tokens, masks, starts, then the columns."""
+        columns = ((paths.column(name), spec) for name, spec in self.columns.items())
+        return [
+            GrowingFile(paths.tokens, "token", self.token_dtype.itemsize),
+            GrowingFile(paths.loss, "token", self.mask_dtype.itemsize),
+            GrowingFile(paths.starts, "sequence", 4),
+            *(GrowingFile(path, spec.per, spec.row_nbytes, spec.header_nbytes) for path, spec in columns),
+        ]
+
+    def encode(self) -> dict[str, Any]:
+        """The options as a JSON object; dtypes by their codes."""
+        return {
+            "token_dtype": token_dtype_of(self.token_dtype)[0],
+            "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
+            "capacity": self.capacity,
+            "sequence_multiple": self.sequence_multiple,
+            "pad_id": self.pad_id,
+            "metadata": self.metadata,
+            **({"columns": {name: spec.encode() for name, spec in self.columns.items()}} if self.columns else {}),
+        }
+
+    @classmethod
+    def decode(cls, content: Mapping[str, Any], path: str) -> BuildOptions:
+        """The options as ``encode`` gave them, from the file at ``path``. FormatError: ``encode`` never gives these."""
+        try:
+            dtypes = TOKEN_DTYPES[content["token_dtype"]], MASK_DTYPES[content["mask_dtype"]]
+            numbers = content["capacity"], content["sequence_multiple"], content["pad_id"]
+            columns = {name: ColumnSpec.decode(spec) for name, spec in content.get("columns", {}).items()}
+            return cls(*dtypes, *numbers, {**content["metadata"]}, columns)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{path}: not the options of a build ({error}); remove its folder, and build again"
+            ) from None

@@ -1,0 +1,89 @@
+"""``X.building/packs``: what a writer notes of each pack that it has written.
+
+Blocks, one behind the other, all numbers little-endian::
+
+    4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records, one for each pack: uint32 length in tokens,
+             uint32 number of sequences
+
+A block is appended after the data of its packs was written. So after a kill, the data of all complete blocks is there.
+After a power failure, data that was not synced may be missing from the end of any file; then only those packs count
+that lie wholly in all data files. A block that is cut short or damaged ends the log.
+
+A writer keeps no list of its packs in memory: it makes the indexes from the log.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.storage import OutputFile, open_regular
+
+_MAGIC = b"PACK"
+_BLOCK = struct.Struct("<4sIQ")
+_RECORD_NBYTES = 8
+_MAX_RECORDS = 1 << 24  # in one block
+# So many packs are given at once, which takes a few MiB of arrays.
+CHUNK_PACKS = 1 << 15
+
+
+class PackChunk(NamedTuple):
+    """Consecutive packs: of each its length in tokens, and its number of sequences, int64 [packs]."""
+
+    lengths: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+
+
+def append_packs(log: OutputFile, records: NDArray[Any]) -> None:
+    """Note packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
+    for start in range(0, len(records), _MAX_RECORDS):
+        raw = np.ascontiguousarray(records[start : start + _MAX_RECORDS], dtype="<u4").tobytes()
+        count = len(raw) // _RECORD_NBYTES
+        log.write(_BLOCK.pack(_MAGIC, count, xxhash.xxh3_64_intdigest(raw)) + raw)
+
+
+def read_blocks(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
+    """Read the records of each block, uint32 [packs, 2], up to a block that is cut short or damaged."""
+    while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
+        magic, count, checksum = _BLOCK.unpack(head)
+        if magic != _MAGIC or count > _MAX_RECORDS:
+            return
+        raw = stream.read(count * _RECORD_NBYTES)
+        if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
+            return
+        yield np.frombuffer(raw, dtype="<u4").reshape(count, 2)
+
+
+class LoggedPacks:
+    """The first packs of a log, in chunks of some 32 thousand. It can be iterated several times.
+
+    Args:
+        path: of the log.
+        num_packs: at most so many are given.
+    """
+
+    def __init__(self, path: str, num_packs: int) -> None:
+        self._path, self._num_packs = path, num_packs
+
+    def __iter__(self) -> Iterator[PackChunk]:
+        records: list[NDArray[np.uint32]] = []  # those of the next chunk
+        count, remaining = 0, self._num_packs
+        with open_regular(self._path) as stream:
+            for block in read_blocks(stream):
+                records.append(block[:remaining])
+                count, remaining = count + len(records[-1]), remaining - len(records[-1])
+                if count >= CHUNK_PACKS:
+                    yield _chunk(records)
+                    records, count = [], 0
+        if count:
+            yield _chunk(records)
+
+
+def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
+    # One field after the other, so that no array of both is in memory beside the result.
+    return PackChunk(*(np.concatenate([each[:, field] for each in records], dtype=np.int64) for field in (0, 1)))

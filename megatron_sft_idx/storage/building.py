@@ -1,0 +1,558 @@
+"""``X.building``: the folder that holds everything unfinished for an output ``X``, next to it.
+
+::
+
+    X.building/lock        flock, held by the writer; empty
+    X.building/build.json  what is being built; written first and whole; its beginning marks the folder as ours
+    X.building/<suffix>    a file that will be X + suffix: .bin, .seq.idx, .source.col
+    X.building/output      a file or folder that will be X itself; X + .json may go with it
+    X.building/packs       what a shard's writer notes of each pack that it has written
+    X.building/parts/      parts of tokenization
+    X.building/done.json   written when all files are whole and synced: only removals and renames are left; it begins
+                           like build.json
+
+A kill leaves the folder. If it holds ``done.json``, ``finish`` does what is left, as often as it is called; the next
+writer and ``rebuild`` call it. If not, nothing at ``X`` was changed, and the folder can be removed (``discard``).
+
+``done.json`` names the files to rename, in order, and by inode the files that are replaced or removed. If there are
+several, the old one in the place of the last is removed first, and the new one renamed last: of a shard its
+``.seq.idx``, without which it does not exist.
+
+A job with several outputs has a folder for each, and one for itself. An output whose files are whole is set aside: its
+``done.json`` awaits that of the job, which names all outputs and is written when all of them are whole. So either all
+of them appear, or none does, unless ``rebuild`` is asked to finish one alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.files import BUILDING
+from megatron_sft_idx.storage.building_files import (
+    BUILD,
+    DONE,
+    LOCK,
+    MARK,
+    OLD_OUTPUT,
+    OUTPUT,
+    PACKS,
+    PARTS,
+    REMOVED,
+    Done,
+    inode_at,
+    is_file_name,
+    is_half_finished,
+    lost_files,
+    read_done,
+    read_json,
+    require_no_lost_files,
+    require_ours,
+    require_short,
+    target_of,
+)
+from megatron_sft_idx.storage.local import OutputFile, name_in_errors, sync_folder
+from megatron_sft_idx.storage.publish import (
+    exchange,
+    identity,
+    lock_file,
+    make_folders,
+    move_into_place,
+    remove_folder,
+    require_space,
+)
+
+# The work of a program that writes a shard by itself. Of all other work the name is that of a verb, which does the same
+# when it is given again.
+PROGRAM = "build"
+_POLL_SECONDS = 0.2
+
+
+class Building:
+    """The folder of unfinished work for one output, and the lock on it. See ``take``.
+
+    Attributes:
+        output: path of the output, which a suffix may follow.
+        folder: path of the folder.
+        content: what is being built, as ``begin`` was given it, by an interrupted writer or by this one; None before.
+        durable: False skips fsync.
+    """
+
+    def __init__(self, output: str, lock: int, *, durable: bool) -> None:
+        self.output, self.folder, self.durable = output, output + BUILDING, durable
+        self.content: dict[str, Any] | None = None
+        self._lock, self._process = lock, os.getpid()
+        self._files: dict[str, OutputFile] = {}
+        self._staged: tuple[list[str], dict[str, int]] = [], {}
+
+    @classmethod
+    def take(
+        cls,
+        output: str,
+        *,
+        create: bool = True,
+        shared: bool = False,
+        durable: bool = True,
+        wait: float = 0.0,
+        busy: str = "",
+    ) -> Building:
+        """Lock the folder of an output; the caller must end with ``finish``, ``discard`` or ``close``.
+
+        Args:
+            output: path of the output.
+            create: make the folder, and those above it, if it is not there.
+            shared: for looking only: other readers may look too, and no right to write is needed.
+            durable: False skips fsync.
+            wait: for so many seconds, wait for a writer that is at work.
+            busy: the message of the error if another writer is at work; "" for one that names the output.
+
+        Raises:
+            FileNotFoundError: there is no folder, and ``create`` is false.
+            FormatError: a writer is at work, or the folder holds something that no build makes.
+        """
+        folder, deadline = output + BUILDING, time.monotonic() + wait
+        require_short(output)
+        is_made = False
+        if create:
+            require_space(output, 0, 3)  # the folder, and the two files that it begins with
+            make_folders(output)
+        while True:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder)
+                    is_made = True
+            require_ours(output)
+            busy = busy or f"{output}: another writer is at work here now; wait for it, or choose another name"
+            try:
+                lock = lock_file(os.path.join(folder, LOCK), (), create=not shared, shared=shared, busy=busy)
+            except FileNotFoundError:
+                if create:
+                    continue  # another writer has just removed the folder
+                if not shared or not os.path.isdir(folder):
+                    raise
+                lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)  # copied here without its lock
+            except FormatError:
+                if time.monotonic() > deadline:
+                    if is_made:
+                        with contextlib.suppress(OSError):  # another writer uses it
+                            os.rmdir(folder)
+                    raise
+                time.sleep(_POLL_SECONDS)
+                continue
+            self = cls(output, lock, durable=durable)
+            try:
+                require_ours(output)
+                self.content = read_json(os.path.join(folder, BUILD))
+            except BaseException:
+                self.close()
+                raise
+            return self
+
+    def __enter__(self) -> Building:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the lock is released, and nothing more can be done."""
+        return self._lock < 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files are whole, and only removals and renames are left."""
+        return os.path.lexists(self.path(DONE))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ``is_whole``, and does not await the other outputs of a job."""
+        return self.is_whole and not self.done.awaits
+
+    @property
+    def done(self) -> Done:
+        """What is left to do. FormatError: ``done.json`` is not as ``complete`` wrote it."""
+        return read_done(self.output)
+
+    @property
+    def parts(self) -> str:
+        """Path of the folder of parts."""
+        return self.path(PARTS)
+
+    def has_files(self) -> bool:
+        """Whether any file of the output is here."""
+        return any(map(is_file_name, os.listdir(self.folder)))
+
+    def remove_torn_parts(self) -> None:
+        """Remove what killed tasks left of parts that they were writing."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.parts):
+                if name.endswith(".tmp"):
+                    os.unlink(os.path.join(self.parts, name))
+
+    def num_parts(self) -> int:
+        """How many parts of tokenization are here."""
+        with contextlib.suppress(FileNotFoundError):
+            return sum(name.endswith(".part") for name in os.listdir(self.parts))
+        return 0
+
+    def holds(self, content: Mapping[str, Any]) -> bool:
+        """Whether this is what is being built."""
+        return self.content is not None and all(self.content.get(key) == value for key, value in content.items())
+
+    def path(self, name: str) -> str:
+        """Path of a file in the folder."""
+        return os.path.join(self.folder, name)
+
+    def target(self, name: str) -> str:
+        """Path that a file of the folder gets in the end."""
+        return target_of(self.output, name)
+
+    def begin(self, content: Mapping[str, Any]) -> None:
+        """Say in ``build.json`` what is being built. Files that are in the folder stay."""
+        self.content = {**MARK, **content}
+        self._write_json(BUILD, self.content)
+
+    def open(self, name: str, *, keep: bool = False) -> OutputFile:
+        """Open a file in the folder. It is empty, unless it is to ``keep`` what an earlier writer left."""
+        if name not in self._files:
+            path = self.path(name)
+            if keep and os.path.lexists(path):
+                if os.lstat(path).st_nlink > 1:
+                    raise FormatError(f"{path}: this file has another name too (a hard link); remove one of the two")
+                self._files[name] = OutputFile(path, durable=self.durable, append=True)
+            else:
+                self.remove(name)
+                self._files[name] = OutputFile(path, durable=self.durable)
+        file = self._files[name]
+        if not keep:
+            file.truncate(0)
+        return file
+
+    def remove(self, name: str) -> None:
+        """Remove a file of the folder, if it is there."""
+        if (file := self._files.pop(name, None)) is not None:
+            file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(name))
+
+    def stage(self, files: Sequence[str], replaces: Mapping[str, int]) -> None:
+        """Sync files, which ``complete`` then says are whole.
+
+        Args:
+            files: as of ``Done``.
+            replaces: likewise, with the file that makes the output exist first.
+
+        Raises:
+            FormatError: a file was removed or replaced while it was written.
+            OSError: of the disk.
+        """
+        is_open = {name: file for name, file in self._files.items() if file.fileno() >= 0}
+        for file in is_open.values():
+            if inode_at(file.path) != os.fstat(file.fileno()).st_ino:
+                raise FormatError(f"{file.path}: was removed or replaced while it was written; run the command again")
+        for name in files:
+            if name in is_open:
+                is_open[name].sync()
+            elif self.durable:
+                _sync(self.path(name))
+        self._staged = list(files), dict(replaces)
+
+    def complete(self, outputs: Sequence[str] = (), *, awaits: bool = False) -> None:
+        """Write ``done.json``: from then on only removals and renames are left. Arguments as of ``Done``."""
+        sync_folder(self.folder, self.durable)
+        self._write_json(DONE, {**MARK, **Done(*self._staged, list(outputs), awaits)._asdict()})
+
+    def finish(self, check_old: Callable[[str], None] = lambda folder: None) -> None:
+        """Do what ``done.json`` says, but for what was done before a kill, then remove the folder and the lock.
+
+        Args:
+            check_old: raises if a folder that was replaced, whose path it is given, holds a stranger's file. Where
+                folders can be exchanged, the old one then gets its place again, and the new one is removed.
+
+        Raises:
+            FormatError: a file is gone, or something else has appeared in the place of one. What is left stays, and
+                ``finish`` can be called again.
+            OSError: of the disk, likewise.
+        """
+        try:
+            outputs = [self.output + end for end in self.done.outputs]
+            # All is checked before the first file is removed, and all old files are removed before the first new one
+            # appears.
+            for step in (Building._check, Building._remove_replaced, Building.finish):
+                for output in outputs:
+                    self._of_output(output, step)
+            self._remove_replaced()
+            self._rename(check_old)
+            for name in (OUTPUT, OLD_OUTPUT):  # an old folder
+                if os.path.isdir(self.path(name)):
+                    check_old(self.path(name))
+                    # Half removed, it would not be recognised any more.
+                    os.rename(self.path(name), self.path(REMOVED))
+            self._remove_others()
+            self.remove_parts()
+            # Last what says that the rest is ours, and that nothing is left to do.
+            sync_folder(self.folder, self.durable)
+            for name in (BUILD, DONE):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path(name))
+            self._remove_folder()
+        except OSError as error:
+            if not os.path.isdir(self.folder):
+                raise
+            said = error.strerror or str(error)
+            remedy = f"the rest is whole in {self.folder}: run the same command again, which finishes it"
+            raise OSError(error.errno, said if remedy in said else f"{said}; {remedy}", error.filename) from error
+        finally:
+            self.close()
+
+    def _of_output(self, output: str, step: Callable[[Building], object]) -> None:
+        """Do a step for one of several outputs of a job, unless it was finished before a kill."""
+        try:
+            each = Building.take(output, create=False, durable=self.durable)
+        except FileNotFoundError:
+            return
+        with each:
+            if each.is_whole:
+                step(each)
+            elif not each.has_files():
+                each.discard()  # the rest of a folder that was finished
+            else:
+                raise FormatError(
+                    f"{each.folder}: another command began here before this output got its name; finish that, then"
+                    f" remove {self.folder} and run the command again"
+                )
+
+    def _check(self) -> tuple[list[str], list[str]]:
+        """Check that what ``done.json`` says can be done.
+
+        Returns the names of the files that are still to be removed, and of those that are still to be renamed, both in
+        order. Errors as of ``finish``.
+        """
+        done, pending = self.done, list[str]()
+        require_no_lost_files(self.output)
+        for name in done.files:
+            staged, there, old = inode_at(self.path(name)), inode_at(self.target(name)), done.replaces.get(name)
+            # What is in the folder now is the old folder, after an exchange; or the file has both names.
+            if staged is None or staged in (old, there):
+                continue
+            if there not in (None, old):
+                raise FormatError(
+                    f"{self.target(name)}: something else has appeared here since the work began, and was left alone;"
+                    f" move it away, then run the same command again: all is whole in {self.folder}"
+                )
+            pending.append(name)
+        removed = [name for name in done.replaces if name not in done.files]
+        if len(done.files) > 1 and (last := done.files[-1]) in pending and last in done.replaces:
+            removed.insert(0, last)
+        removed = [name for name in removed if inode_at(self.target(name)) == done.replaces[name]]
+        for name in {*removed, *pending}:
+            require_replaceable(self.target(name))
+        return removed, pending
+
+    def _remove_replaced(self) -> None:
+        """Remove the old file in the place of the last one, then the old files that get no successor."""
+        removed, _ = self._check()
+        for number, name in enumerate(removed):
+            os.unlink(self.target(name))
+            if not number:
+                sync_folder(os.path.dirname(self.output) or ".", self.durable)
+
+    def _rename(self, check_old: Callable[[str], None]) -> None:
+        folder, replaces = os.path.dirname(self.output) or ".", self.done.replaces
+        _, pending = self._check()
+        for name in pending:
+            if name == pending[-1] and len(pending) > 1:
+                sync_folder(folder, self.durable)
+            target = self.target(name)
+            # What is not the file that is to be replaced is never replaced, though it has just come.
+            expected = identity(target) if inode_at(target) == replaces.get(name) else None
+            old = move_into_place(self.path(name), target, expected)
+            if old is not None:
+                try:
+                    sync_folder(folder, self.durable)
+                    check_old(old)
+                except (OSError, FormatError):
+                    if exchange(old, target):
+                        self.discard()
+                    raise
+        sync_folder(folder, self.durable)
+
+    def clear(self) -> None:
+        """Remove all but the lock; ``build.json`` last, since it says that the rest is ours."""
+        # Without done.json, nothing is taken for whole of which some is removed already.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(DONE))
+        self._remove_others()
+        self.remove_parts()
+        if os.path.lexists(self.path(BUILD)):
+            sync_folder(self.folder, self.durable)
+            os.unlink(self.path(BUILD))
+        self.content = None
+
+    def remove_parts(self) -> None:
+        """Remove the folder of parts."""
+        if os.path.lexists(self.parts):
+            remove_folder(self.parts)
+
+    def clear_files(self) -> None:
+        """Remove all but the lock, ``build.json`` and parts."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(DONE))
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        """Remove the files of the output, and what was noted of them."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        # The log of packs first, which says that they are in the files.
+        for name in sorted(os.listdir(self.folder), key=lambda name: name != PACKS):
+            path = self.path(name)
+            if name in (LOCK, BUILD, DONE, PARTS):
+                continue
+            if os.path.isdir(path) and not os.path.islink(path):
+                remove_folder(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def discard(self) -> None:
+        """Remove the folder with all that is in it. Does nothing after ``close``; a forked process only closes it."""
+        if self.closed:
+            return
+        if os.getpid() == self._process:
+            self.clear()
+            self._remove_folder()
+        self.close()
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(LOCK))
+        with contextlib.suppress(OSError):  # a stranger's file that has just come stays
+            os.rmdir(self.folder)
+
+    def release(self) -> None:
+        """``close``; and ``discard`` the folder if nothing was begun in it."""
+        if not self.closed and not os.path.lexists(self.path(BUILD)):
+            self.discard()
+        self.close()
+
+    def close(self) -> None:
+        """Close all files and release the lock; what is on disk stays. May be called twice."""
+        if self.closed:
+            return
+        for file in self._files.values():
+            file.close()
+        lock, self._lock = self._lock, -1
+        os.close(lock)
+
+    def require_owner(self) -> None:
+        """FormatError in a forked process: it shares the positions of open files with the process that opened them."""
+        if os.getpid() != self._process:
+            raise FormatError(
+                f"{self.output}: this writer belongs to process {self._process} and this is a fork of it; let every"
+                " process write an output of its own"
+            )
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        temporary = self.path(name + ".tmp")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        # Paths may hold bytes that are not UTF-8; backslashreplace writes these as JSON's escapes.
+        data = json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
+        with contextlib.closing(OutputFile(temporary, durable=self.durable)) as file:
+            file.write(data)
+            file.sync()
+        os.rename(temporary, self.path(name))
+        sync_folder(self.folder, self.durable)
+
+
+def take_free(
+    output: str,
+    *,
+    overwrite: bool,
+    durable: bool = True,
+    wait: float = 0.0,
+    check_old: Callable[[str], None] = lambda folder: None,
+) -> Building:
+    """Take the building folder of an output to begin something new in it; ``clear`` then removes what is left there.
+
+    What an interrupted writer left whole is finished first, unless it may be dropped (``may_drop``). The caller must
+    end with ``finish``, ``discard`` or ``release``. Other arguments as of ``Building.take`` and ``Building.finish``.
+
+    FormatError: a writer is at work there; or packs that a program added, or parts of tokenization, are there, and may
+    not be removed without ``overwrite``.
+    """
+    while True:
+        building = Building.take(output, durable=durable, wait=wait)
+        try:
+            if not building.is_done or (overwrite and may_drop(output)):
+                if not overwrite:
+                    require_removable(building)
+                return building
+            building.finish(check_old)
+        except BaseException:
+            building.close()
+            raise
+
+
+def may_drop(output: str) -> bool:
+    """Whether a whole output of an interrupted writer may be dropped by one that is to replace it anyway."""
+    return not is_half_finished(output) or bool(lost_files(output))
+
+
+def require_removable(building: Building) -> None:
+    """FormatError if the folder holds what giving a command again does not bring back, or not soon."""
+    if holds_packs_of_program(building):
+        raise FormatError(
+            f"{building.folder}: left by a build that was interrupted; recover its packs: megatron-sft-idx rebuild"
+            f" {building.output}, or pass overwrite (--overwrite) to start anew (they are dropped)"
+        )
+    if building.num_parts():
+        raise FormatError(
+            f"{building.folder}: holds parts of an interrupted preprocess; run that command again to go on with them,"
+            " or remove this folder"
+        )
+
+
+def holds_packs_of_program(building: Building) -> bool:
+    """Whether the folder holds packs that a program added, which no command makes again."""
+    log = building.path(PACKS)
+    return building.holds({"work": PROGRAM}) and os.path.lexists(log) and os.path.getsize(log) > 0
+
+
+def require_replaceable(path: str) -> None:
+    """FormatError if what is at a path may not be removed, as another user's file in a sticky folder may not."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    folder, user = os.stat(os.path.dirname(path) or "."), os.geteuid()
+    if folder.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, folder.st_uid):
+        raise FormatError(
+            f"{path}: belongs to another user, and in this folder (sticky) only that user may replace it; choose"
+            " another name"
+        )
+
+
+def _sync(path: str) -> None:
+    """Wait until a file, or a folder with the files in it, is on disk."""
+    if os.path.isdir(path):
+        for name in os.listdir(path):
+            _sync(os.path.join(path, name))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        with name_in_errors(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,93 @@
+"""A disk that loses its power: what is left of a folder if only that survives which was synced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Disk:
+    """What is durable in a folder, followed through the calls that sync files and folders.
+
+    A file has the bytes that it had when it was synced, a folder the names that it had when it was synced. So a rename
+    that was not synced leaves the file under its old name, and one of whose two folders one was synced leaves both.
+
+    Attributes:
+        root: the folder.
+        files: durable bytes of each file, by inode.
+        folders: durable names in each folder, and the inodes of what they name.
+        images: after each sync, what was durable then.
+    """
+
+    root: Path
+    files: dict[int, bytes] = field(default_factory=dict)
+    folders: dict[str, dict[str, int]] = field(default_factory=dict)
+    inodes: dict[int, str] = field(default_factory=dict)
+    images: list[tuple[dict[int, bytes], dict[str, dict[str, int]], dict[int, str]]] = field(default_factory=list)
+
+    def sync(self, path: str) -> None:
+        """A file or folder was synced."""
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            self.files[status.st_ino] = Path(path).read_bytes()
+        else:
+            names = {entry.name: entry.inode() for entry in os.scandir(path)}
+            self.folders[os.path.abspath(path)] = names
+            self.inodes |= {entry.inode(): entry.path for entry in os.scandir(path) if entry.is_dir()}
+        self.images.append((dict(self.files), dict(self.folders), dict(self.inodes)))
+
+    def sync_all(self) -> None:
+        """Everything that is in the folder now is durable."""
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                self.sync(os.path.join(folder, name))
+            self.sync(folder)
+        self.images.clear()
+
+
+@contextlib.contextmanager
+def watched(root: Path) -> Iterator[Disk]:
+    """Follow what is synced in a folder, where all that is there already is durable."""
+    disk = Disk(root)
+    disk.sync_all()
+    fsync = os.fsync
+
+    def followed(fd: int) -> None:
+        fsync(fd)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.startswith(f"{root}/") or path == str(root):
+            disk.sync(path)
+
+    os.fsync = followed
+    try:
+        yield disk
+    finally:
+        os.fsync = fsync
+
+
+def images(disk: Disk, target: Callable[[int], Path], old: dict[int, Path]) -> Iterator[Path]:
+    """Make a folder of what was durable after each sync. ``old`` are files that keep their inodes, as on one disk."""
+    for number, (files, folders, inodes) in enumerate(disk.images):
+        folder, made = target(number), dict[int, Path]()
+
+        def make(source: str, place: Path, files: Any = files, folders: Any = folders, inodes: Any = inodes) -> None:
+            place.mkdir()
+            for name, inode in folders.get(source, {}).items():
+                if inode in inodes and os.path.join(source, name) == inodes[inode]:
+                    make(inodes[inode], place / name)
+                elif inode in made:  # noqa: B023
+                    os.link(made[inode], place / name)  # noqa: B023
+                elif inode in old:
+                    os.link(old[inode], place / name)
+                else:
+                    (place / name).write_bytes(files.get(inode, b""))
+                    made[inode] = place / name  # noqa: B023
+
+        make(str(disk.root), folder)
+        yield folder
