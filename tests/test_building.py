@@ -838,3 +838,20 @@ def test_a_folder_in_which_nothing_was_begun_goes_with_its_writer(tmp_path: Path
     with pytest.raises(ShardNotFoundError):
         rebuild(tmp_path / "a" / "x")
     assert folder_of(tmp_path / "a") == []
+
+
+def test_the_lock_is_released_though_the_folder_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Building.take(str(tmp_path / "x"))
+    folder.begin({"work": "test"})
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.discard()
+    monkeypatch.undo()
+    Building.take(str(tmp_path / "x")).discard()
+    assert os.listdir(tmp_path) == []

@@ -430,10 +430,12 @@ class Building:
         """Remove the folder with all that is in it. Does nothing after ``close``; a forked process only closes it."""
         if self.closed:
             return
-        if os.getpid() == self._process:
-            self.clear()
-            self._remove_folder()
-        self.close()
+        try:
+            if os.getpid() == self._process:
+                self.clear()
+                self._remove_folder()
+        finally:
+            self.close()
 
     def _remove_folder(self) -> None:
         with contextlib.suppress(FileNotFoundError):
