@@ -269,7 +269,7 @@ class Building:
 
     def complete(self, outputs: Sequence[str] = (), *, awaits: bool = False) -> None:
         """Write ``done.json``: from then on only removals and renames are left. Arguments as of ``Done``."""
-        sync_folder(self.folder, self.durable)
+        # Syncs the folder, so with done.json the names of all files are on disk before the first of them is renamed.
         self._write_json(DONE, {**MARK, **Done(*self._staged, list(outputs), awaits)._asdict()})
 
     def finish(self, check_old: Callable[[str], None] = lambda folder: None) -> None:
@@ -301,7 +301,6 @@ class Building:
             self._remove_others()
             self.remove_parts()
             # Last what says that the rest is ours, and that nothing is left to do.
-            sync_folder(self.folder, self.durable)
             for name in (BUILD, DONE):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.path(name))

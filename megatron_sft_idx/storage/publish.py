@@ -18,7 +18,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import NamedTuple
 
@@ -163,21 +163,27 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
                 both = f"both {same.role} and {place.role}" if same.role != place.role else f"{place.path} too"
                 raise FormatError(f"{same.path}: is {both}; {_OTHER_NAME}")
         resolved.append((path, place))
-    for folder, outer in resolved[: len(writes)]:
-        if outer.folder and _holds(folder, os.getcwd()):
+    folders = {path: place for path, place in resolved[: len(writes)] if place.folder}
+    for folder in _and_above(os.getcwd()):
+        if (outer := folders.get(folder)) is not None:
             raise FormatError(
                 f"{outer.path or repr('')}: holds the working folder, which would be replaced; {_OTHER_NAME}"
             )
-        for path, inner in resolved if outer.folder else ():
-            if inner is not outer and _holds(folder, path):
+    for path, inner in resolved:
+        for folder in _and_above(path):
+            if (outer := folders.get(folder)) not in (None, inner):
+                assert outer is not None
                 raise FormatError(
                     f"{outer.path}: {inner.role} ({inner.path}) lies in this folder, which would be replaced;"
                     f" {_OTHER_NAME}"
                 )
 
 
-def _holds(folder: str, path: str) -> bool:
-    return os.path.commonpath([folder, path]) == folder
+def _and_above(path: str) -> Iterator[str]:
+    """A path, and the folders above it."""
+    yield path
+    while (above := os.path.dirname(path)) != path:
+        yield (path := above)
 
 
 def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False) -> Identity | None:
