@@ -17,10 +17,11 @@ from packs import demo_samples, five_files, write_samples
 from megatron_sft_idx.check import accept as accept_module
 from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import PAIR
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover, remove_shard
 from megatron_sft_idx.storage import building
 from megatron_sft_idx.storage.outputs import new_folder
 from megatron_sft_idx.storage.publish import Kind, head_of
@@ -228,6 +229,15 @@ def test_rebuild_finishes_a_job_with_several_outputs(tmp_path: Path) -> None:
         assert (tmp_path / "x-00000-of-00002.seq.idx").exists() != dry_run
     assert not list(tmp_path.glob("*.building"))
     assert sum(len(Shard(tmp_path / f"x-0000{number}-of-00002")) for number in range(2)) == len(PACKS)
+
+
+def test_an_output_that_was_being_removed_is_not_taken_for_one_that_is_set_aside(tmp_path: Path) -> None:
+    write_samples(tmp_path / "s", PACKS, capacity=64)
+    split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2))
+    left_whole(lambda: remove_shard(ShardPaths.of(tmp_path / "x-00000-of-00002")))
+    assert split(tmp_path / "s", tmp_path / "x", SplitSize(shards=2)).num_kept in (1, 2)
+    assert sum(len(Shard(tmp_path / f"x-0000{number}-of-00002")) for number in range(2)) == len(PACKS)
+    assert not list(tmp_path.glob("*.building"))
 
 
 # ---- rebuild ----

@@ -197,7 +197,7 @@ class Backpressure:
         """Finish removals of shards that were cut short by a kill."""
         published = self._keeper.state.published
         for number in self._catalog.present():
-            if number < published and not self._catalog.is_published(number):
+            if number < published:
                 finish_interrupted(self._catalog.shard_prefix(number))
 
     def _why(self, ahead: list[int]) -> str:

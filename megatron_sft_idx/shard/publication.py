@@ -33,6 +33,7 @@ from megatron_sft_idx.storage.building_files import (
     building_of,
     is_whole_at,
     lost_files,
+    read_done,
     require_ours,
     require_short,
 )
@@ -132,7 +133,7 @@ def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> 
     ``Building.finish``.
     """
     paths = ShardPaths.of(prefix)
-    if building_of(paths.prefix) is None:
+    if not os.path.isdir(paths.building):
         return
     try:
         building = Building.take(paths.prefix, create=False)
@@ -141,6 +142,7 @@ def finish_interrupted(prefix: str | ShardPaths, *, overwrite: bool = False) -> 
     with building:
         if building.is_done and not (overwrite and may_drop(paths.prefix)):
             building.finish()
+        building.release()  # a kill may have left an empty folder
 
 
 @contextlib.contextmanager
@@ -372,11 +374,11 @@ def publish_outputs(
         FormatError: another shard is at a prefix, and may not be replaced.
         Exception: of ``write``; of what it has written nothing is left then, but for what a kill would leave.
     """
+    for paths in shards:
+        if paths.prefix != job.output:
+            finish_interrupted(paths, overwrite=overwrite)  # of another command: a removal, or a shard
     headers = [existing_header(number) for number in range(len(shards))]
     missing = [number for number, header in enumerate(headers) if header is None]
-    for paths, header in zip(shards, headers, strict=True):
-        if header is not None and paths.prefix != job.output and os.path.isdir(paths.building):
-            Building.take(paths.prefix).release()  # a kill may have left an empty folder
     for number in missing:
         check_free(shards[number], overwrite=overwrite, only=shards[number].all)
     try:
@@ -389,14 +391,15 @@ def publish_outputs(
         if (prefix := shards[number].prefix) != job.output and not is_set_aside(prefix):
             raise FormatError(f"{prefix}: another command wrote here meanwhile; run this one again")
     ends = (paths.prefix.removeprefix(job.output) for paths in shards)
-    job.complete([end for end in ends if end and is_whole_at(job.output + end)])
+    job.complete([end for end in ends if end and is_set_aside(job.output + end)])
     job.finish()
     return [next(written) if header is None else header for header in headers]
 
 
 def is_set_aside(prefix: str) -> bool:
     """Whether a whole shard lies in the building folder of a prefix. FormatError: its ``done.json`` is damaged."""
-    return is_whole_at(prefix) and not lost_files(prefix)
+    is_of_shard = is_whole_at(prefix) and ".seq.idx" in read_done(prefix).files
+    return is_of_shard and not lost_files(prefix)
 
 
 def _drop_output(job: Building, prefix: str) -> None:
