@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
     from megatron_sft_idx.inspect.text import show_pack as show_pack
     from megatron_sft_idx.layout.column import ColumnSpec as ColumnSpec
-    from megatron_sft_idx.live.live_loader import LiveDataset as LiveDataset
+    from megatron_sft_idx.live.live_loader import LiveConfig as LiveConfig
     from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
@@ -51,7 +51,7 @@ _HOMES = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
-    "LiveDataset": "live.live_loader",
+    "LiveConfig": "live.live_loader",
     "LiveLoader": "live.live_loader",
     "MMapIndexedDataset": "dataset",
     "MemmapShardWriter": "formats.memmap",

@@ -6,13 +6,14 @@ values, a number as a path.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.errors import FormatError, brief
 
@@ -49,6 +50,15 @@ def _hint_of(function: Callable[..., Any], name: str) -> Any:
         return eval(function.__annotations__.get(name, "Any"), function.__globals__)
     except (NameError, TypeError):
         return Any
+
+
+def require_fields(instance: Any) -> None:
+    """FormatError where a field of a dataclass is of another type than its hint; for ``__post_init__``."""
+    hints = get_type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if value is not field.default:
+            require_type(field.name, value, hints[field.name])
 
 
 def require_type(name: str, value: Any, hint: Any) -> None:

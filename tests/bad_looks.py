@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.live import catalog
+from megatron_sft_idx.live import waiting
 
 # Faults that a network file system may have for a moment, apart from a torn file.
 ERRORS = (errno.EIO, errno.ESTALE, errno.ENOENT)
@@ -28,7 +28,7 @@ def hurry(patch: pytest.MonkeyPatch, pause: Callable[[], object] = lambda: None)
         now[0] += seconds
         pause()
 
-    patch.setattr(catalog, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    patch.setattr(waiting, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
 
 
 @contextmanager

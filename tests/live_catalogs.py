@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
-from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
-from megatron_sft_idx.live.live_order import RankState, Walk
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
+from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
+from megatron_sft_idx.live.live_walk import Walk
 
 CAPACITY = 12
 # Names of packs begin here, so that no token of their inside looks like one.
@@ -115,12 +116,12 @@ def make_catalog(folder: Path, counts: Sequence[int], *, ended: bool = True, **l
     return catalog
 
 
-def dataset(folder: Path | Any, rank: int = 0, size: int = 1, **options: Any) -> LiveDataset:
-    return LiveDataset(folder, rank=rank, size=size, **{"seq_length": 16, **options})
+def config(rank: int = 0, size: int = 1, **options: Any) -> LiveConfig:
+    return LiveConfig(rank=rank, size=size, **{"seq_length": 16, **options})
 
 
-def loader(folder: Path | Any, rank: int = 0, size: int = 1, *, workers: int = 0, **options: Any) -> LiveLoader:
-    return LiveLoader(dataset(folder, rank, size, **options), num_workers=workers)
+def loader(folder: Path | Any, rank: int = 0, size: int = 1, **options: Any) -> LiveLoader:
+    return LiveLoader(folder, config(rank, size, **options))
 
 
 def names_in(batch: dict[str, torch.Tensor]) -> list[int]:

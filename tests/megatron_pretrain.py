@@ -24,6 +24,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from gpt_model import SegmentAttention, megatron_device
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.datasets import utils as dataset_utils
@@ -37,7 +38,6 @@ from torch.distributed.nn.functional import all_gather
 
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
-from megatron_sft_idx.training.model import SegmentAttention, megatron_device
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
 
 # Of Megatron-LM, to be run in place of what is installed.

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gpt_model import connect, megatron_device, seed_everything
 from training_twin import pretrain_script
 
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.model import connect, megatron_device, seed_everything
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import LegacySource, PlannedPacks, PlanOptions

@@ -15,7 +15,7 @@ from chats import SUFFIXES, TOKENIZER, Outcome, command, files_of, sequences_of,
 from interrupted_runs import some_rows
 from packs import opens
 
-from megatron_sft_idx.live import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
+from megatron_sft_idx.live import Ack, Catalog, Deal, ProducerState, ack_folder, shard_name, write_ack
 from megatron_sft_idx.shard.shard_set import find_prefixes
 
 SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--earlier-reasoning", "drop")
@@ -101,7 +101,7 @@ def assert_clean(folder: Path, shards: int) -> None:
 
 def acknowledge(folder: Path, shards: int, consumer: str = "one") -> None:
     """A consumer of one rank has completed the first ``shards`` shards."""
-    ack = Ack(consumer, 0, Base(), size=1, rank=0, items_done=shards, packs_done=shards)
+    ack = Ack(consumer, 0, Deal(1), rank=0, items_done=shards, packs_done=shards)
     write_ack(ack_folder(Catalog(folder)), ack)
 
 

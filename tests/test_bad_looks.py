@@ -15,7 +15,7 @@ from bad_looks import Look, failing, hurry, reports_lasting_faults, survives_bad
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, ack_folder, read_acks, write_ack
+from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, ProducerState, ack_folder, read_acks, write_ack
 from megatron_sft_idx.live.acks import newest_acks
 from megatron_sft_idx.produce import keeper
 from megatron_sft_idx.produce.feed import GrowingFolder, TakenFiles
@@ -34,7 +34,7 @@ def catalog(tmp_path: Path) -> Catalog:
     catalog.write_producer(STATE)
     catalog.write_end(2)
     for rank in range(2):
-        write_ack(ack_folder(catalog), Ack("a", 3, Base(), 2, rank, 1 - rank, 2 - 2 * rank))
+        write_ack(ack_folder(catalog), Ack("a", 3, Deal(2), rank, 1 - rank, 2 - 2 * rank))
     (folder := Path(catalog.folder, "input")).mkdir()
     for name in ("a.jsonl", "b.jsonl", "c.jsonl", "_END"):
         (folder / name).write_text('{"text": "x"}\n')
@@ -93,7 +93,7 @@ def test_an_acknowledgement_that_is_not_seen_brings_no_older_generation_back(
     """The older one may have completed shards that the newer one needs, and the producer would remove them."""
     hurry(monkeypatch)
     folder = ack_folder(catalog)
-    write_ack(folder, Ack("a", 4, Base(), 1, 0, 0, 0))
+    write_ack(folder, Ack("a", 4, Deal(1), 0, 0, 0))
     assert [ack.generation for ack in newest_acks(folder, "a")] == [4]
     for looks in (1, 2, 5):
         with failing(Path(folder, "a/rank-00000.json"), errno.ENOENT, looks):
@@ -109,7 +109,7 @@ WRITES: dict[str, Callable[[Catalog], tuple[Path, Callable[[], Any]]]] = {
     "state": lambda c: (Path(c.folder, "_producer.json"), lambda: keeper.StateKeeper(c, STATE).update()),
     "acknowledgement": lambda c: (
         Path(ack_folder(c), "a/rank-00000.json"),
-        lambda: write_ack(ack_folder(c), Ack("a", 3, Base(), 2, 0, 2, 4)),
+        lambda: write_ack(ack_folder(c), Ack("a", 3, Deal(2), 0, 2, 4)),
     ),
     "end": lambda c: (Path(c.folder, "_END.json"), lambda: c.write_end(2)),
 }

@@ -12,7 +12,7 @@ import pytest
 from bad_looks import Look, failing, hurry, reports_lasting_faults, survives_bad_looks, torn
 from live_catalogs import CAPACITY, all_names, loader, make_catalog, names_of
 
-from megatron_sft_idx.live import Ack, Base, Catalog, Limits, Waiter, read_acks, write_ack
+from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, Waiter, read_acks, write_ack
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.chunks import LiveChunks
 
@@ -23,7 +23,7 @@ WAITER = Waiter("rank 0", lambda seconds: None, lambda line: None)
 def folder(tmp_path: Path) -> Path:
     """A catalog of two shards that has ended, and a folder of two chunks that has not."""
     make_catalog(tmp_path / "catalog", [3, 2], max_ahead_shards=4)
-    write_ack(str(tmp_path / "catalog/_acks"), Ack("train", 0, Base(), 1, 0, 1, 3))
+    write_ack(str(tmp_path / "catalog/_acks"), Ack("train", 0, Deal(1, seed=1234), 0, 1, 3))
     (tmp_path / "chunks").mkdir()
     for number in range(2):
         line = '{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "seq_lengths": [3]}\n'
@@ -110,7 +110,7 @@ def test_chunks_are_marked_by_the_next_commit_where_one_could_not(
     hurry(monkeypatch)
     live = chunks(folder)
     live.acks, live._may_mark = str(folder / "chunks/_acks"), True
-    write_ack(live.acks, Ack("train", 0, Base(), 1, 0, 2, 6))
+    write_ack(live.acks, Ack("train", 0, Deal(1, seed=1234), 0, 2, 6))
     mark = folder / "chunks/chunk_00000.jsonl.completed"
     with failing(mark, errno.EIO, 1):
         live.committed()

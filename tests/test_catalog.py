@@ -19,8 +19,7 @@ from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.live import Catalog, Limits, ProducerState, shard_name
-from megatron_sft_idx.live import catalog as documents
+from megatron_sft_idx.live import Catalog, Limits, ProducerState, documents, shard_name
 from megatron_sft_idx.produce import keeper
 from megatron_sft_idx.shard import remove_shard
 

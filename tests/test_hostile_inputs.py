@@ -20,7 +20,7 @@ from obstacles import NOT_UTF8, Cell, attempt, judge_bystanders, judge_words, re
 from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.cli import main
 from megatron_sft_idx.formats.memmap import read_manifest
-from megatron_sft_idx.live.catalog import read_document
+from megatron_sft_idx.live.documents import read_document
 from megatron_sft_idx.produce.feed import TakenFiles
 from megatron_sft_idx.shard import find_remains, read_header
 

@@ -28,7 +28,7 @@ from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.template.chat_template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.live import Ack, Base, Catalog, Limits, Stopped, Waiter, write_ack
+from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, Stopped, Waiter, write_ack
 from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
@@ -243,7 +243,7 @@ def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
 
 
 def acknowledge(folder: str, rank: int, items: int, size: int = 2) -> None:
-    write_ack(folder, Ack("default", 0, Base(), size, rank, items, packs_done=items))
+    write_ack(folder, Ack("default", 0, Deal(size), rank, items, packs_done=items))
 
 
 def test_chunks_are_marked_once_every_owner_has_committed(tmp_path: Path) -> None:

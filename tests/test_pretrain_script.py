@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 from chats import preprocess
+from gpt_model import model_inputs, seed_everything
 from pretrain_runs import Curve, Rows, run
 from torch.distributed.run import get_args_parser as torchrun_parser
 from training_twin import batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
-from megatron_sft_idx.training.model import model_inputs, seed_everything
 
 ROOT = Path(__file__).parent.parent
 LENGTH, STEPS, BATCH, STOP = 544, 12, 4, 5

@@ -14,7 +14,7 @@ from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import PRODUCER, Ack, Base, Catalog, Limits, ProducerState, Waiter, ack_folder, write_ack
+from megatron_sft_idx.live import PRODUCER, Ack, Catalog, Deal, Limits, ProducerState, Waiter, ack_folder, write_ack
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.produce import ProduceOptions
 from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
@@ -60,7 +60,7 @@ def consume(catalog: Catalog, seen: int) -> None:
         first = [int(ids[0]) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
         os.write(seen, "".join(f"{row}\n" for row in first).encode())
         number += 1
-        ack = Ack("trainer", 0, Base(), size=1, rank=0, items_done=number, packs_done=number)
+        ack = Ack("trainer", 0, Deal(1), rank=0, items_done=number, packs_done=number)
         write_ack(ack_folder(catalog), ack)
         write_ack(ack_folder(catalog), ack)  # twice is once
 
@@ -187,7 +187,7 @@ def test_every_consumer_counts(rows, catalog):
 
 def test_acknowledgements_elsewhere(rows, catalog, tmp_path):
     options = ("--input", rows, *PACKS, "--keep-recent", 0, "--ack-dir", tmp_path / "acks")
-    ack = Ack("one", 0, Base(), size=1, rank=0, items_done=3, packs_done=3)
+    ack = Ack("one", 0, Deal(1), rank=0, items_done=3, packs_done=3)
     write_ack(ack_folder(catalog, tmp_path / "acks"), ack)
     assert produced(Path(catalog.folder), *options).code == 0
     assert catalog.numbers()[0] == 3
@@ -196,7 +196,7 @@ def test_acknowledgements_elsewhere(rows, catalog, tmp_path):
 def test_shards_are_removed_out_of_order_where_ranks_are(rows, catalog):
     folder = Path(catalog.folder)
     for rank, items in ((0, 0), (1, 3)):
-        ack = Ack("one", 0, Base(), size=2, rank=rank, items_done=items, packs_done=items)
+        ack = Ack("one", 0, Deal(2), rank=rank, items_done=items, packs_done=items)
         write_ack(ack_folder(catalog), ack)
     assert produced(folder, "--input", rows, *PACKS, "--keep-recent", 0).code == 0
     assert catalog.numbers()[:5] == [0, 2, 4, 6, 7]

@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats import registry
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE
-from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, write_ack
+from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, ProducerState, write_ack
 from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.storage.publish import Kind
 from megatron_sft_idx.training.plan_file import PlacedPlan, load_or_make, plan_path
@@ -254,7 +254,7 @@ def test_a_summary_is_replaced_by_the_run_that_goes_on(tmp_path: Path) -> None:
 # ---- documents, markers, plans ----
 
 STATE = ProducerState(Limits(1024, 64), 7, "running", None, 12, 3, {}, {})
-ACK = Ack("run", 0, Base(), 1, 0, 2, 3)
+ACK = Ack("run", 0, Deal(1), 0, 2, 3)
 DOCUMENTS: dict[str, Callable[[Path], None]] = {
     "_producer.json": lambda folder: Catalog(folder).write_producer(STATE),
     "_END.json": lambda folder: Catalog(folder).write_end(4),

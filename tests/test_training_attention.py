@@ -8,12 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from training_twin import batch_of, random_sequences
-
-from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.training.model import (
+from gpt_model import (
     block_mask,
     current_device,
     layer_spec,
@@ -21,6 +16,11 @@ from megatron_sft_idx.training.model import (
     model_inputs,
     packed_seq_params,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_twin import batch_of, random_sequences
+
+from megatron_sft_idx.errors import FormatError
 
 LENGTH = 24
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: sum(lengths) <= LENGTH)

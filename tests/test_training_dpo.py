@@ -12,6 +12,7 @@ import pytest
 import torch
 from blends import build, config_of
 from columned import unchecked
+from gpt_model import model_inputs, seed_everything
 from megatron.core.models.gpt import GPTModel
 from training_twin import Pair, batch_of, lone_process, random_sequences
 
@@ -22,7 +23,6 @@ from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
 from megatron_sft_idx.training.losses import PairLosses, dpo_losses, sequence_logp
-from megatron_sft_idx.training.model import model_inputs, seed_everything
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 VOCABULARY, LENGTH, PAIRS, BETA = 256, 96, 14, 0.1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpt_model import SegmentAttention, model_inputs, seed_everything
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,7 +19,6 @@ from training_twin import Pair, batch_of, lone_process, random_sequences
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.model import SegmentAttention, model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
 
 VOCABULARY, LENGTH, WIDTH = 256, 96, 8

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_model import model_inputs
 from megatron.core import utils as megatron_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from packs import demo_samples, write_samples
 from torch.utils.data import DataLoader
 from training_twin import lone_process
 
-from megatron_sft_idx.training.model import model_inputs
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 

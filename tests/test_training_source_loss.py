@@ -16,6 +16,7 @@ import pytest
 import torch
 from blends import build, config_of
 from columned import unchecked
+from gpt_model import model_inputs, seed_everything
 from packs import Sample
 from torch.utils.data import default_collate
 from training_twin import batch_of, lone_process
@@ -26,7 +27,6 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
-from megatron_sft_idx.training.model import model_inputs, seed_everything
 from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from chats import command, preprocess
+from gpt_model import layer_spec
 from training_twin import lone_process, pretrain_script
 from troubles import Scenes, chat, quoted, scene, some_shards
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.training.model import layer_spec
 from megatron_sft_idx.training.provider import build_datasets
 
 

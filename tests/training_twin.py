@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from gpt_model import connect, megatron_device
 from megatron.core import parallel_state
-
-from megatron_sft_idx.training.model import connect, megatron_device
 
 Pair = tuple[np.ndarray, np.ndarray]  # ids and label-aligned mask of one sequence
 
@@ -56,9 +53,6 @@ def random_sequences(rng: np.random.Generator, lengths: Sequence[int], vocabular
 
 def pretrain_script() -> ModuleType:
     """tools/pretrain_sft.py as a module."""
-    folder = str(Path(__file__).parents[1] / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     import pretrain_sft
 
     return pretrain_sft

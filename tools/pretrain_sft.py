@@ -1,4 +1,6 @@
-"""Train a GPT model on packed SFT data with megatron.core alone: one file to read, and to start from.
+"""Train a GPT model on packed SFT data with megatron.core alone: a script to read, and to start from.
+
+The model is in ``gpt_model.py`` and what live data needs in ``live_training.py``, next to it.
 
 On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
 
@@ -35,6 +37,17 @@ except ImportError as error:  # torch or Megatron is missing
     raise SystemExit(f"{__file__}: {error}") from None
 
 import torch
+from gpt_model import (
+    ATTENTION,
+    connect,
+    current_device,
+    laid_out,
+    layer_spec,
+    megatron_device,
+    model_inputs,
+    seed_everything,
+)
+from live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -50,21 +63,10 @@ from megatron_sft_idx.cli.options import add_read_options, positive, preprocess_
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.lines import log_line, print_lines
-from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.tokenize import encoding_options
 from megatron_sft_idx.training.batch import Tensors
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
-from megatron_sft_idx.training.model import (
-    ATTENTION,
-    connect,
-    current_device,
-    laid_out,
-    layer_spec,
-    megatron_device,
-    model_inputs,
-    seed_everything,
-)
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 

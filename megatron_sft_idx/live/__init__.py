@@ -2,13 +2,11 @@
 
 Chunks of JSON lines, from anybody's producer, are read in the same way. Whoever reads here must expect that everything
 may be gone, torn or hostile a moment later. What producers and consumers share is offered here and knows no torch; what
-trains is imported from its module: ``live_loader``, and ``live_training`` for scripts with Megatron's arguments.
+trains is imported from its module, ``live_loader``.
 """
 
 from megatron_sft_idx.live.acks import (
     Ack,
-    Base,
-    Leftover,
     ack_folder,
     completed,
     read_acks,
@@ -21,14 +19,10 @@ from megatron_sft_idx.live.catalog import (
     Catalog,
     Limits,
     ProducerState,
-    Record,
     State,
-    Stopped,
-    Unchanged,
-    Waiter,
     default_max_sequences,
-    looks,
-    patiently,
     shard_name,
-    status_of,
 )
+from megatron_sft_idx.live.documents import Record
+from megatron_sft_idx.live.live_order import Deal, Item
+from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently, status_of

@@ -1,73 +1,43 @@
 """Acknowledgements: how far each rank of each consumer has trained, as of a checkpoint that is on disk.
 
-A consumer goes through a list of items: what an earlier run with another number of ranks left over, then the shards
-from its frontier on. Item j belongs to data-parallel rank j mod size, which takes its items in order. So which shards
-are complete follows from one small file for each rank, and no shard is counted twice.
+A consumer is a training run that reads a catalog. When all its ranks have written a checkpoint, each replaces one small
+file, ``_acks/CONSUMER/rank-NNNNN.json``. It says how many of its items the rank has done (module ``live_order``). The
+producer reads these files. A shard is completed once every consumer has completed it, and may be removed then.
+
+Two ranks share the shards 0, 1, 2 and so on. Rank 0 has done two of its items, shards 0 and 2, and rank 1 has done
+shard 1:
+
+    >>> deal = Deal(size=2)
+    >>> acks = [Ack("train", 0, deal, rank=0, items_done=2, packs_done=40),
+    ...         Ack("train", 0, deal, rank=1, items_done=1, packs_done=20)]
+    >>> completed({"train": acks}, consumers=1, numbers=range(6))
+    [0, 1, 2]
+
+While a second consumer has not acknowledged anything, nothing is completed:
+
+    >>> completed({"train": acks}, consumers=2, numbers=range(6))
+    []
+
+Where a consumer goes on with another number of ranks, its shards are dealt out anew, and its acknowledgements get the
+next generation. Those of earlier generations no longer count.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live.catalog import (
-    ACKS,
-    Catalog,
-    Positive,
-    Record,
-    UnsettledError,
-    look_at_document,
-    patiently,
-    write_document,
-)
+from megatron_sft_idx.live.catalog import ACKS, Catalog
+from megatron_sft_idx.live.documents import Positive, Record, look_at_document, write_document
+from megatron_sft_idx.live.live_order import Deal, RankState
+from megatron_sft_idx.live.waiting import UnsettledError, patiently, status_of
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover(Record):
-    """An item that holds the packs of some shards that an earlier number of ranks had not trained on.
-
-    Attributes:
-        shards: numbers of the shards, in the order in which their group was shuffled.
-        offset: how many packs of the group were trained on already.
-    """
-
-    shards: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Base(Record):
-    """Where the list of items begins. A fresh start has no leftovers and frontier 0.
-
-    Attributes:
-        epoch: the epoch whose items these are, from 0; a later epoch begins with shard 0 and no leftovers.
-        seed: the seed of the shuffle.
-        window: how many items are shuffled together.
-        leftovers: the first items.
-        frontier: the number of the shard that follows the leftovers. Shards below it that are in no leftover are
-            completed.
-    """
-
-    epoch: int = 0
-    seed: int = 0
-    window: Positive = 1
-    leftovers: tuple[Leftover, ...] = ()
-    frontier: int = 0
-
-    def item(self, number: int) -> Leftover:
-        """Item ``number``; there is one for every number from 0 on, though its shard may never come."""
-        behind = number - len(self.leftovers)
-        return self.leftovers[number] if behind < 0 else Leftover((self.frontier + behind,))
-
-    def num_items(self, end: int) -> int:
-        """Items of a catalog that ends with ``end`` shards, all that come before shard ``end`` where it does not."""
-        return len(self.leftovers) + max(0, end - self.frontier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,48 +46,48 @@ class Ack(Record):
 
     Attributes:
         consumer: the name of the consumer.
-        generation: grows when the consumer goes on with another number of ranks; only the newest one counts.
-        base: where the list of items begins.
-        size: the number of data-parallel ranks.
+        generation: grows when the consumer's shards are dealt out anew; only the newest one counts.
+        deal: what the ranks read.
         rank: the data-parallel rank, from 0.
-        items_done: how many of its items the rank has trained on in this epoch; its i-th is item ``rank + i * size``.
+        items_done: how many of its items in ``deal`` the rank has trained on.
         packs_done: the number of packs in these items.
-        epoch: the epoch that ``items_done`` counts in, from 0.
         epochs: how many epochs the consumer trains for.
     """
 
     consumer: str
     generation: int
-    base: Base
-    size: Positive
+    deal: Deal
     rank: int
     items_done: int
     packs_done: int
-    epoch: int = 0
     epochs: Positive = 1
 
     def contradiction(self) -> tuple[str, int, str] | None:
         """A rank or an epoch beyond the last one."""
-        if self.rank >= self.size:
-            return "rank", self.rank, f"less than its size {self.size}"
-        if self.epoch >= self.epochs:
-            return "epoch", self.epoch, f"less than its epochs {self.epochs}: they count from 0"
+        if self.rank >= self.deal.size:
+            return "rank", self.rank, f"less than its size {self.deal.size}"
+        if self.deal.epoch >= self.epochs:
+            return "deal.epoch", self.deal.epoch, f"less than its epochs {self.epochs}: they count from 0"
         return None
 
-    def current_base(self) -> Base:
-        """Where the items of this epoch begin: an epoch that began after the base begins afresh."""
-        return self.base if self.base.epoch == self.epoch else Base(self.epoch, self.base.seed, self.base.window)
+    @property
+    def is_in_last_epoch(self) -> bool:
+        """Whether what is done counts: only the last epoch completes shards."""
+        return self.deal.epoch == self.epochs - 1
 
     def agrees_with(self, other: Ack) -> bool:
-        """Whether both acknowledgements can belong to one generation."""
-        mine, theirs = ((ack.size, ack.epochs, ack.base.seed, ack.base.window) for ack in (self, other))
-        if mine != theirs:
-            return False
-        earlier, later = sorted((self, other), key=lambda ack: ack.epoch)
-        # One that goes on from an earlier epoch comes to a later one's beginning, and not to what was dealt out in it.
-        return later.current_base() == (
-            earlier.current_base() if earlier.epoch == later.epoch else Base(later.epoch, *theirs[2:])
-        )
+        """Whether both acknowledgements can belong to one generation.
+
+        Ranks of one run have the same deal, or one of them has come to the beginning of a later epoch.
+        """
+        earlier, later = sorted((self, other), key=lambda ack: ack.deal.epoch)
+        expected = earlier.deal
+        if earlier.deal.epoch != later.deal.epoch:
+            expected = earlier.deal.of_epoch(later.deal.epoch)
+        return later.deal == expected and later.epochs == earlier.epochs
+
+
+# ---- the files ----
 
 
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:
@@ -163,7 +133,7 @@ def newest_acks(folder: str, consumer: str) -> list[Ack]:
     """One consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint.
 
     Raises:
-        FormatError: a file is damaged, of another version, or says something else than the one beside it.
+        FormatError: a file is damaged, of another version, or contradicts the file of another rank.
         SFTIndexError, OSError: as of ``patiently``.
     """
     try:
@@ -180,8 +150,8 @@ def _newest(folder: str, consumer: str) -> list[Ack]:
     for ack in current[1:]:
         if not ack.agrees_with(current[0]):
             raise FormatError(
-                f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their size,"
-                f" epochs or base; two runs use the consumer name {consumer!r}: give each its own"
+                f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their epochs or"
+                f" their deal; two runs use the consumer name {consumer!r}: give each its own"
             )
     return current
 
@@ -207,6 +177,9 @@ def _not_there(path: str) -> UnsettledError:
     )
 
 
+# ---- what follows from them ----
+
+
 def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterable[int]) -> list[int]:
     """The shards among ``numbers`` that every consumer has completed, in the order of ``numbers``.
 
@@ -216,56 +189,103 @@ def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterab
     """
     if len(acks) < consumers:
         return []
-    done = [_completed_by(current) for current in acks.values()]
-    return [number for number in numbers if all(is_done(number) for is_done in done)]
+    is_completed_by = [_completed_by(of_one) for of_one in acks.values()]
+    return [number for number in numbers if all(is_completed(number) for is_completed in is_completed_by)]
 
 
 def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
     """A function that says whether one consumer has completed the shard of a number."""
     # Ranks that have not come to the last epoch have done nothing that counts.
-    last = [ack for ack in acks if ack.epoch == ack.epochs - 1]
-    size, items_done = acks[0].size, {ack.rank: ack.items_done for ack in last}
-    base = last[0].current_base() if last else Base()
-    leftovers = {shard: item for item, leftover in enumerate(base.leftovers) for shard in leftover.shards}
+    counting = [ack for ack in acks if ack.is_in_last_epoch]
+    deal = counting[0].deal if counting else Deal(acks[0].deal.size)
+    items_done = {ack.rank: ack.items_done for ack in counting}
+    item_of_leftover = {shard: number for number, item in enumerate(deal.leftovers) for shard in item.shards}
 
-    def is_done(shard: int) -> bool:
-        if shard < base.frontier and shard not in leftovers:
-            return True
-        item = leftovers.get(shard, base.num_items(shard))
-        return item // size < items_done.get(item % size, 0)
+    def is_completed(shard: int) -> bool:
+        if shard in item_of_leftover:
+            number = item_of_leftover[shard]
+        elif shard < deal.frontier:
+            return True  # by an earlier generation
+        else:
+            number = deal.num_items(shard)
+        rank, items_before = number % deal.size, number // deal.size
+        return items_before < items_done.get(rank, 0)
 
-    return is_done
+    return is_completed
 
 
 def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
     """The shards with numbers less than ``below``, published or not, that one consumer has not completed.
 
-    ``acks`` must be those of all ranks of the consumer, all in the last epoch and with the same base.
+    ``acks`` must be those of all ranks of the consumer, all in the last epoch and with the same deal.
     """
-    base, size = acks[0].current_base(), acks[0].size
-    done = min(ack.items_done for ack in acks) * size
-    fresh = range(base.frontier + max(0, done - len(base.leftovers)), below)
-    begun = [shard for left in base.leftovers for shard in left.shards if shard < below]
-    is_done = _completed_by(acks)
-    return [shard for shard in (*begun, *fresh) if not is_done(shard)]
+    deal = acks[0].deal
+    # Items below this number are done by all ranks.
+    done_by_all = min(ack.items_done for ack in acks) * deal.size
+    leftovers = [shard for item in deal.leftovers for shard in item.shards if shard < below]
+    fresh = range(deal.frontier + max(0, done_by_all - len(deal.leftovers)), below)
+    is_completed = _completed_by(acks)
+    return [shard for shard in (*leftovers, *fresh) if not is_completed(shard)]
 
 
-def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]:
-    """For each rank of a consumer that acknowledged in the order of ``ours``: how many items, and packs in them."""
-    return {
-        ack.rank: (ack.items_done, ack.packs_done)
-        for ack in newest
-        if (ack.generation, ack.size, ack.epoch, ack.base) == (ours.generation, ours.size, ours.epoch, ours.base)
-    }
+class ConsumerAcks:
+    """One rank's side of the acknowledgements: those of its own consumer, and what it writes itself.
 
+    Args:
+        folder: of all acknowledgements, ``ack_folder(...)``.
+        consumer: the name of this training run. FormatError where it is no name of a folder.
+        epochs: how many epochs the run trains for.
 
-def next_generation(newest: Sequence[Ack], ours: Ack) -> int:
-    """The generation under which a rank goes on from ``ours``.
-
-    That is the generation of ``ours`` where no acknowledgement is as new; else that of the newest acknowledgements
-    where all of these agree with ``ours``, and the one after it where some do not. Acknowledgements may be ahead of
-    ``ours``: they may come from a job that was given up, or from this job's other ranks.
+    Attributes:
+        folder: as given.
+        is_writable: whether files can be written there; None before ``may_write`` looked.
     """
-    if not newest or newest[0].generation < ours.generation:
-        return ours.generation
-    return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))
+
+    def __init__(self, folder: str, consumer: str, epochs: int) -> None:
+        require_consumer(consumer)
+        self.folder, self._consumer, self._epochs = folder, consumer, epochs
+        self.is_writable: bool | None = None
+
+    def of(self, state: RankState) -> Ack:
+        """The acknowledgement to be written once the checkpoint that holds ``state`` is durable."""
+        done = state.items, state.packs_of_items
+        return Ack(self._consumer, state.generation, state.deal, state.rank, *done, self._epochs)
+
+    def write(self, state: RankState) -> None:
+        """Acknowledge that the checkpoint that holds ``state`` is durable. OSError: the disk says no."""
+        write_ack(self.folder, self.of(state))
+
+    def newest(self) -> list[Ack]:
+        """This consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint."""
+        return newest_acks(self.folder, self._consumer)
+
+    def done_in(self, state: RankState) -> dict[int, tuple[int, int]]:
+        """For each rank that has acknowledged in the deal of ``state``: how many items, and packs in them."""
+        return {
+            ack.rank: (ack.items_done, ack.packs_done)
+            for ack in self.newest()
+            if (ack.generation, ack.deal) == (state.generation, state.deal)
+        }
+
+    def next_generation(self, state: RankState) -> int:
+        """The generation under which a rank goes on from ``state``.
+
+        Where no acknowledgement is as new, that is the generation of the state. Else it is that of the newest
+        acknowledgements where all of these agree with the state, and the next one where some do not. Acknowledgements
+        may be ahead of the state: they may come from a job that was given up, or from this job's other ranks.
+        """
+        ours, newest = self.of(state), self.newest()
+        if not newest or newest[0].generation < ours.generation:
+            return ours.generation
+        all_agree = all(ours.agrees_with(ack) for ack in newest)
+        return newest[0].generation if all_agree else newest[0].generation + 1
+
+    def may_write(self) -> bool:
+        """Whether this process can write acknowledgements; makes the folder, and looks once."""
+        if self.is_writable is None:
+            home = os.path.join(self.folder, self._consumer)
+            with contextlib.suppress(OSError):
+                os.makedirs(home, exist_ok=True)
+            status_of(home)  # waits until its file system answers: what is asked next takes any error for a no
+            self.is_writable = os.access(home, os.W_OK)
+        return self.is_writable

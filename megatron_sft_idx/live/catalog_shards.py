@@ -12,18 +12,9 @@ import numpy as np
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.live.catalog import (
-    Catalog,
-    Limits,
-    ProducerState,
-    Stopped,
-    Unchanged,
-    Waiter,
-    looks,
-    patiently,
-    shard_name,
-)
+from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, shard_name
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
+from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.training import require_shard_judged

@@ -39,17 +39,9 @@ from megatron_sft_idx.formats.jsonl_chunks import (
 )
 from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import completed, read_acks
-from megatron_sft_idx.live.catalog import (
-    END,
-    PASSING_ERRORS,
-    Catalog,
-    Limits,
-    Unchanged,
-    Waiter,
-    patiently,
-    status_of,
-)
+from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
+from megatron_sft_idx.live.waiting import PASSING_ERRORS, Unchanged, Waiter, patiently, status_of
 from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder

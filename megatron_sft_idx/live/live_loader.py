@@ -1,70 +1,60 @@
-"""``LiveDataset`` makes one rank's micro-batches of live shards; ``LiveLoader`` is what a trainer iterates over.
+"""``LiveLoader`` is what a trainer iterates over: one rank's micro-batches of live shards, and its checkpoints.
 
-The dataset decides what is read and in which order, and ``BatchLoader`` assembles it, as it does for finished data. The
-loader prepares batches ahead. It keeps apart what the trainer has taken and what is only prepared, so that a checkpoint
-says exactly what was trained on; and it acknowledges checkpoints to the producer.
+What happens to a micro-batch::
+
+    Walk           which packs come next, as shards appear                    in the loader's thread
+    OpenShards     opens these shards, and closes others                      in the loader's thread
+    BatchLoader    assembles the batches, and keeps two ready                 in the loader's thread
+    LiveLoader     hands a batch out, and notes where the rank stands then    in the trainer's thread
+
+So the thread runs ahead, and ``LiveLoader.state`` does not: a checkpoint says what was trained on, never what is only
+prepared.
+
+A checkpoint has two steps. The trainer saves ``state_dict()`` with its model. Once that is on disk it calls ``commit``,
+which tells the producer. A trainer that is killed between the two reads nothing twice and misses nothing, because the
+producer keeps all shards that no acknowledgement includes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import multiprocessing.synchronize
 import os
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.arguments import checked, require_fields
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import check_column_name
 from megatron_sft_idx.lines import get_logger
-from megatron_sft_idx.live.acks import (
-    Ack,
-    Base,
-    ack_folder,
-    acknowledged,
-    newest_acks,
-    next_generation,
-    require_consumer,
-    uncompleted,
-    write_ack,
-)
-from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter, status_of
+from megatron_sft_idx.live.acks import ConsumerAcks, ack_folder, uncompleted
+from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
+from megatron_sft_idx.live.live_order import Deal, RankState, dealt_anew, last_shard_of_step, least_ahead
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
+from megatron_sft_idx.live.live_walk import AtEnd, Walk
+from megatron_sft_idx.live.waiting import Stopped, Waiter
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
+from megatron_sft_idx.training.loader import BatchIterator
 
 logger = get_logger("megatron_sft_idx.live")
-# A micro-batch, and where the rank stands after it. Each process ends with one delivery that has no micro-batch.
-_Delivery: TypeAlias = tuple[Tensors | None, RankState]
-# A worker process hands over an error as a value: raised there, torch would make a RuntimeError of it.
-_Outcome: TypeAlias = _Delivery | SFTIndexError
-_Event: TypeAlias = threading.Event | multiprocessing.synchronize.Event
 
 
-class LiveDataset(IterableDataset[Tensors]):
-    """The micro-batches of one data-parallel rank, read from a catalog that may still be growing.
-
-    A trainer that saves checkpoints iterates over ``LiveLoader(LiveDataset(...))``. Without checkpoints a DataLoader
-    serves as well; the micro-batches come in the same order for any number of workers::
-
-        loader = DataLoader(LiveDataset(...), batch_size=None, num_workers=4, persistent_workers=True)
+@dataclass(frozen=True)
+class LiveConfig:
+    """How one data-parallel rank reads live data.
 
     Processes of one data-parallel rank (tensor, pipeline, context parallelism) give the same ``rank`` and read the
-    same micro-batches. These have the keys and shapes that ``BatchAssembler`` makes.
+    same micro-batches.
 
-    Args:
-        catalog: the folder of a catalog, or other live shards.
+    >>> LiveConfig(rank=0, size=2, seq_length=4096, micro_batch_size=2, micro_batches=8).step_rows
+    16
+
+    Attributes:
         rank: data-parallel rank, from 0.
         size: the number of data-parallel ranks.
         seq_length: positions of a row.
@@ -88,66 +78,222 @@ class LiveDataset(IterableDataset[Tensors]):
         FormatError: an option has a value that it cannot have.
     """
 
+    rank: int
+    size: int
+    seq_length: int
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    shuffle: bool = True
+    window: int = 1
+    seed: int = 1234
+    epochs: int = 1
+    at_end: AtEnd = "pad"
+    sequence_multiple: int = 1
+    pad_id: int | None = None
+    form: Form = "wide"
+    columns: Sequence[str] = ()
+    consumer: str = "train"
+    ack_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        if not 0 <= self.rank < self.size:
+            raise FormatError(f"rank {self.rank}, expected 0 to {self.size - 1}: there are {self.size} ranks")
+        for name, least in (
+            ("seed", 0),
+            ("seq_length", 1),
+            ("micro_batch_size", 1),
+            ("micro_batches", 1),
+            ("window", 1),
+            ("epochs", 1),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise FormatError(f"{name} {value}, expected {least} or more")
+        if self.at_end not in ("pad", "drop"):
+            raise FormatError(f"at_end {self.at_end!r}, expected 'pad' or 'drop'")
+        for name in self.columns:
+            check_column_name(name)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of this rank in a step of the optimizer."""
+        return self.micro_batch_size * self.micro_batches
+
+
+class LiveLoader(Iterator[Tensors]):
+    """The micro-batches of a rank, prepared ahead by a thread. It is a context manager that closes itself.
+
+    ::
+
+        with LiveLoader("catalog", LiveConfig(rank=rank, size=size, seq_length=4096)) as loader:
+            for batch in loader:
+                step(batch)
+                if time_to_save:
+                    state = loader.state_dict()
+                    save(model, state)      # until it is on disk
+                    loader.commit(state)    # its shards may be removed now
+
+    Batches have the keys and shapes that ``BatchAssembler`` makes. A batch is valid until the next one is taken, as
+    with ``BatchLoader``, and pinned if there is a GPU.
+
+    Args:
+        catalog: the folder of a catalog, or other live shards.
+        config: how this rank reads them.
+
+    Attributes:
+        shards: the live shards.
+        config: as given.
+        state: where the rank stands after the batches that were taken.
+        acks: the acknowledgements of this consumer.
+    """
+
     @checked
-    def __init__(
-        self,
-        catalog: str | os.PathLike[str] | LiveShards,
-        *,
-        rank: int,
-        size: int,
-        seq_length: int,
-        micro_batch_size: int = 1,
-        micro_batches: int = 1,
-        shuffle: bool = True,
-        window: int = 1,
-        seed: int = 1234,
-        epochs: int = 1,
-        at_end: AtEnd = "pad",
-        sequence_multiple: int = 1,
-        pad_id: int | None = None,
-        form: Form = "wide",
-        columns: Sequence[str] = (),
-        consumer: str = "train",
-        ack_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, catalog: str | os.PathLike[str] | LiveShards, config: LiveConfig) -> None:
         self.shards = catalog if isinstance(catalog, LiveShards) else CatalogShards(os.fspath(catalog))
-        if not 0 <= rank < size or min(micro_batch_size, micro_batches, window, epochs) < 1 or seed < 0:
-            raise FormatError(
-                f"{self.shards.folder}: rank {rank} of {size}, micro-batch size {micro_batch_size}, micro-batches"
-                f" {micro_batches}, window {window}, epochs {epochs}, seed {seed}: ranks and seeds count from 0, the"
-                " others from 1"
-            )
-        if at_end not in ("pad", "drop"):
-            raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
-        self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
-        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
-        self.columns = tuple(map(check_column_name, columns))
-        require_consumer(consumer)
-        self.consumer = consumer
-        self.acks = ack_folder(Catalog(self.shards.folder), ack_dir)
+        self.config = config
+        folder = ack_folder(Catalog(self.shards.folder), config.ack_dir)
+        self.acks = ConsumerAcks(folder, config.consumer, config.epochs)
         self.state = RankState(
-            Base(seed=seed, window=window),
-            shuffle,
-            size,
-            rank,
-            batch_rows=micro_batch_size,
-            step_rows=micro_batch_size * micro_batches,
+            Deal(config.size, config.window, config.seed, config.shuffle),
+            config.rank,
+            batch_rows=config.micro_batch_size,
+            step_rows=config.step_rows,
         )
+        # Set when the loader is closed or collected. It ends every wait, so the thread must not know the loader itself.
+        self._stop = threading.Event()
+        weakref.finalize(self, self._stop.set)
+        self._waiter = Waiter(f"rank {config.rank}", self._stop.wait)
+        # What the producer promises; None before ``prepare``.
         self._limits: Limits | None = None
-        self._writes: bool | None = None
+        self._begun: tuple[Walk, BatchIterator] | None = None
+        self._closed = False
 
-    def waiter(self, stop: _Event | None = None) -> Waiter:
-        """How this rank waits: until ``stop`` is set, or in a worker process until its parent has ended."""
-        worker = get_worker_info()
-        parent = os.getppid()
-        sleep = time.sleep if stop is None else stop.wait
+    # ---- batches ----
 
-        def pause(seconds: float) -> bool:
-            return bool(sleep(seconds)) or (worker is not None and os.getppid() != parent)
+    def __next__(self) -> Tensors:
+        if self._closed:
+            raise StopIteration
+        try:
+            if self._begun is None:
+                self._begun = self._begin()
+            walk, batches = self._begun
+            tensors = next(batches)
+        except StopIteration:
+            if not self._closed:  # by another thread
+                self.state = walk.state  # which may be behind shards without packs
+            self.close()
+            raise
+        except Stopped:
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+        self.state = batches.state
+        return tensors
 
-        speaks = worker is None or worker.id == 0
-        return Waiter(f"rank {self.state.rank}", pause, logger.info if speaks else lambda line: None)
+    def _begin(self) -> tuple[Walk, BatchIterator]:
+        """Start the thread."""
+        self.prepare()
+        self.may_acknowledge()
+        state, config = self.state, self.config
+        logger.info(
+            f"data-parallel rank {config.rank} of {config.size}: catalog {self.shards.folder},"
+            f" window {config.window}, {'shuffled' if config.shuffle else 'as stored'},"
+            f" epoch {state.deal.epoch + 1} of {config.epochs}, from row {state.rows}"
+        )
+        source = OpenShards(self.shards, self._waiter, config.columns)
+        try:
+            assembler = BatchAssembler(
+                source,
+                config.seq_length,
+                width=source.most_sequences + 2,
+                columns=tuple(source.columns),
+                sequence_multiple=config.sequence_multiple,
+                pad_id=config.pad_id,
+                form=config.form,
+            )
+        except ValueError as error:
+            raise FormatError(f"{self.shards.folder}: {error}") from None
+        walk = Walk(
+            self.shards,
+            state,
+            epochs=config.epochs,
+            at_end=config.at_end,
+            acknowledged=self.acks.done_in,
+            waiter=self._waiter,
+        )
+        # Nothing is looked up ahead: a batch that is ready must not wait until the next shard is published.
+        return walk, iter(BatchLoader(assembler, _holding_shards(walk, source), ahead=0))
+
+    def close(self) -> None:
+        """End the thread, even while it waits for a shard. Any thread may call this, more than once."""
+        self._closed = True
+        self._stop.set()
+        if self._begun is not None:
+            self._begun[1].close()
+
+    def __enter__(self) -> LiveLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what the producer promises ----
+
+    def prepare(self) -> None:
+        """Wait for the catalog's limits, and hold them against the options; once. The first batch does it too.
+
+        Raises:
+            FormatError: with these limits training would come to a stop.
+            SFTIndexError: no limits were written in time.
+        """
+        if self._limits is None:
+            limits = self.require_room()
+            self.state = dataclasses.replace(self.state, generation=self.acks.next_generation(self.state))
+            self._limits = limits
+
+    def require_room(self) -> Limits:
+        """The catalog's limits, which this waits for. FormatError: the producer may not be far enough ahead."""
+        limits, deal, step_rows = self.shards.limits(self._waiter)[0], self.state.deal, self.config.step_rows
+        if limits.max_ahead_shards is None:
+            return limits
+        least = least_ahead(deal, step_rows, self.shards.least_packs())
+        if limits.max_ahead_shards < least:
+            raise FormatError(
+                f"{self.shards.folder}: the producer is at most {limits.max_ahead_shards} shards ahead, and"
+                f" {deal.size} ranks with a window of {deal.window} that take {step_rows} packs a step need {least} to"
+                f" go on; start it with --max-ahead-shards {least} or more, or train with a smaller window, or smaller"
+                " batches"
+            )
+        return limits
+
+    @property
+    def needs_acks(self) -> bool:
+        """Whether the producer needs acknowledgements to go on, or to remove shards; False before ``prepare``."""
+        return self._limits is not None and self._limits.needs_acks
+
+    def may_need_commit(self, committed: Sequence[RankState]) -> bool:
+        """Whether the next step may need a shard that the producer publishes only after another commit.
+
+        A trainer that saves between steps asks this before each step, and saves first where the answer is True. Runs
+        with the same data and the same commits get the same answer, at whatever pace shards come: it follows from the
+        shards that a step can need at most, not from those that are there.
+
+        Args:
+            committed: the states of all ranks that were acknowledged last.
+        """
+        packs_in = lambda shard: self.shards.count(shard) or 0  # noqa: E731
+        last = last_shard_of_step(self.state, packs_in, self.shards.least_packs())
+        acks = [self.acks.of(state) for state in committed]
+        return self.shards.may_not_come(uncompleted(acks, last))
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rank stands after the batches that were taken, as plain values for a checkpoint."""
+        return self.state.to_json()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Begin where a checkpoint ended.
@@ -159,254 +305,40 @@ class LiveDataset(IterableDataset[Tensors]):
 
         Raises:
             FormatError: it is no state, or one of a job with another seed, shuffle or number of epochs.
+            SFTIndexError: batches were taken already.
         """
-        now = self.state
+        folder, config = self.shards.folder, self.config
+        if self._begun is not None or self._closed:
+            raise SFTIndexError(f"{folder}: batches were taken already; load the state into a new loader")
         found = [RankState.from_json(one) for one in ([state] if isinstance(state, dict) else state)]
         for one in found:
-            if (one.base.seed, one.shuffle) != (now.base.seed, now.shuffle):
+            if (one.deal.seed, one.deal.shuffle) != (config.seed, config.shuffle):
                 raise FormatError(
-                    f"{self.shards.folder}: the state is of seed {one.base.seed}, shuffle {one.shuffle}; found seed"
-                    f" {now.base.seed}, shuffle {now.shuffle}: packs would come twice or never; resume with the same"
+                    f"{folder}: the state is of seed {one.deal.seed}, shuffle {one.deal.shuffle}; found seed"
+                    f" {config.seed}, shuffle {config.shuffle}: packs would come twice or never; resume with the same"
                 )
-            if one.base.epoch >= self.epochs:
+            if one.deal.epoch >= config.epochs:
                 raise FormatError(
-                    f"{self.shards.folder}: the state is in epoch {one.base.epoch + 1}, and there are to be"
-                    f" {self.epochs}; resume with as many epochs as before, or more"
+                    f"{folder}: the state is in epoch {one.deal.epoch + 1}, and there are to be {config.epochs}; resume"
+                    " with as many epochs as before, or more"
                 )
-        if not isinstance(state, dict):
-            shape = {"window": now.base.window, "batch_rows": now.batch_rows, "step_rows": now.step_rows}
-            self.state = resume(found, now.size, now.rank, **shape)
-            return
-        if differs := found[0].difference(now):
-            raise FormatError(
-                f"{self.shards.folder}: the state is of {differs}; give the list of all ranks' states, and what is left"
-                " is dealt out anew"
-            )
-        self.state = found[0]
-
-    def prepare(self, waiter: Waiter, *, lagging: bool = False) -> None:
-        """Wait for the catalog's limits, and hold them against the options; once.
-
-        Args:
-            waiter: who waits.
-            lagging: whether acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
-
-        Raises:
-            FormatError: with these limits training would come to a stop.
-            SFTIndexError: no limits were written in time.
-        """
-        if self._limits is None:
-            self.require_room(waiter, lagging=lagging)
-            self._limits = self.shards.limits(waiter)[0]
-            generation = next_generation(self.newest_acks(), self.ack(self.state))
-            self.state = dataclasses.replace(self.state, generation=generation)
-
-    def require_room(self, waiter: Waiter, *, lagging: bool = False) -> None:
-        """FormatError if the producer may not be as far ahead as training needs. Arguments as of ``prepare``."""
-        promised, state = self.shards.limits(waiter)[0], self.state
-        if promised.max_ahead_shards is None:
-            return
-        least = least_ahead(state, self.shards.least_packs(), lagging=lagging)
-        if promised.max_ahead_shards < least:
-            raise FormatError(
-                f"{self.shards.folder}: the producer is at most {promised.max_ahead_shards} shards ahead, and"
-                f" {state.size} ranks with a window of {state.base.window} that take {state.step_rows} packs a step"
-                f" need {least} to go on; start it with --max-ahead-shards {least} or more, or train with a smaller"
-                " window, or smaller batches"
-            )
-
-    @property
-    def needs_acks(self) -> bool:
-        """Whether the producer needs acknowledgements to go on, or to remove shards; False before ``prepare``."""
-        return self._limits is not None and self._limits.needs_acks
-
-    def may_wait_in_vain(self, state: RankState, committed: Sequence[RankState]) -> bool:
-        """Whether the next step may need a shard that the producer publishes only after another commit.
-
-        Runs with the same data and the same commits get the same answer, at whatever pace shards come: it follows from
-        the shards that a step can need at most, not from those that are there.
-
-        Args:
-            state: of this rank, between two steps.
-            committed: the states of all ranks that were acknowledged last.
-        """
-        last = state.last_shard(state.step_rows, lambda shard: self.shards.count(shard) or 0, self.shards.least_packs())
-        return self.shards.may_not_come(uncompleted([self.ack(one) for one in committed], last))
-
-    def ack(self, state: RankState) -> Ack:
-        """The acknowledgement to be written once the checkpoint that holds ``state`` is durable."""
-        return state.ack(self.consumer, self.epochs)
-
-    def newest_acks(self) -> list[Ack]:
-        """This consumer's acknowledgements of its newest generation, by rank; empty before its first checkpoint."""
-        return newest_acks(self.acks, self.consumer)
-
-    def may_acknowledge(self) -> bool:
-        """Whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""
-        if self._writes is None:
-            home = os.path.join(self.acks, self.consumer)
-            with contextlib.suppress(OSError):
-                os.makedirs(home, exist_ok=True)
-            status_of(home)  # waits until its file system answers: what is asked next takes any error for a no
-            self._writes = os.access(home, os.W_OK)
-            if not self._writes and self.needs_acks:
-                raise SFTIndexError(
-                    f"{self.acks}: acknowledgements cannot be written here, and the producer waits for them or frees"
-                    " shards by them; give both a folder that this user may write to (--ack-dir)"
+        if isinstance(state, dict):
+            own = found[0]
+            if differs := own.difference(self.state):
+                raise FormatError(
+                    f"{folder}: the state is of {differs}; give the list of all ranks' states, and what is left is"
+                    " dealt out anew"
                 )
-            if not self._writes:
-                logger.info(f"rank {self.state.rank}: {self.acks} cannot be written to; nothing depends on it")
-        return self._writes
-
-    def deliveries(self, waiter: Waiter, *, thread: bool = False) -> Iterator[tuple[Any, RankState]]:
-        """The micro-batches of this process, each with the state of the rank after it.
-
-        Last comes None with the state at the end of the data, which may be behind shards without packs. A worker
-        process makes every n-th micro-batch, any other process makes all of them. With ``thread`` a thread of this
-        process prepares them ahead.
-        """
-        self.prepare(waiter)
-        source = OpenShards(self.shards, waiter, self.columns)
-
-        def acknowledged_in(state: RankState) -> dict[int, tuple[int, int]]:
-            return acknowledged(self.newest_acks(), self.ack(state))
-
-        walk = Walk(
-            self.shards,
-            self.state,
-            epochs=self.epochs,
-            at_end=self.at_end,
-            acknowledged=acknowledged_in,
-            waiter=waiter,
-        )
-        try:
-            width, columns = source.most_sequences + 2, tuple(source.columns)
-            assembler = BatchAssembler(source, self.seq_length, width=width, columns=columns, **self._shape)
-        except ValueError as error:
-            raise FormatError(f"{self.shards.folder}: {error}") from None
-
-        def batches() -> Iterator[Wanted]:
-            for wanted in walk:
-                # The micro-batch's own shards, and those of the unfinished group. All others may be closed, since the
-                # packs of one micro-batch are read before the next one is asked for.
-                source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
-                yield wanted
-
-        if thread:
-            # Nothing is looked up ahead: a batch that is ready must not wait until the next shard is published.
-            with iter(BatchLoader(assembler, batches(), ahead=0)) as taken:
-                for tensors in taken:
-                    yield tensors, taken.state
         else:
-            info = get_worker_info()
-            worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            for batch in itertools.islice(batches(), worker, None, workers):
-                yield assembler.rows(batch.packs, batch.masked).whole(), batch.state
-        yield None, walk.state
-
-    def __iter__(self) -> Iterator[Tensors]:
-        return (tensors for tensors, _ in self.deliveries(self.waiter()) if tensors is not None)
-
-
-class LiveLoader(Iterator[Tensors]):
-    """The micro-batches of a rank, prepared ahead. It is a context manager that closes itself.
-
-    ::
-
-        with LiveLoader(LiveDataset("catalog", rank=rank, size=size, seq_length=4096)) as loader:
-            for batch in loader:
-                step(batch)
-                if time_to_save:
-                    state = loader.state_dict()
-                    save(model, state)      # until it is on disk
-                    loader.commit(state)    # its shards may be freed now
-
-    A batch is valid until the next one is taken, as with ``BatchLoader``, and pinned if there is a GPU.
-
-    Args:
-        dataset: of this rank.
-        num_workers: how many processes prepare batches; 0 for a thread of this process, which is enough unless chats
-            are tokenised as they are read. With n processes, acknowledgements stay up to n micro-batches behind
-            checkpoints, because the slowest process may still read shards that the others are done with.
-
-    Attributes:
-        state: where the rank stands after the batches that were taken.
-    """
-
-    @checked
-    def __init__(self, dataset: LiveDataset, *, num_workers: int = 0) -> None:
-        self.dataset, self.num_workers = dataset, num_workers
-        self._stop: _Event = torch.multiprocessing.Event() if num_workers else threading.Event()
-        weakref.finalize(self, self._stop.set)
-        self._batches: Iterator[_Outcome] | None = None
-        self.state = dataset.state
-        # The states after the last deliveries, one of every process. All processes have come past the first of them.
-        self._passed = deque([self.state], maxlen=max(num_workers, 1))
-        self._closed = False
-
-    def __next__(self) -> Tensors:
-        if self._closed:
-            raise StopIteration
-        try:
-            if self._batches is None:
-                self._batches = self._begin()
-            delivery = next(self._batches)
-            if isinstance(delivery, SFTIndexError):
-                raise delivery
-            tensors, self.state = delivery
-            if tensors is None:
-                raise StopIteration
-        except (Stopped, StopIteration):
-            self.close()
-            raise StopIteration from None
-        except BaseException:
-            self.close()
-            raise
-        self._passed.append(self.state)
-        return tensors
-
-    def _begin(self) -> Iterator[_Outcome]:
-        dataset = self.dataset
-        self.prepare()
-        dataset.may_acknowledge()
-        state = self.state
-        self._passed.extend([state] * max(self.num_workers, 1))
-        logger.info(
-            f"data-parallel rank {state.rank} of {state.size}: catalog {dataset.shards.folder},"
-            f" window {state.base.window}, {'shuffled' if state.shuffle else 'as stored'},"
-            f" epoch {state.base.epoch + 1} of {dataset.epochs}, {self.num_workers} workers, from row {state.rows}"
-        )
-        if not self.num_workers:
-            return dataset.deliveries(dataset.waiter(self._stop), thread=True)
-        return iter(
-            DataLoader(
-                _InWorkers(dataset, self._stop),
-                batch_size=None,
-                num_workers=self.num_workers,
-                pin_memory=torch.cuda.is_available(),
+            own = RankState(
+                dealt_anew(found, config.size, config.window),
+                config.rank,
+                found[0].generation + 1,
+                config.micro_batch_size,
+                config.step_rows,
             )
-        )
-
-    def prepare(self) -> None:
-        """As ``LiveDataset.prepare``."""
-        self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
-        if self._batches is None and not self._closed:
-            self.state = self.dataset.state
-
-    # ---- checkpoints ----
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the rank stands after the batches that were taken, as plain values for a checkpoint."""
-        return self.state.to_json()
-
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """As ``LiveDataset.load_state_dict``. SFTIndexError after the first batch."""
-        if self._batches is not None or self._closed:
-            raise SFTIndexError(
-                f"{self.dataset.shards.folder}: batches were taken already; load the state into a new loader"
-            )
-        self.dataset.load_state_dict(state)
-        self.state = self.dataset.state
+        self.state = own
+        self._limits = None  # so that ``prepare`` looks for the generation again
 
     def commit(self, state: dict[str, Any] | None = None) -> None:
         """Acknowledge that a checkpoint is on disk, so that the shards that it includes need not be kept.
@@ -422,49 +354,39 @@ class LiveLoader(Iterator[Tensors]):
             OSError: the acknowledgement could not be written.
         """
         self.prepare()
-        dataset = self.dataset
         reached = self.state if state is None else RankState.from_json(state)
-        begins_anew = state is None and not reached.rows and not reached.generation
-        if begins_anew and not dataset.newest_acks():
+        is_first_begin = state is None and not reached.rows and not reached.generation
+        if is_first_begin and not self.acks.newest():
             return
-        if not dataset.may_acknowledge():
+        if not self.may_acknowledge():
             return
-        reached = self.committable(reached)
-        write_ack(dataset.acks, dataset.ack(reached))
-        dataset.shards.committed()
+        self.acks.write(reached)
+        self.shards.committed()
         logger.info(
-            f"rank {reached.rank}: committed epoch {reached.base.epoch + 1}, {reached.items} items,"
+            f"rank {reached.rank}: committed epoch {reached.deal.epoch + 1}, {reached.items} items,"
             f" {reached.packs_of_items:,} packs of shards that are complete"
         )
 
-    def committable(self, state: RankState) -> RankState:
-        """The state that ``commit`` acknowledges: ``state``, or an earlier one that all worker processes are past."""
-        slowest = self._passed[0]
-        is_before = (slowest.base.epoch, slowest.rows) < (state.base.epoch, state.rows)
-        return slowest if self.num_workers and self._batches is not None and is_before else state
-
-    def close(self) -> None:
-        """End the thread or the worker processes, even while they wait for a shard. Any thread may call this, twice."""
-        self._closed = True
-        self._stop.set()
-        self._batches = None
-
-    def __enter__(self) -> LiveLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def may_acknowledge(self) -> bool:
+        """Whether acknowledgements can be written. SFTIndexError: they cannot, and the producer needs them."""
+        is_first = self.acks.is_writable is None
+        if self.acks.may_write():
+            return True
+        if self.needs_acks:
+            raise SFTIndexError(
+                f"{self.acks.folder}: acknowledgements cannot be written here, and the producer waits for them or frees"
+                " shards by them; give both a folder that this user may write to (--ack-dir)"
+            )
+        if is_first:
+            logger.info(f"rank {self.state.rank}: {self.acks.folder} cannot be written to; nothing depends on it")
+        return False
 
 
-class _InWorkers(IterableDataset[_Outcome]):
-    """The deliveries of a worker process."""
-
-    def __init__(self, dataset: LiveDataset, stop: _Event) -> None:
-        super().__init__()
-        self._dataset, self._stop = dataset, stop
-
-    def __iter__(self) -> Iterator[_Outcome]:
-        try:
-            yield from self._dataset.deliveries(self._dataset.waiter(self._stop))
-        except SFTIndexError as error:
-            yield error
+def _holding_shards(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
+    """The micro-batches of a walk, each with its shards open."""
+    for wanted in walk:
+        # The shards of the micro-batch, and those of the open group. All others may be closed, since the packs of one
+        # micro-batch are read before the next one is asked for.
+        shards_of_rows = np.asarray(wanted.packs)[:, 0].tolist()
+        source.hold([*shards_of_rows, *wanted.state.open_shards])
+        yield wanted

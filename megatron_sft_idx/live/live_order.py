@@ -1,38 +1,80 @@
-"""Which rank reads which packs of live shards, and in which order: computed from a few numbers, never from timing.
+"""Which rank reads which packs of live shards, and in which order. Nothing here reads a file, waits or keeps time.
 
-A ``Base`` describes the order: the leftovers of an earlier job, and the first shard that nobody had touched. That gives
-a list of items: the leftovers, then one item for each shard from there on. Item j belongs to data-parallel rank
-j mod size, so in a fresh job shard s belongs to rank s mod size.
+The order follows from a few numbers, so every rank computes it alone, and a run that goes on from a checkpoint computes
+the same one. Shards are numbered from 0. Nobody knows yet how many will come.
 
-A rank takes its items in groups: ``window`` untouched items that follow each other, or one that was begun before. The
-packs of a group come in one permutation, which depends on the seed, the epoch and the shards of the group alone: not on
-timing, on worker processes, or on how many shards are published. ``RankState`` says how far a rank has come,
-``resume`` deals what is left to any number of ranks, and ``Walk`` makes micro-batches of the packs as shards appear.
-Ranks never talk to each other: that all of them end an epoch with the same number of rows, each finds out by counting
-the packs of every rank.
+**Items.** A ``Deal`` is an endless list of items. Item j belongs to data-parallel rank j mod size. At a fresh start
+item j is shard j. These are the items of rank 1 of 2 ranks, among the first six shards:
+
+    >>> deal = Deal(size=2, window=2)
+    >>> [deal.item(number).shards for number in deal.items_of(rank=1, end=6)]
+    [(1,), (3,), (5,)]
+
+**Groups.** A rank reads its items in groups of ``window`` shards. The packs of a group come in one permutation. It
+depends on the seed, the epoch and the shards of the group, and on nothing else: not on timing, and not on how many
+shards are published. The last group may be smaller:
+
+    >>> deal.group(rank=1, items_done=0, end=6)
+    Group(shards=(1, 3), packs_read=0, num_items=2)
+    >>> deal.group(rank=1, items_done=2, end=6)
+    Group(shards=(5,), packs_read=0, num_items=1)
+
+**Resuming.** With as many ranks as before, each goes on from its own ``RankState``. With another number of ranks, what
+is left is dealt out anew. Suppose that rank 0 stopped 5 packs into its group of shards 0 and 2, and that rank 1 has
+done shards 1 and 3 and stands in front of shards 5 and 7:
+
+    >>> states = [RankState(deal, rank=0, packs=5, open_shards=(0, 2), open_packs=5, rows=5),
+    ...           RankState(deal, rank=1, packs=5, items=2, rows=5)]
+    >>> again = dealt_anew(states, size=3, window=2)
+    >>> again.leftovers
+    (Item(shards=(0, 2), packs_read=5),)
+    >>> again.frontier
+    4
+
+The rest of the open group is the first item of the new list, whole, since its packs are one permutation. After the
+leftovers come shards 4, 5, 6 and so on, which nobody had touched. So each pack is read exactly once:
+
+    >>> [again.item(number).shards for number in range(4)]
+    [(0, 2), (4,), (5,), (6,)]
+
+**Completed shards.** A rank does its items in order. So one number for each rank, how many items it has done, says
+which shards are completed. Module ``acks`` writes these numbers down for the producer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live.acks import Ack, Base, Leftover
-from megatron_sft_idx.live.catalog import Positive, Record, Waiter, require_version
-from megatron_sft_idx.live.live_shards import LiveShards
-from megatron_sft_idx.training import Wanted, shuffled
+from megatron_sft_idx.live.documents import Positive, Record, require_version
+from megatron_sft_idx.packing.permutation import shuffled
 
-AtEnd = Literal["pad", "drop"]
+# Version of the states in checkpoints, and what messages call them.
+STATE_VERSION = 2
+_STATE = "state_dict"
+# A damaged state must not make a list of this length.
+_MOST_SKIPPED = 10_000_000
 
-_NO_PACKS = np.zeros((0, 2), np.int64)
-VERSION = 1
-_NAME = "state_dict"
+# ---- how shards are dealt out ----
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Record):
+    """What one rank reads as a whole: an untouched shard, or the rest of a group that an earlier deal began.
+
+    Attributes:
+        shards: numbers of the shards, in the order in which their packs are numbered; one unless a group was begun.
+        packs_read: how many packs of the group's permutation were read already; 0 for an untouched shard.
+    """
+
+    shards: tuple[int, ...]
+    packs_read: int = 0
 
 
 class Group(NamedTuple):
@@ -40,60 +82,107 @@ class Group(NamedTuple):
 
     Attributes:
         shards: the shards of all these items.
-        offset: how many packs of the permutation an earlier job has read.
+        packs_read: how many packs of the permutation were read under an earlier deal.
         num_items: how many items these are.
     """
 
     shards: tuple[int, ...]
-    offset: int
+    packs_read: int
     num_items: int
 
 
-def _items_of(base: Base, size: int, rank: int, end: int, first: int = 0) -> Iterator[Leftover]:
-    """The items of a rank from its ``first`` on, in a catalog that ends with ``end`` shards."""
-    return (base.item(number) for number in range(rank + first * size, base.num_items(end), size))
+@dataclass(frozen=True, slots=True)
+class Deal(Record):
+    """How the shards of one epoch are dealt out to ranks, and how their packs are shuffled.
 
+    Two deals that are equal give the same packs to the same ranks in the same order.
 
-def next_group(base: Base, size: int, rank: int, items: int, end: int | None) -> Group | None:
-    """The group that a rank reads once it has done ``items`` of its items; None where none is left.
-
-    ``end`` is how many shards there are in all, None while that is not known: the group is then a whole one, and the
-    caller must wait for its shards.
+    Attributes:
+        size: the number of data-parallel ranks.
+        window: how many untouched shards of a rank make a group.
+        seed: of the shuffle.
+        shuffle: whether the packs of a group are shuffled, rather than read as they are stored.
+        epoch: the epoch, from 0.
+        leftovers: the first items: what an earlier deal of this epoch has left over below ``frontier``.
+        frontier: number of the first shard that nobody had touched; the shards from it on are the items after the
+            leftovers. A shard below it that is in no leftover is completed.
     """
-    if end is None:
-        end = base.frontier + (items + base.window + 1) * size
-    shards: list[int] = []
-    for item in _items_of(base, size, rank, end, items):
-        if item.offset:
-            return Group(tuple(shards), 0, len(shards)) if shards else Group(item.shards, item.offset, 1)
-        shards += item.shards
-        if len(shards) == base.window:
-            break
-    return Group(tuple(shards), 0, len(shards)) if shards else None
 
+    size: Positive
+    window: Positive = 1
+    seed: int = 0
+    shuffle: bool = True
+    epoch: int = 0
+    leftovers: tuple[Item, ...] = ()
+    frontier: int = 0
 
-def least_ahead(state: RankState, min_packs: int, *, lagging: bool = False) -> int:
-    """How many shards a producer must be allowed to be ahead, so that ranks that save between steps never deadlock.
+    def contradiction(self) -> tuple[str, Any, str] | None:
+        """A leftover of no shard, or of several that are untouched."""
+        if any(not item.shards or (len(item.shards) > 1 and not item.packs_read) for item in self.leftovers):
+            return "leftovers", "one of them", "one shard, or several that are begun"
+        return None
 
-    When a step begins, a rank may have one pack left of its group and take the others of the step from further groups.
-    All shards before the last of these count that no rank has completed. To end one group, a rank may also need the
-    first packs of its next one, since a loader that runs ahead commits wherever it stands.
+    def item(self, number: int) -> Item:
+        """Item ``number``. There is one for every number from 0 on, though its shard may never come."""
+        if number < len(self.leftovers):
+            return self.leftovers[number]
+        return Item((self.frontier + number - len(self.leftovers),))
 
-    Args:
-        state: of any rank.
-        min_packs: how many packs every shard but the last one has at least.
-        lagging: as for ``LiveDataset.prepare``.
-    """
-    window, size = state.base.window, state.size
-    groups = 1 - (1 - state.step_rows) // (window * min_packs)
-    return max(groups * window * size, (2 * window - 1) * size + (size if lagging else 1))
+    def num_items(self, end: int) -> int:
+        """How many items there are where ``end`` shards are all; the number of the item of shard ``end``."""
+        return len(self.leftovers) + max(0, end - self.frontier)
 
+    def items_of(self, rank: int, end: int, first: int = 0) -> range:
+        """Numbers of a rank's items, without its ``first`` ones, where ``end`` shards are all.
 
-def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> NDArray[np.int64]:
-    """The permutation of a group's packs, which are numbered through its shards one after the other: int64 [packs]."""
-    if not shuffle:
-        return np.arange(packs, dtype=np.int64)
-    return shuffled(packs, base.seed, base.epoch, *shards)
+        >>> list(Deal(size=3).items_of(rank=1, end=9, first=1))
+        [4, 7]
+        """
+        return range(rank + first * self.size, self.num_items(end), self.size)
+
+    def group(self, rank: int, items_done: int, end: int | None) -> Group | None:
+        """The group that a rank reads once it has done ``items_done`` of its items; None where none is left.
+
+        A leftover that was begun is a group by itself, as its packs have their permutation already.
+
+        Args:
+            rank: the rank.
+            items_done: how many of its items it has done.
+            end: how many shards there are in all. None while nobody knows: the group is a whole one then, and the
+                caller must wait for its shards.
+        """
+        if end is None:
+            end = self.frontier + (items_done + self.window + 1) * self.size
+        shards: list[int] = []
+        for number in self.items_of(rank, end, items_done):
+            item = self.item(number)
+            if item.packs_read:
+                return Group(tuple(shards), 0, len(shards)) if shards else Group(item.shards, item.packs_read, 1)
+            shards += item.shards
+            if len(shards) == self.window:
+                break
+        return Group(tuple(shards), 0, len(shards)) if shards else None
+
+    def pack_order(self, shards: Sequence[int], packs: int) -> NDArray[np.int64]:
+        """The permutation of a group's packs, which are numbered through its shards one after the other.
+
+        Args:
+            shards: the shards of the group.
+            packs: how many packs they have together.
+
+        Returns:
+            int64 [packs]. The first one read comes first.
+
+        >>> Deal(size=2, shuffle=False).pack_order((1, 3), 4).tolist()
+        [0, 1, 2, 3]
+        """
+        if not self.shuffle:
+            return np.arange(packs, dtype=np.int64)
+        return shuffled(packs, self.seed, self.epoch, *shards)
+
+    def of_epoch(self, epoch: int) -> Deal:
+        """The deal of another epoch from its beginning, where nothing is left over."""
+        return dataclasses.replace(self, epoch=epoch, leftovers=(), frontier=0)
 
 
 # ---- where a rank stands ----
@@ -101,26 +190,22 @@ def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class RankState(Record):
-    """How far one data-parallel rank has come; goes into checkpoints.
+    """How far one data-parallel rank has come. Checkpoints hold it.
 
     Attributes:
-        base: of the order.
-        shuffle: whether the packs of a group are shuffled, rather than as they are stored.
-        size: how many data-parallel ranks share the order.
-        rank: which of them this is.
-        generation: how often the order was dealt out anew, to another number of ranks or otherwise.
+        deal: what the ranks read.
+        rank: the data-parallel rank, from 0.
+        generation: how often this consumer's shards were dealt out anew, to other ranks or otherwise.
         batch_rows: rows of a micro-batch.
         step_rows: rows of this rank in a step of the optimizer.
-        rows: rows that the rank was given since the base was made, masked ones at the end included; equal on all ranks.
+        rows: rows that the rank was given under this deal, masked ones at the end included; equal on all ranks.
         items: how many of its items the rank has done.
-        packs: packs that the rank was given since the base was made, those of an unfinished group included.
-        shards: the shards of the group that the rank is in the middle of; none between two groups.
-        offset: how many packs of that group the rank was given.
+        packs: packs that the rank was given under this deal, those of an open group included.
+        open_shards: the shards of the group that the rank is in the middle of; none between two groups.
+        open_packs: how many packs of that group's permutation are read; 0 between two groups.
     """
 
-    base: Base
-    shuffle: bool
-    size: Positive
+    deal: Deal
     rank: int
     generation: int = 0
     batch_rows: Positive = 1
@@ -128,342 +213,203 @@ class RankState(Record):
     rows: int = 0
     items: int = 0
     packs: int = 0
-    shards: tuple[int, ...] = ()
-    offset: int = 0
+    open_shards: tuple[int, ...] = ()
+    open_packs: int = 0
+
+    def contradiction(self) -> tuple[str, Any, str] | None:
+        """Numbers that no rank can come to."""
+        is_open = bool(self.open_shards)
+        if self.rank >= self.deal.size or is_open != (self.open_packs > 0) or self.packs_of_items < 0:
+            return "rank, open_shards, open_packs or packs", self.rank, "numbers that go together"
+        return None
+
+    @property
+    def first_open_item(self) -> int:
+        """Number of the first item that the rank has not done."""
+        return self.rank + self.items * self.deal.size
+
+    @property
+    def first_untouched_item(self) -> int:
+        """Number of the first item of the rank of which it has read nothing."""
+        if not self.open_shards:
+            begun = 0
+        elif self.deal.item(self.first_open_item).packs_read:
+            begun = 1  # a leftover, whatever the number of its shards
+        else:
+            begun = len(self.open_shards)
+        return self.first_open_item + begun * self.deal.size
 
     @property
     def packs_of_items(self) -> int:
-        """How many packs the items that are done had."""
-        if not self.shards:
+        """How many packs the rank was given of the items that it has done."""
+        if not self.open_shards:
             return self.packs
-        return self.packs - self.offset + self._first_open().offset
+        # Of a leftover, some were read under the earlier deal.
+        return self.packs - (self.open_packs - self.deal.item(self.first_open_item).packs_read)
 
-    @property
-    def next_item(self) -> int:
-        """The number, among the items of all ranks, of the first one that this rank has not touched."""
-        begun = 0
-        if self.shards:
-            begun = 1 if self._first_open().offset else len(self.shards)
-        return self.rank + (self.items + begun) * self.size
-
-    def last_shard(self, rows: int, packs_in: Callable[[int], int], least: int) -> int:
-        """The last shard in which the next ``rows`` packs of the rank may lie.
-
-        ``packs_in`` gives the packs in a shard of the unfinished group; every other shard has ``least`` or more.
-        """
-        have = sum(map(packs_in, self.shards)) - self.offset
-        last, number, fresh = max(self.shards, default=0), self.next_item, 0
-        while have < rows or fresh % self.base.window:
-            left = self.base.item(number)
-            last, number = max(last, *left.shards), number + self.size
-            have, fresh = have + (1 if left.offset else least), 0 if left.offset else fresh + 1
-        return last
-
-    def _first_open(self) -> Leftover:
-        return self.base.item(self.rank + self.items * self.size)
+    def at_epoch(self, epoch: int) -> RankState:
+        """The state at the beginning of another epoch."""
+        return RankState(self.deal.of_epoch(epoch), self.rank, self.generation, self.batch_rows, self.step_rows)
 
     def difference(self, other: RankState) -> str:
-        """What must not differ where a rank goes on from the other state, in both states; empty if nothing does."""
+        """What forbids that a rank of state ``other`` goes on from this one, in both states; empty where nothing does.
+
+        >>> RankState(Deal(size=2), rank=0).difference(RankState(Deal(size=4), rank=0))
+        'data-parallel size 2, and here it is 4'
+        """
         for what, mine, others in (
             ("rank", self.rank, other.rank),
-            ("data-parallel size", self.size, other.size),
+            ("data-parallel size", self.deal.size, other.deal.size),
             ("micro-batch size", self.batch_rows, other.batch_rows),
             ("rows in a step", self.step_rows, other.step_rows),
-            ("window", self.base.window, other.base.window),
+            ("window", self.deal.window, other.deal.window),
         ):
             if mine != others:
                 return f"{what} {mine}, and here it is {others}"
         return ""
 
-    def ack(self, consumer: str, epochs: int) -> Ack:
-        """The acknowledgement to be written once the checkpoint that holds this state is durable."""
-        done = self.items, self.packs_of_items
-        return Ack(consumer, self.generation, self.base, self.size, self.rank, *done, self.base.epoch, epochs)
-
     def to_json(self) -> dict[str, Any]:
         """The state as plain values, which JSON and every checkpoint can hold."""
-        return {"version": VERSION, **Record.to_json(self)}
+        return {"version": STATE_VERSION, **Record.to_json(self)}
 
     @classmethod
     def from_json(cls, content: Any) -> RankState:
         """The state in the plain values of ``to_json``. FormatError where they are not those of a state."""
         if not isinstance(content, dict):
-            raise FormatError(f"{_NAME}: found {type(content).__name__}, expected what state_dict() returned")
-        require_version(_NAME, content, VERSION)
-        return cls.parse(_NAME, content)
-
-    def contradiction(self) -> tuple[str, Any, str] | None:
-        """Numbers that no walk can come to."""
-        if any(not left.shards or (len(left.shards) > 1 and not left.offset) for left in self.base.leftovers):
-            return "base.leftovers", "one of them", "one shard, or several that are begun"
-        if self.rank >= self.size or bool(self.shards) != (self.offset > 0) or self.packs_of_items < 0:
-            return "rank, shards, offset or packs", self.rank, "numbers that go together"
-        return None
+            raise FormatError(f"{_STATE}: found {type(content).__name__}, expected what state_dict() returned")
+        require_version(_STATE, content, STATE_VERSION)
+        return cls.parse(_STATE, content)
 
 
-def resume(
-    states: Sequence[RankState], size: int, rank: int, *, window: int, batch_rows: int, step_rows: int
-) -> RankState:
-    """The state of one rank of a job that goes on where all ranks of another job stood, on any number of ranks.
+def dealt_anew(states: Sequence[RankState], size: int, window: int) -> Deal:
+    """What all ranks of one job have left, dealt out to any number of ranks.
 
-    What is left is dealt out anew, in this order: groups that were begun, each to be finished by one rank; shards that
+    The items of the new deal are, in this order: groups that were begun, each to be finished by one rank; shards that
     some rank had not come to while others were beyond them; then all shards that nobody had touched.
+
+    Args:
+        states: of all ranks, at one step.
+        size: the number of ranks that go on.
+        window: how many untouched shards make a group from now on.
 
     Raises:
         FormatError: these are not the states of all ranks of one job at one step.
     """
+    states = _of_one_step(states)
+    deal = states[0].deal
+    begun = [Item(state.open_shards, state.open_packs) for state in states if state.open_shards]
+    # Items from ``beyond`` on are untouched by all ranks, and those below ``least`` are begun or done by all.
+    beyond = max(len(deal.leftovers), *(state.first_untouched_item - deal.size + 1 for state in states))
+    least = min(state.first_untouched_item for state in states)
+    if beyond - least > _MOST_SKIPPED:
+        raise FormatError(f"{_STATE}: one rank is {beyond - least} shards ahead of another, so no state of one run")
+    numbers = range(least, beyond)
+    skipped = [deal.item(number) for number in numbers if number >= states[number % deal.size].first_untouched_item]
+    begun += [item for item in skipped if item.packs_read]
+    untouched = [item for item in skipped if not item.packs_read]
+    leftovers = *sorted(begun, key=_shards), *sorted(untouched, key=_shards)
+    frontier = deal.frontier + beyond - len(deal.leftovers)
+    return dataclasses.replace(deal, size=size, window=window, leftovers=leftovers, frontier=frontier)
+
+
+def _shards(item: Item) -> tuple[int, ...]:
+    return item.shards
+
+
+def _of_one_step(states: Sequence[RankState]) -> list[RankState]:
+    """The states by rank. FormatError where they are not those of all ranks of one job at one step."""
     if not states:
-        raise FormatError(f"{_NAME}: an empty list; give the states of all data-parallel ranks of one checkpoint")
+        raise FormatError(f"{_STATE}: an empty list; give the states of all data-parallel ranks of one checkpoint")
     states = sorted(states, key=lambda state: state.rank)
     first, ranks = states[0], [state.rank for state in states]
-    if len(ranks) != first.size or ranks != list(range(first.size)):
+    if len(ranks) != first.deal.size or ranks != list(range(first.deal.size)):
         raise FormatError(
-            f"{_NAME}: states of ranks {ranks[:20]}, expected one of each of the {first.size} data-parallel ranks of"
-            " one checkpoint"
+            f"{_STATE}: states of ranks {ranks[:20]}, expected one of each of the {first.deal.size} data-parallel ranks"
+            " of one checkpoint"
         )
-    shared = ("base", "shuffle", "size", "generation", "batch_rows", "step_rows", "rows")
+    shared = ("deal", "generation", "batch_rows", "step_rows", "rows")
     for state in states:
         if any(getattr(state, name) != getattr(first, name) for name in shared):
             raise FormatError(
-                f"{_NAME}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
-                f" {state.rows} rows, epochs {first.base.epoch} and {state.base.epoch}); give the states of one"
+                f"{_STATE}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
+                f" {state.rows} rows, epochs {first.deal.epoch} and {state.deal.epoch}); give the states of one"
                 " checkpoint"
             )
-    base = first.base
-    num_ranks = len(states)
-    begun = [Leftover(state.shards, state.offset) for state in states if state.shards]
-    # No rank has touched this item or a later one; the last item that a rank has begun is its next_item - num_ranks.
-    beyond = max(len(base.leftovers), *(state.next_item - num_ranks + 1 for state in states))
-    least = min(state.next_item for state in states)
-    if beyond - least > 10_000_000:  # a damaged state must not make a list of that length
-        raise FormatError(f"{_NAME}: one rank is {beyond - least} shards ahead of another, so no state of one run")
-    skipped = [base.item(number) for number in range(least, beyond) if number >= states[number % num_ranks].next_item]
-    begun += [left for left in skipped if left.offset]
-    untouched = [left for left in skipped if not left.offset]
-    begun.sort(key=lambda left: left.shards)
-    untouched.sort(key=lambda left: left.shards)
-    frontier = base.frontier + beyond - len(base.leftovers)
-    fresh = dataclasses.replace(base, window=window, leftovers=(*begun, *untouched), frontier=frontier)
-    return RankState(fresh, first.shuffle, size, rank, first.generation + 1, batch_rows, step_rows)
+    return states
 
 
-# ---- a rank's way through live shards ----
+# ---- how far ahead a producer must be allowed to be ----
 
 
-class Walk:
-    """Iterates over the micro-batches of one rank from a state on, through all epochs, and waits for shards.
+def least_ahead(deal: Deal, step_rows: int, min_packs: int) -> int:
+    """The least ``max_ahead_shards`` with which a producer and a job never wait for each other for good.
 
-    Each is a ``Wanted`` whose packs are int64 [rows, 2], the number of a shard and of a pack in it, with the state of
-    the rank behind it. All worker processes of a rank walk the same way, and read nothing but headers.
+    The producer publishes a shard only while fewer than ``max_ahead_shards`` are published and not completed. A shard
+    is completed when a rank has read all of it and a checkpoint says so. Two things must always be possible:
+
+    * **A step.** At its beginning a rank may have one pack left in its open group. The other ``step_rows - 1`` packs
+      come from further groups, which have ``window * min_packs`` packs or more each. All ranks together read
+      ``window * size`` shards in a group. With 2 ranks, a window of 1, shards of at least 8 packs and 10 packs a step,
+      a rank may take its packs from 3 groups (1 + 8 + 1), which are 6 shards:
+
+      >>> least_ahead(Deal(size=2, window=1), step_rows=10, min_packs=8)
+      6
+
+    * **The end of a group.** A job may save one pack before the end of a group, and its next micro-batch may reach into
+      the next group, which begins only when all its shards are there. From the first shard of the one to the last of
+      the other, of one rank, there are ``(2 * window - 1) * size`` more. With 4 ranks and a window of 3, where rank 0
+      reads shards 0, 4 and 8 and then 12, 16 and 20, these are shards 0 to 20:
+
+      >>> least_ahead(Deal(size=4, window=3), step_rows=1, min_packs=100)
+      21
 
     Args:
-        shards: the shards.
-        state: where the rank stands.
-        epochs: how many epochs there are in all.
-        at_end: how an epoch ends: ``pad`` fills up with masked rows, ``drop`` drops the packs that make no step.
-        acknowledged: by rank, how many items and packs were acknowledged in the order of a state.
-        waiter: who waits for shards.
-
-    Attributes:
-        state: where the rank stands: behind the last micro-batch, or at the end behind empty shards too.
+        deal: of the job.
+        step_rows: packs that a rank takes in a step of the optimizer.
+        min_packs: how many packs every shard but the last one has at least.
     """
+    packs_of_group = deal.window * min_packs
+    further_groups = _divided_up(step_rows - 1, packs_of_group)
+    shards_of_a_step = (1 + further_groups) * deal.window * deal.size
+    shards_to_end_a_group = (2 * deal.window - 1) * deal.size + 1
+    return max(shards_of_a_step, shards_to_end_a_group)
 
-    def __init__(
-        self,
-        shards: LiveShards,
-        state: RankState,
-        *,
-        epochs: int,
-        at_end: AtEnd,
-        acknowledged: Callable[[RankState], dict[int, tuple[int, int]]],
-        waiter: Waiter,
-    ) -> None:
-        self._shards, self._epochs, self._at_end, self._waiter = shards, epochs, at_end, waiter
-        self._acknowledged = acknowledged
-        self._begin(state)
 
-    def _begin(self, state: RankState) -> None:
-        """Stand where a state says; its unfinished group, if there is one, is still to be loaded."""
-        self.state = state
-        self._end = self._shards.end()
-        # The group that is being read, its packs in their order, and how many of these the rank was given.
-        self._group = Group((), 0, 0)
-        self._packs = _NO_PACKS
-        self._num_given = 0
-        # Of each rank, how many of its items have been counted, and the packs in them; and which item comes next.
-        self._counted = [(0, 0)] * state.size
-        self._counted[state.rank] = state.items, state.packs_of_items
-        self._next_item = 0
+def last_shard_of_step(state: RankState, packs_in: Callable[[int], int], min_packs: int) -> int:
+    """The number of the last shard that a rank may need for its next step.
 
-    def __iter__(self) -> Iterator[Wanted]:
-        if self.state.shards:
-            self._take_up()
-        while True:
-            yield from self._pad() if self._at_end == "pad" else self._drop()
-            epoch = self.state.base.epoch + 1
-            if epoch >= self._epochs:
-                return
-            base = Base(epoch, self.state.base.seed, self.state.base.window)
-            self._begin(dataclasses.replace(self.state, base=base, rows=0, items=0, packs=0, shards=(), offset=0))
+    It follows from what shards have at least, and not from what they have. So a run and one that repeats it from a
+    checkpoint get the same answer, whichever shards are there by then.
 
-    def _take_up(self) -> None:
-        """Go on inside the unfinished group of the state."""
-        has_group = self._next_group()
-        state, group = self.state, self._group
-        packs = len(self._packs)
-        if not has_group or group.shards != state.shards or not group.offset < state.offset < packs:
-            arrived_at = f"shards {list(group.shards)}, packs {group.offset} to {packs}" if has_group else "the end"
-            raise FormatError(
-                f"{self._shards.folder}: the state was {state.offset} packs into shards {list(state.shards)}, and what"
-                f" rank {state.rank} of {state.size} comes to here is {arrived_at}; resume with the catalog and the"
-                " state that go together"
-            )
-        self._num_given = state.offset
+    Rank 0 of 2 ranks has read 5 of the 8 packs of shard 0, and takes 4 packs a step. Three come from shard 0, and one
+    from shard 2:
 
-    # ---- the two ways to end ----
+    >>> state = RankState(Deal(size=2), rank=0, step_rows=4, packs=5, open_shards=(0,), open_packs=5)
+    >>> last_shard_of_step(state, packs_in=lambda shard: 8, min_packs=8)
+    2
 
-    def _pad(self) -> Iterator[Wanted]:
-        """Micro-batches to the end of the epoch, with masked rows until the longest rank has whole steps."""
-        size, step = self.state.batch_rows, self.state.step_rows
-        while len(packs := self._next_packs(size)) == size:
-            yield self._micro_batch(packs)
-        while self._count_next():
-            pass
-        longest = max(packs for _, packs in self._counted)
-        total = -(-longest // step) * step
-        self._say_end(total, f"{total - self._counted[self.state.rank][1]:,} rows of padding")
-        filler = self._filler() if self.state.rows < total else _NO_PACKS
-        while self.state.rows < total:
-            yield self._micro_batch(np.concatenate([packs, np.repeat(filler, size - len(packs), axis=0)]), len(packs))
-            packs = _NO_PACKS
-
-    def _drop(self) -> Iterator[Wanted]:
-        """Micro-batches to the last step for which every rank has packs."""
-        step, more = self.state.step_rows, True
-        while more:
-            # Count on until every rank is known to have the packs of one more step, or nothing is left to count.
-            while more and min(packs for _, packs in self._counted) < (self.state.rows // step + 1) * step:
-                more = self._count_next()
-            if more:
-                yield self._micro_batch(self._next_packs(self.state.batch_rows))
-        while self._count_next():
-            pass
-        left = sum(packs for _, packs in self._counted) - self.state.rows * self.state.size
-        self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
-
-    def _micro_batch(self, packs: NDArray[np.int64], real: int | None = None) -> Wanted:
-        """A micro-batch of these packs; its rows from ``real`` on only fill it up."""
-        self.state = dataclasses.replace(self.state, rows=self.state.rows + len(packs))
-        return Wanted(packs, None if real is None else np.arange(len(packs)) >= real, self.state)
-
-    def _filler(self) -> NDArray[np.int64]:
-        """A pack for masked rows: one of the rank that ends last, whose shards are freed last. int64 [1, 2]."""
-        state, present = self.state, self._shards.numbers()
-        longest = int(np.argmax([packs for _, packs in self._counted]))
-        items = _items_of(state.base, state.size, longest, self._end or 0)
-        shards = [shard for item in items for shard in item.shards]
-        is_present = set(present).__contains__
-        for shard in (*filter(is_present, reversed(shards)), *reversed(present)):
-            if self._shards.count(shard):
-                return np.array([[shard, 0]])
-        raise FormatError(
-            f"{self._shards.folder}: rank {state.rank} pads its last steps and no shard is left to take rows from; let"
-            " the producer keep a few (--keep-recent)"
-        )
-
-    def _say_end(self, rows: int, what: str) -> None:
-        state = self.state
-        self._waiter.say(
-            f"{self._waiter.who}: epoch {state.base.epoch + 1} ends after {rows // state.step_rows:,} steps of"
-            f" {state.step_rows} rows, {state.packs:,} packs; {what}"
-        )
-
-    # ---- packs of this rank ----
-
-    def _next_packs(self, count: int) -> NDArray[np.int64]:
-        """The next packs of this rank, int64 [packs, 2]; fewer than ``count`` where its items end."""
-        blocks = []
-        while count and (self._num_given < len(self._packs) or self._next_group()):
-            blocks.append(self._packs[self._num_given : self._num_given + count])
-            count -= len(blocks[-1])
-            self._num_given += len(blocks[-1])
-            state, group, is_done = self.state, self._group, self._num_given == len(self._packs)
-            self.state = dataclasses.replace(
-                state,
-                packs=state.packs + len(blocks[-1]),
-                items=state.items + (group.num_items if is_done else 0),
-                shards=() if is_done else group.shards,
-                offset=0 if is_done else self._num_given,
-            )
-        return blocks[0] if len(blocks) == 1 else np.concatenate([_NO_PACKS, *blocks])
-
-    def _next_group(self) -> bool:
-        """Wait for all shards of the next group and put its packs in order; False where no group is left."""
-        while True:
-            state = self.state
-            group = next_group(state.base, state.size, state.rank, state.items, self._end)
-            if group is None:
-                return False
-            if not all(map(self._wait, group.shards)):
-                self._end = self._shards.end()  # the last group may have fewer shards than a whole one
-                continue
-            counts = [self._shards.count(shard) for shard in group.shards]
-            if None in counts:
-                gone = self._shards.name(group.shards[counts.index(None)])
-                raise FormatError(f"{self._shards.folder}: {gone} went away while it was opened")
-            bounds = np.cumsum(np.array([0, *counts], np.int64))
-            if group.offset and group.offset >= bounds[-1]:
-                raise FormatError(
-                    f"{self._shards.folder}: the state was {group.offset} packs into shards {list(group.shards)}, which"
-                    f" have {bounds[-1]}; resume with the catalog and the state that go together"
-                )
-            if bounds[-1]:
-                break
-            self.state = dataclasses.replace(state, items=state.items + group.num_items)
-        order = pack_order(state.base, group.shards, int(bounds[-1]), state.shuffle)
-        slot = np.searchsorted(bounds, order, side="right") - 1
-        self._packs = np.stack([np.array(group.shards)[slot], order - bounds[slot]], axis=1)
-        self._group, self._num_given = group, group.offset
-        return True
-
-    def _wait(self, shard: int) -> bool:
-        """Wait for a shard; False where there will be fewer shards."""
-        before = self.state.base.num_items(shard)
-
-        def uncommitted() -> int:
-            if self.state.base.epoch < self._epochs - 1:
-                return before  # only the last epoch completes shards, whatever is committed in this one
-            return max(0, before - sum(items for items, _ in self._acknowledged(self.state).values()))
-
-        return self._shards.wait(shard, self._waiter, uncommitted)
-
-    # ---- packs of all ranks, by the headers of shards, or by acknowledgements where shards were removed ----
-
-    def _count_next(self) -> bool:
-        """Count the packs of the next item, whichever rank's it is; False where no further item can come."""
-        index, rank = divmod(self._next_item, self.state.size)
-        item = self.state.base.item(self._next_item)
-        packs = -item.offset
-        for shard in item.shards:
-            if index < self._counted[rank][0]:
-                break  # an acknowledgement has counted it
-            count = self._shards.count(shard)
-            if count is None:
-                for other, counts in self._acknowledged(self.state).items():
-                    self._counted[other] = max(self._counted[other], counts)
-                if index < self._counted[rank][0]:
-                    break
-                if not self._wait(shard):
-                    return False
-                count = self._shards.count(shard)
-            if count is None:
-                raise FormatError(
-                    f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was freed and no"
-                    " acknowledgement says how many packs it had; keep the folder of acknowledgements where the"
-                    " consumers find it (--ack-dir)"
-                )
-            packs += count
+    Args:
+        state: of the rank, between two steps.
+        packs_in: gives the number of packs in a shard of the open group.
+        min_packs: how many packs every other shard has at least.
+    """
+    deal = state.deal
+    packs = sum(packs_in(shard) for shard in state.open_shards) - state.open_packs
+    last = max(state.open_shards, default=0)
+    number = state.first_untouched_item
+    shards_of_group = 0
+    # A group begins only when all its shards are there.
+    while packs < state.step_rows or 0 < shards_of_group < deal.window:
+        item = deal.item(number)
+        number += deal.size
+        last = max(last, *item.shards)
+        if item.packs_read:  # a group by itself, with one pack left at least
+            packs, shards_of_group = packs + 1, 0
         else:
-            self._counted[rank] = index + 1, self._counted[rank][1] + packs
-        self._next_item += 1
-        return True
+            packs, shards_of_group = packs + min_packs, shards_of_group % deal.window + 1
+    return last
+
+
+def _divided_up(number: int, divisor: int) -> int:
+    """``number / divisor``, rounded up."""
+    return -(-number // divisor)

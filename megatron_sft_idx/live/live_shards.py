@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec, is_source
-from megatron_sft_idx.live.catalog import Limits, Waiter
+from megatron_sft_idx.live.catalog import Limits
+from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.shard.shard_set import require_alike_columns
 from megatron_sft_idx.training import Arrays, Index, Segments, located
 

@@ -21,7 +21,6 @@ any number of samples goes on with the same global batches on another number of 
 
 from __future__ import annotations
 
-import json
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -31,21 +30,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import Wanted
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
 # ---- the order of an epoch ----
-
-
-def shuffled(packs: int, *key: int | str) -> NDArray[np.int64]:
-    """The permutation of so many packs that a key gives: the same on every machine, and for live shards too."""
-    return _native.packing_permutation(packs, xxhash.xxh3_64_intdigest(json.dumps(key).encode()))
 
 
 class EpochOrder:

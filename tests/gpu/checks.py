@@ -23,9 +23,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import numpy as np
 import torch
+from gpt_model import connect, current_device, megatron_device, model_inputs, seed_everything
 from megatron.core import parallel_state
 from training_twin import lone_process, pretrain_script, random_sequences
 
@@ -33,7 +35,6 @@ from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors, widen
 from megatron_sft_idx.training.loader import BatchLoader, _Slot
-from megatron_sft_idx.training.model import connect, current_device, megatron_device, model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
 
 ROOT = Path(__file__).parents[2]

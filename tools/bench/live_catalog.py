@@ -23,7 +23,7 @@ from plot import Dot, dots
 from report import Bench, cells, run_bench
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState
-from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
@@ -53,7 +53,7 @@ def static_batches(folder: Path) -> Iterator[Any]:
 
 
 def live(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> LiveLoader:
-    return LiveLoader(LiveDataset(folder, rank=rank, size=size, seq_length=CAPACITY, micro_batch_size=ROWS, **options))
+    return LiveLoader(folder, LiveConfig(rank=rank, size=size, seq_length=CAPACITY, micro_batch_size=ROWS, **options))
 
 
 def per_batch(batches: Iterable[Any]) -> tuple[float, float]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from megatron.core import parallel_state
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import stated_in
 from megatron_sft_idx.lines import get_logger
-from megatron_sft_idx.live.acks import Base, ack_folder, newest_acks
-from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
+from megatron_sft_idx.live.acks import ack_folder, newest_acks
+from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.chunks import LiveChunks, chunks_in, declaring_end
-from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import LiveShards
+from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors, parallel_multiple
@@ -54,7 +54,6 @@ _LIVE_OPTIONS: tuple[tuple[str, type, int | None, Any, str, str], ...] = (
     ("max-wait", float, 0, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
     ("consumer", str, None, "train", "NAME", "this run's name among those that read the folder"),
     ("ack-dir", str, None, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
-    ("num-workers", int, 0, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
 )
 _END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
 _MOST_SEQUENCES = "of packed lines, or of chats with --earlier-reasoning split; 64, or 1 in 32 tokens where not given"
@@ -147,9 +146,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size"
             f" {args.micro_batch_size} x {size} data-parallel ranks"
         )
-    dataset = partial(
-        LiveDataset,
-        shards,
+    config = LiveConfig(
         rank=rank,
         size=size,
         seq_length=args.seq_length,
@@ -163,8 +160,6 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         consumer=args.consumer,
         ack_dir=args.ack_dir,
     )
-    raw = isinstance(shards, LiveChunks) and shards.encoding is not None
-    workers = args.num_workers if args.num_workers is not None else 2 * raw
     leads = _leads() and not rank
     _require_first(args, shards)
     if args.save is None and leads:
@@ -176,7 +171,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     ending: AbstractContextManager[None] = nullcontext()
     if isinstance(shards, LiveChunks) and args.end_after is not None and leads:
         ending = declaring_end(folder, args.end_after, shards.end_folders)
-    return LiveData(lambda: LiveLoader(dataset(), num_workers=workers), ending)
+    return LiveData(shards, config, ending)
 
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
@@ -184,7 +179,7 @@ def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
     if args.save is None or args.load is not None or args.fresh:
         return
     acks = newest_acks(ack_folder(Catalog(shards.folder), args.ack_dir), args.consumer)
-    if any(ack.items_done or ack.base != Base(0, ack.base.seed, ack.base.window) for ack in acks):
+    if any(ack.items_done or ack.deal != ack.deal.of_epoch(0) for ack in acks):
         raise FormatError(
             f"{shards.folder}: consumer {args.consumer!r} has acknowledged shards here, and --save {args.save} holds no"
             " checkpoint; name the folder that does, give --fresh to read everything again, or another --consumer"
@@ -195,12 +190,14 @@ class LiveData(Iterator[Tensors]):
     """Micro-batches of this rank, and what all ranks do together about checkpoints; a context manager.
 
     Args:
-        make: a loader of this rank, which has read nothing.
+        shards: the live data.
+        config: how this rank reads them.
         ending: entered while this is; declares the end where the producer does not, on one process.
     """
 
-    def __init__(self, make: Callable[[], LiveLoader], ending: AbstractContextManager[None]) -> None:
-        self._make, self._loader, self._ending = make, make(), ending
+    def __init__(self, shards: LiveShards, config: LiveConfig, ending: AbstractContextManager[None]) -> None:
+        self._shards, self._config, self._ending = shards, config, ending
+        self._loader = LiveLoader(shards, config)
         self._saved, self._begun = self._loader.state, False
         # The states of all ranks that were acknowledged last; None before the first step.
         self._committed: list[RankState] | None = None
@@ -220,11 +217,11 @@ class LiveData(Iterator[Tensors]):
         Raises:
             FormatError: training would come to a stop, since the producer may not be as far ahead as training needs.
         """
-        dataset, shards = self._loader.dataset, self._loader.dataset.shards
+        shards = self._shards
         if isinstance(shards, LiveChunks):
             return None if shards.encoder is None else shards.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
-        dataset.require_room(dataset.waiter(), lagging=self._loader.num_workers > 0)
+        self._loader.require_room()
         # No shard is there where a job that has completed all of them is started again; the producer's file still is.
         header, producer = shards.newest(shards.header), shards.producer()
         said = header.metadata if header else producer.options if producer else {}
@@ -245,20 +242,20 @@ class LiveData(Iterator[Tensors]):
         torch.distributed.barrier()
         if _leads():
             self._loader.commit(self._saved.to_json())
-        self._committed = self._gather(self._loader.committable(self._saved))
+        self._committed = self._gather(self._saved)
 
     def is_blocked(self) -> bool:
         """Whether the next step may need a shard that its producer may publish only once more is committed.
 
-        Called by all processes together, between two steps. See ``LiveDataset.may_wait_in_vain``.
+        Called by all processes together, between two steps. See ``LiveLoader.may_need_commit``.
         """
         loader = self._loader
         loader.prepare()
-        if not loader.dataset.needs_acks:
+        if not loader.needs_acks:
             return False  # on all ranks alike, so that they need not ask each other before every step
         if self._committed is None:
             self._committed = self._gather(loader.state)
-        blocked = loader.dataset.may_wait_in_vain(loader.state, self._committed)
+        blocked = loader.may_need_commit(self._committed)
         flag = torch.tensor(int(blocked), device="cuda" if torch.cuda.is_available() else "cpu")
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
@@ -271,12 +268,12 @@ class LiveData(Iterator[Tensors]):
         """
         states = self.gather_states()
         self._loader.close()
-        self._loader = self._make()
+        self._loader = LiveLoader(self._shards, self._config)
         self._loader.load_state_dict(states)
         self._loader.prepare()
         self._begun = False
         self._committed = self._gather(self._loader.state)
-        logger.info("%s: what is left is dealt out anew", self._loader.dataset.shards.folder)
+        logger.info("%s: what is left is dealt out anew", self._shards.folder)
 
     def load_states(self, states: Any) -> None:
         """Go on from the states in a checkpoint, made by a job with any number of ranks.
@@ -288,7 +285,7 @@ class LiveData(Iterator[Tensors]):
             raise FormatError(
                 "--load: the checkpoint does not say where its run was in live data; it was on other data"
             )
-        now = self._loader.dataset.state
+        now = self._loader.state
         own = [state for state in states if not RankState.from_json(state).difference(now)]
         self._loader.load_state_dict(own[0] if own else states)
 

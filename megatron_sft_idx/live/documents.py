@@ -1,0 +1,200 @@
+"""Small JSON documents that producers and consumers of live data share, and the records in them.
+
+A document is replaced as a whole. It may have been written by another version or with bad intentions. So its size,
+syntax, version and the type of every field are checked, and anything wrong is a FormatError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import orjson
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.live.waiting import UnsettledError, patiently
+from megatron_sft_idx.storage import read_beginning
+from megatron_sft_idx.storage.publish import Kind, head_of, write_control_file
+
+VERSION = 1
+# Far above what is ever written: a leftover of every one of a million shards.
+MAX_NBYTES = 64 << 20
+_LARGEST = 2**62
+# In a record: a whole number from 1 on, where a plain int is one from 0 on.
+Positive: TypeAlias = Annotated[int, 1]
+
+_R = TypeVar("_R", bound="Record")
+
+# ---- records ----
+
+
+class Record:
+    """A dataclass that is written as JSON, and checked against its annotations when it is read.
+
+    Fields are whole numbers, texts, true or false, one of some literals, any of these or None, objects as they are
+    (``dict[str, Any]``), other records, and tuples of whole numbers or records.
+    """
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain values, which ``parse`` reads."""
+        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        return values
+
+    def contradiction(self) -> tuple[str, Any, str] | None:
+        """A field whose value contradicts the others: its name, its value and what is expected; else None."""
+        return None
+
+    @classmethod
+    def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
+        """The record in the plain values ``content``, of the document at ``path`` or of its field ``where``.
+
+        Raises:
+            FormatError: a field is missing, of another type, or does not go with the others.
+        """
+        if not isinstance(content, dict):
+            raise _wrong(path, where.rstrip("."), content, "an object")
+        record = cls(**{name: _value(hint, path, where + name, content.get(name)) for name, hint in _hints(cls)})  # type: ignore[arg-type]
+        if (found := record.contradiction()) is not None:
+            raise _wrong(path, where + found[0], *found[1:])
+        return record
+
+
+@cache
+def _hints(kind: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(entry.name, hints[entry.name]) for entry in dataclasses.fields(kind)]
+
+
+def _value(hint: Any, path: str, name: str, value: Any) -> Any:
+    """A value of the type that an annotation asks for. FormatError where it is of another one."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _value(inner[0], path, name, value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(path, name, value, "a list")
+        numbered = ((f"{name}[{i}]" if isinstance(one, dict) else name, one) for i, one in enumerate(value))
+        return tuple(_value(inner[0], path, place, one) for place, one in numbered)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.parse(path, value, f"{name}.")
+    if hint is int or origin is Annotated:
+        least = inner[1] if inner else 0
+        right = type(value) is int and least <= value <= _LARGEST
+        expected = f"a whole number from {least} on"
+    elif origin is Literal:
+        right = value in inner
+        expected = (" or " if len(inner) == 2 else " | ").join(inner)
+    else:
+        right = type(value) is (origin or hint)
+        expected = {bool: "true or false", str: "a string", dict: "an object"}[origin or hint]
+    if not right:
+        raise _wrong(path, name, value, expected)
+    return value
+
+
+def _wrong(path: str, name: str, found: Any, expected: str) -> FormatError:
+    return FormatError(
+        f"{path}: {name} is {repr(found)[:80]}, expected {expected}; whatever wrote this file is not megatron-sft-idx,"
+        " or another version of it"
+    )
+
+
+# ---- documents ----
+
+
+def require_version(path: str, content: dict[str, Any], version: int = VERSION) -> None:
+    """UnsupportedVersionError where a document is of another version; FormatError where it does not say of which."""
+    if _value(int, path, "version", content.get("version")) != version:
+        raise UnsupportedVersionError(path, content["version"], [version])
+
+
+# What documents of this package begin with.
+_BEGIN = b'{"version":'
+
+
+def _begins_as_ours(data: bytes) -> bool:
+    return bool(data) and (data.startswith(_BEGIN) or _BEGIN.startswith(data))
+
+
+def read_document(path: str) -> dict[str, Any] | None:
+    """The content of the document at ``path``; None where there is none. Looks ``patiently``.
+
+    Raises:
+        FormatError: something else is there, or it is too large, torn or of another version.
+        SFTIndexError, OSError: it cannot be read.
+    """
+    try:
+        return patiently(path, lambda: look_at_document(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def look_at_document(path: str) -> dict[str, Any]:
+    """One look at a document.
+
+    Raises:
+        UnsettledError: it is torn, and may be whole at the next look.
+        FormatError, OSError: as of ``read_document``; FileNotFoundError or NotADirectoryError where there is none.
+    """
+    try:
+        data = read_beginning(path, MAX_NBYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        if not os.path.islink(path):
+            raise
+        raise FormatError(
+            f"{path}: a symbolic link to nothing is here, expected a file or nothing; remove it"
+        ) from None
+    except IsADirectoryError:
+        raise FormatError(f"{path}: a folder is here, expected a file; remove it") from None
+    if len(data) > MAX_NBYTES:
+        raise FormatError(f"{path}: more than {MAX_NBYTES} bytes, which no such file ever has; remove it")
+    try:
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        # A document that is torn is empty, begins as all do, or has zeros where nothing was written yet.
+        is_torn = data[:1] in (b"", b"\0") or _begins_as_ours(data)
+        raise (UnsettledError if is_torn else FormatError)(
+            f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
+            " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
+        ) from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: found a JSON {type(content).__name__}, expected an object")
+    require_version(path, content)
+    return content
+
+
+def write_document(path: str, record: Record, what: str) -> None:
+    """Replace the document at ``path`` durably and as a whole; of several writers the last one wins.
+
+    A document of this package that is torn is replaced too.
+
+    Raises:
+        FormatError: something is there that cannot be read as a document of this kind, which sentences call ``what``.
+        SFTIndexError, OSError: the disk says no.
+    """
+
+    def recognize(found: str) -> bool:
+        try:
+            return record.parse(found, look_at_document(found)) is not None
+        except UnsettledError:
+            with contextlib.suppress(OSError):
+                return _begins_as_ours(head_of(found, len(_BEGIN)))
+        except (SFTIndexError, OSError):
+            pass
+        return False
+
+    data = _BEGIN + orjson.dumps(VERSION) + b"," + orjson.dumps(record.to_json())[1:]
+
+    def write() -> None:
+        try:
+            write_control_file(path, data, Kind(what, recognize), overwrite=True)
+        except FormatError:  # another writer may have replaced it in between, or it could not be read just then
+            write_control_file(path, data, Kind(what, recognize), overwrite=True)
+
+    patiently(path, write)

@@ -1,0 +1,315 @@
+"""A rank's way through live shards: the order of ``live_order``, followed as shards appear.
+
+``Walk`` makes micro-batches until the last epoch ends. Three things are kept apart here:
+
+* ``OwnPacks`` gives the packs of this rank, in order. It waits for the shards of its next group.
+* ``RankCounts`` counts the packs of all ranks. Ranks never talk to each other about data. So each finds out by itself
+  after how many steps an epoch ends for all, from the headers of all shards.
+* ``Walk`` ends the epoch for all ranks at the same step, with padding or by leaving packs out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live.live_order import Group, RankState
+from megatron_sft_idx.live.live_shards import LiveShards
+from megatron_sft_idx.live.waiting import Waiter
+from megatron_sft_idx.training import Wanted
+
+AtEnd = Literal["pad", "drop"]
+# By rank, how many items it has acknowledged in a deal, and how many packs these had.
+Acknowledged: TypeAlias = Callable[[RankState], dict[int, tuple[int, int]]]
+# Waits for a shard; False where there will be fewer shards.
+Wait: TypeAlias = Callable[[int], bool]
+
+_NO_PACKS = np.zeros((0, 2), np.int64)
+
+
+class Walk:
+    """Iterates over the micro-batches of one rank from a state on, through all epochs, and waits for shards.
+
+    Each is a ``Wanted`` whose packs are int64 [rows, 2], the number of a shard and of a pack in it, with the state of
+    the rank behind it. Only the headers of shards are read.
+
+    Args:
+        shards: the shards.
+        state: where the rank stands.
+        epochs: how many epochs there are in all.
+        at_end: how an epoch ends: ``pad`` fills up with masked rows, ``drop`` leaves out the packs that make no step.
+        acknowledged: what was acknowledged in the deal of a state.
+        waiter: who waits for shards.
+
+    Attributes:
+        state: where the rank stands: behind the last micro-batch, or at the end behind empty shards too.
+    """
+
+    def __init__(
+        self,
+        shards: LiveShards,
+        state: RankState,
+        *,
+        epochs: int,
+        at_end: AtEnd,
+        acknowledged: Acknowledged,
+        waiter: Waiter,
+    ) -> None:
+        self._shards, self._epochs, self._at_end = shards, epochs, at_end
+        self._acknowledged, self._waiter = acknowledged, waiter
+        self.state = state
+
+    def __iter__(self) -> Iterator[Wanted]:
+        while True:
+            yield from self._pad() if self._at_end == "pad" else self._drop()
+            next_epoch = self.state.deal.epoch + 1
+            if next_epoch >= self._epochs:
+                return
+            self.state = self.state.at_epoch(next_epoch)
+
+    # ---- the two ways to end an epoch ----
+
+    def _pad(self) -> Iterator[Wanted]:
+        """Micro-batches to the end of the epoch, with masked rows until the longest rank has whole steps."""
+        own = OwnPacks(self._shards, self._wait)
+        size, step = self.state.batch_rows, self.state.step_rows
+        packs = self._take(own)
+        while len(packs) == size:
+            yield self._micro_batch(packs, size)
+            packs = self._take(own)
+        counts = RankCounts(self._shards, self.state, self._acknowledged, self._wait)
+        counts.count_all()
+        total = -(-max(counts.packs) // step) * step
+        self._say_end(total, f"{total - counts.packs[self.state.rank]:,} rows of padding")
+        filler = self._filler(counts) if self.state.rows < total else _NO_PACKS
+        while self.state.rows < total:
+            filled = np.concatenate([packs, np.repeat(filler, size - len(packs), axis=0)])
+            yield self._micro_batch(filled, len(packs))
+            packs = _NO_PACKS
+
+    def _drop(self) -> Iterator[Wanted]:
+        """Micro-batches to the last step for which every rank has packs."""
+        own = OwnPacks(self._shards, self._wait)
+        counts = RankCounts(self._shards, self.state, self._acknowledged, self._wait)
+        size, step = self.state.batch_rows, self.state.step_rows
+        while True:
+            end_of_step = (self.state.rows // step + 1) * step
+            if not counts.count_up_to(end_of_step):
+                break
+            while self.state.rows < end_of_step:
+                yield self._micro_batch(self._take(own), size)
+        left = sum(counts.packs) - self.state.rows * self.state.deal.size
+        self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
+
+    def _take(self, own: OwnPacks) -> NDArray[np.int64]:
+        """The packs of the next micro-batch, int64 [packs, 2]; fewer than its rows where the rank's items end."""
+        packs, self.state = own.take(self.state, self.state.batch_rows)
+        return packs
+
+    def _micro_batch(self, packs: NDArray[np.int64], num_real: int) -> Wanted:
+        """A micro-batch of these packs. Rows from ``num_real`` on only fill it up."""
+        self.state = dataclasses.replace(self.state, rows=self.state.rows + len(packs))
+        masked = np.arange(len(packs)) >= num_real
+        return Wanted(packs, masked if num_real < len(packs) else None, self.state)
+
+    def _filler(self, counts: RankCounts) -> NDArray[np.int64]:
+        """A pack for masked rows: one of the rank that ends last, whose shards are removed last. int64 [1, 2]."""
+        deal, present = self.state.deal, self._shards.numbers()
+        longest = int(np.argmax(counts.packs))
+        items = [deal.item(number) for number in deal.items_of(longest, self._shards.end() or 0)]
+        shards = [shard for item in items for shard in item.shards]
+        is_present = set(present).__contains__
+        for shard in (*filter(is_present, reversed(shards)), *reversed(present)):
+            if self._shards.count(shard):
+                return np.array([[shard, 0]])
+        raise FormatError(
+            f"{self._shards.folder}: rank {self.state.rank} pads its last steps and no shard is left to take rows from;"
+            " let the producer keep a few (--keep-recent)"
+        )
+
+    def _say_end(self, rows: int, what: str) -> None:
+        state = self.state
+        self._waiter.say(
+            f"{self._waiter.who}: epoch {state.deal.epoch + 1} ends after {rows // state.step_rows:,} steps of"
+            f" {state.step_rows} rows, {state.packs:,} packs; {what}"
+        )
+
+    def _wait(self, shard: int) -> bool:
+        """Wait for a shard; False where there will be fewer shards."""
+        items_before = self.state.deal.num_items(shard)
+
+        def uncommitted() -> int:
+            if self.state.deal.epoch < self._epochs - 1:
+                return items_before  # only the last epoch completes shards, whatever is committed in this one
+            done = sum(items for items, _ in self._acknowledged(self.state).values())
+            return max(0, items_before - done)
+
+        return self._shards.wait(shard, self._waiter, uncommitted)
+
+
+class OwnPacks:
+    """The packs of one rank in one epoch, group by group.
+
+    Args:
+        shards: the shards.
+        wait: called before a shard is read.
+    """
+
+    def __init__(self, shards: LiveShards, wait: Wait) -> None:
+        self._shards, self._wait = shards, wait
+        self._end = shards.end()
+        # The open group, and its packs in order: int64 [packs, 2]. The state says how many of them are read.
+        self._group: Group | None = None
+        self._packs = _NO_PACKS
+
+    def take(self, state: RankState, count: int) -> tuple[NDArray[np.int64], RankState]:
+        """The next packs behind a state, int64 [packs, 2], and the state behind them.
+
+        There are fewer than ``count`` where the rank's items end. Each call must be given the state of the one before.
+        """
+        taken = [_NO_PACKS]
+        while count:
+            if self._group is None:
+                state = self._open_group(state)
+            if self._group is None:
+                break
+            first = max(state.open_packs, self._group.packs_read)
+            packs = self._packs[first : first + count]
+            taken.append(packs)
+            count -= len(packs)
+            state = self._behind(state, self._group, first + len(packs), len(packs))
+        return np.concatenate(taken), state
+
+    def _behind(self, state: RankState, group: Group, position: int, num_taken: int) -> RankState:
+        """The state behind ``num_taken`` packs that end at ``position`` in the open group, which may end here."""
+        packs = state.packs + num_taken
+        if position < len(self._packs):
+            return dataclasses.replace(state, packs=packs, open_shards=group.shards, open_packs=position)
+        self._group = None
+        items = state.items + group.num_items
+        return dataclasses.replace(state, packs=packs, items=items, open_shards=(), open_packs=0)
+
+    def _open_group(self, state: RankState) -> RankState:
+        """Wait for all shards of the next group that has packs, and put its packs in order.
+
+        Returns the state in front of that group, behind groups without packs. Where no group is left, none is open.
+        """
+        while True:
+            group = state.deal.group(state.rank, state.items, self._end)
+            if group is None:
+                if state.open_shards:
+                    raise self._not_the_catalog_of(state, "the end")
+                return state
+            if not all(map(self._wait, group.shards)):
+                self._end = self._shards.end()  # the last group may have fewer shards than a whole one
+                continue
+            # Where the packs of each shard begin, among those of the group.
+            begins = np.cumsum([0, *map(self._num_packs, group.shards)])
+            num_packs = int(begins[-1])
+            if group.packs_read and group.packs_read >= num_packs:
+                raise FormatError(
+                    f"{self._shards.folder}: the state was {group.packs_read} packs into shards {list(group.shards)},"
+                    f" which have {num_packs}; resume with the catalog and the state that go together"
+                )
+            if num_packs:
+                break
+            state = dataclasses.replace(state, items=state.items + group.num_items)
+        is_same_group = group.shards == state.open_shards and group.packs_read < state.open_packs < num_packs
+        if state.open_shards and not is_same_group:
+            arrived_at = f"shards {list(group.shards)}, packs {group.packs_read} to {num_packs}"
+            raise self._not_the_catalog_of(state, arrived_at)
+        order = state.deal.pack_order(group.shards, num_packs)
+        place = np.searchsorted(begins, order, side="right") - 1
+        self._packs = np.stack([np.array(group.shards)[place], order - begins[place]], axis=1)
+        self._group = group
+        return state
+
+    def _num_packs(self, shard: int) -> int:
+        count = self._shards.count(shard)
+        if count is None:
+            raise FormatError(f"{self._shards.folder}: {self._shards.name(shard)} went away while it was opened")
+        return count
+
+    def _not_the_catalog_of(self, state: RankState, arrived_at: str) -> FormatError:
+        return FormatError(
+            f"{self._shards.folder}: the state was {state.open_packs} packs into shards {list(state.open_shards)}, and"
+            f" what rank {state.rank} of {state.deal.size} comes to here is {arrived_at}; resume with the catalog and"
+            " the state that go together"
+        )
+
+
+class RankCounts:
+    """How many packs each rank has in an epoch, counted item by item in the order in which shards appear.
+
+    The header of a shard says how many packs it has. A shard that was removed is completed, so an acknowledgement
+    counts it.
+
+    Args:
+        shards: the shards.
+        state: of this rank, whose own items up to there are counted.
+        acknowledged: what was acknowledged in the deal of a state.
+        wait: called where a shard is not there.
+
+    Attributes:
+        packs: by rank, the packs that are counted so far.
+    """
+
+    def __init__(self, shards: LiveShards, state: RankState, acknowledged: Acknowledged, wait: Wait) -> None:
+        self._shards, self._state, self._acknowledged, self._wait = shards, state, acknowledged, wait
+        # By rank, how many of its items are counted.
+        self._items = [0] * state.deal.size
+        self.packs = [0] * state.deal.size
+        self._items[state.rank], self.packs[state.rank] = state.items, state.packs_of_items
+        self._next_item = 0
+
+    def count_up_to(self, packs: int) -> bool:
+        """Count until every rank is known to have so many packs; False where some rank has fewer in all."""
+        while min(self.packs) < packs:
+            if not self._count_next():
+                return False
+        return True
+
+    def count_all(self) -> None:
+        """Count all packs of all ranks."""
+        while self._count_next():
+            pass
+
+    def _count_next(self) -> bool:
+        """Count the packs of the next item, whichever rank's it is; False where no further item can come."""
+        index, rank = divmod(self._next_item, self._state.deal.size)
+        if index >= self._items[rank]:
+            item = self._state.deal.item(self._next_item)
+            packs = -item.packs_read
+            for shard in item.shards:
+                count = self._shards.count(shard)
+                if count is None:
+                    # The shard was removed, or it is still to come.
+                    self._count_acknowledged()
+                    if index < self._items[rank]:
+                        break
+                    if not self._wait(shard):
+                        return False
+                    count = self._shards.count(shard)
+                if count is None:
+                    raise FormatError(
+                        f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was freed and no"
+                        " acknowledgement says how many packs it had; keep the folder of acknowledgements where the"
+                        " consumers find it (--ack-dir)"
+                    )
+                packs += count
+            else:
+                self._items[rank] = index + 1
+                self.packs[rank] += packs
+        self._next_item += 1
+        return True
+
+    def _count_acknowledged(self) -> None:
+        """Take the counts of ranks that have acknowledged more items than are counted."""
+        for rank, (items, packs) in self._acknowledged(self._state).items():
+            if items > self._items[rank]:
+                self._items[rank], self.packs[rank] = items, packs
