@@ -30,7 +30,7 @@ ROOT = len(LAYERS)
 MEGATRON = {"torch", "megatron"}
 LIGHT_VERBS = {"tokenize", "produce", "inspect"}
 # What producers share with training: the documents of a live catalog, and waiting for them.
-LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.documents", "live.waiting"}
+LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.documents", "live.live_order", "live.waiting"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (

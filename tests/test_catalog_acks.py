@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Ack, Base, Catalog, Leftover, ack_folder, completed, read_acks, write_ack
-from megatron_sft_idx.live.acks import next_generation
+from megatron_sft_idx.live import Ack, Catalog, Deal, Item, ack_folder, completed, read_acks, write_ack
+from megatron_sft_idx.live.acks import ConsumerAcks
+from megatron_sft_idx.live.live_order import RankState
+
+TWO = Deal(size=2)
 
 
-def ack(rank: int, items_done: int, *, size: int = 2, **more: object) -> Ack:
-    fields = {"consumer": "a", "generation": 0, "base": Base(), "packs_done": 10 * items_done, **more}
-    return Ack(size=size, rank=rank, items_done=items_done, **fields)  # type: ignore[arg-type]
+def ack(
+    rank: int, items_done: int, deal: Deal = TWO, *, consumer: str = "a", generation: int = 0, epochs: int = 1
+) -> Ack:
+    return Ack(consumer, generation, deal, rank, items_done, 10 * items_done, epochs)
 
 
 def done(*acks: Ack, consumers: int = 1, most: int = 12) -> list[int]:
@@ -37,39 +40,41 @@ def test_a_rank_without_an_acknowledgement_has_done_nothing():
 
 
 def test_what_was_left_over_is_open_until_its_item_is_done():
-    base = Base(leftovers=(Leftover((3, 4), 17), Leftover((6,))), frontier=8)
-    assert done(ack(0, 0, base=base), ack(1, 0, base=base)) == [0, 1, 2, 5, 7]
-    assert done(ack(0, 1, base=base), ack(1, 0, base=base)) == [0, 1, 2, 3, 4, 5, 7]
-    assert done(ack(0, 2, base=base), ack(1, 2, base=base)) == list(range(10))
+    """Item 0 is the rest of shards 3 and 4, item 1 shard 6; shards 8 and 9 are items 2 and 3."""
+    deal = Deal(size=2, leftovers=(Item((3, 4), 17), Item((6,))), frontier=8)
+    assert done(ack(0, 0, deal), ack(1, 0, deal)) == [0, 1, 2, 5, 7]
+    assert done(ack(0, 1, deal), ack(1, 0, deal)) == [0, 1, 2, 3, 4, 5, 7]
+    assert done(ack(0, 2, deal), ack(1, 2, deal)) == list(range(10))
 
 
 def test_only_the_last_epoch_counts():
-    assert done(ack(0, 5, epochs=3), ack(1, 5, epochs=3, epoch=1)) == []
-    assert done(ack(0, 5, epochs=3, epoch=1), ack(1, 1, epochs=3, epoch=2)) == [1]
+    second, third = TWO.of_epoch(1), TWO.of_epoch(2)
+    assert done(ack(0, 5, epochs=3), ack(1, 5, second, epochs=3)) == []
+    assert done(ack(0, 5, second, epochs=3), ack(1, 1, third, epochs=3)) == [1]
 
 
-def test_a_job_with_another_seed_has_a_generation_of_its_own():
+def next_generation(folder: Path, acknowledged: Ack, state: RankState) -> int:
+    write_ack(str(folder), acknowledged)
+    return ConsumerAcks(str(folder), acknowledged.consumer, acknowledged.epochs).next_generation(state)
+
+
+def test_a_job_with_another_seed_has_a_generation_of_its_own(tmp_path):
     """Else what the job before completed in its last epoch would count for one that is in its first."""
-    before, now = ack(1, 5, base=Base(seed=1), epoch=1, epochs=2), ack(0, 0, base=Base(seed=2), epochs=2)
-    assert next_generation([before], now) == 1
-    assert next_generation([before], replace(now, base=Base(seed=1))) == 0
+    before = ack(1, 5, Deal(size=2, seed=1, epoch=1), epochs=2)
+    assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=2), rank=0)) == 1
+    assert next_generation(tmp_path, before, RankState(Deal(size=2, seed=1), rank=0)) == 0
 
 
-def test_a_run_from_an_earlier_epoch_does_not_join_what_was_dealt_out_in_a_later_one():
-    dealt = ack(1, 5, base=Base(epoch=1, leftovers=(Leftover((0,), 3),), frontier=1), epoch=1, epochs=2)
+def test_a_run_from_an_earlier_epoch_does_not_join_what_was_dealt_out_in_a_later_one(tmp_path):
+    dealt = ack(1, 5, Deal(size=2, epoch=1, leftovers=(Item((0,), 3),), frontier=1), epochs=2)
+    assert next_generation(tmp_path, dealt, RankState(TWO, rank=0)) == dealt.generation + 1
     earlier = ack(0, 0, epochs=2)
-    assert next_generation([dealt], earlier) == dealt.generation + 1
     assert not dealt.agrees_with(earlier)
-    assert earlier.agrees_with(ack(1, 5, epoch=1, epochs=2))
-
-
-def test_a_base_of_an_earlier_epoch_says_nothing_about_a_later_one():
-    base = Base(epoch=0, frontier=5)
-    assert done(ack(0, 1, base=base, epoch=1, epochs=2), ack(1, 0, base=base, epoch=1, epochs=2)) == [0]
+    assert earlier.agrees_with(ack(1, 5, TWO.of_epoch(1), epochs=2))
 
 
 def test_a_shard_is_complete_when_it_is_for_every_consumer_and_all_of_them_are_there():
-    one, other = ack(0, 3, size=1), ack(0, 1, size=1, consumer="b")
+    one, other = ack(0, 3, Deal(size=1)), ack(0, 1, Deal(size=1), consumer="b")
     assert done(one, consumers=2) == []
     assert done(one, other, consumers=2) == [0]
     assert done(one, other, consumers=1) == [0]
@@ -78,12 +83,12 @@ def test_a_shard_is_complete_when_it_is_for_every_consumer_and_all_of_them_are_t
 def test_the_newest_generation_counts(tmp_path):
     folder = ack_folder(Catalog(tmp_path))
     for rank in range(4):
-        write_ack(folder, ack(rank, 1, size=4))
-    base = Base(leftovers=(Leftover((1,), 3),), frontier=4)
-    write_ack(folder, ack(0, 0, generation=1, base=base))
+        write_ack(folder, ack(rank, 1, Deal(size=4)))
+    deal = Deal(size=2, leftovers=(Item((1,), 3),), frontier=4)
+    write_ack(folder, ack(0, 0, deal, generation=1))
     assert completed(read_acks(folder), 1, range(9)) == [0, 2, 3]
-    write_ack(folder, ack(0, 1, generation=1, base=base))
-    write_ack(folder, ack(0, 1, generation=1, base=base))  # a duplicate changes nothing
+    write_ack(folder, ack(0, 1, deal, generation=1))
+    write_ack(folder, ack(0, 1, deal, generation=1))  # a duplicate changes nothing
     assert completed(read_acks(folder), 1, range(9)) == [0, 1, 2, 3]
 
 
@@ -96,19 +101,21 @@ def test_the_newest_generation_counts(tmp_path):
 def test_as_the_list_of_items_written_out(size, leftovers, frontier, counts):
     flat = [shard for item in leftovers for shard in item]
     leftovers = leftovers if len(set(flat)) == len(flat) and max(flat, default=0) < frontier else []
-    base = Base(leftovers=tuple(Leftover(tuple(item)) for item in leftovers), frontier=frontier)
+    # Several shards are an item only where they were begun.
+    begun = tuple(Item(tuple(item), packs_read=len(item) - 1) for item in leftovers)
+    deal = Deal(size, leftovers=begun, frontier=frontier)
     items = [*leftovers, *([shard] for shard in range(frontier, 100))]
     wanted = {shard for shard in range(frontier) if not any(shard in item for item in leftovers)}
     for rank in range(size):
         for item in items[rank::size][: counts[rank]]:
             wanted.update(item)
-    acks = [ack(rank, counts[rank], size=size, base=base) for rank in range(size)]
+    acks = [ack(rank, counts[rank], deal) for rank in range(size)]
     assert set(done(*acks, most=80)) == {shard for shard in wanted if shard < 80}
 
 
 def test_an_acknowledgement_is_read_as_it_was_written(tmp_path):
-    base = Base(3, 7, 4, (Leftover((5, 2), 11), Leftover((9,))), 12)
-    written = ack(1, 4, base=base, epoch=3, epochs=4, generation=2)
+    deal = Deal(2, 4, 7, False, 3, (Item((5, 2), 11), Item((9,))), 12)
+    written = ack(1, 4, deal, epochs=4, generation=2)
     write_ack(os_folder := str(tmp_path / "elsewhere"), written)
     assert read_acks(os_folder) == {"a": [written]}
 
@@ -120,23 +127,25 @@ def test_a_consumer_that_is_no_folder_name_is_refused(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
+def deal_with(**fields: object) -> dict[str, object]:
+    """The change that gives an acknowledgement a deal with other fields."""
+    return {"deal": {**TWO.to_json(), **fields}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"rank": 2}, r"rank is 2, expected less than its size 2"),
         ({"rank": 0}, r"rank is 0, expected 1, as in the file's name"),
-        ({"size": 0}, r"size is 0"),
         ({"items_done": True}, r"items_done is True"),
         ({"items_done": 1.0}, r"items_done is 1.0"),
-        ({"epoch": 1}, r"epoch is 1, expected less than its epochs 1"),
         ({"consumer": None}, r"consumer is None, expected a string"),
-        ({"base": []}, r"base is \[\], expected an object"),
-        ({"base": {"epoch": 0, "seed": 0, "window": 0, "leftovers": [], "frontier": 0}}, r"base\.window is 0"),
-        ({"base": {"epoch": 0, "seed": 0, "window": 1, "leftovers": [3], "frontier": 0}}, r"base\.leftovers is 3"),
-        (
-            {"base": {"epoch": 0, "seed": 0, "window": 1, "leftovers": [{"shards": [-1], "offset": 0}], "frontier": 0}},
-            r"base\.leftovers\[0\]\.shards is -1",
-        ),
+        ({"deal": []}, r"deal is \[\], expected an object"),
+        (deal_with(size=0), r"deal\.size is 0"),
+        (deal_with(epoch=1), r"deal\.epoch is 1, expected less than its epochs 1"),
+        (deal_with(window=0), r"deal\.window is 0"),
+        (deal_with(leftovers=[3]), r"deal\.leftovers is 3"),
+        (deal_with(leftovers=[{"shards": [-1], "packs_read": 0}]), r"deal\.leftovers\[0\]\.shards is -1"),
         ({"version": 2}, r"format version 2, this package reads 1"),
     ],
 )
@@ -150,7 +159,7 @@ def test_what_is_wrong_is_named(tmp_path, change, said):
 
 def test_two_runs_under_one_name_are_told_apart(tmp_path):
     write_ack(str(tmp_path), ack(0, 3))
-    write_ack(str(tmp_path), ack(1, 3, base=Base(seed=5)))
+    write_ack(str(tmp_path), ack(1, 3, Deal(size=2, seed=5)))
     with pytest.raises(FormatError, match="give each its own"):
         read_acks(str(tmp_path))
 

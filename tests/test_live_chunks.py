@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from megatron_sft_idx.chat.template.chat_template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, Stopped, Waiter, write_ack
 from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
-from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 PRODUCER = Path(__file__).with_name("chunk_producer.py")
@@ -189,7 +188,7 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
         assert process.wait(PATIENCE) == 0
     with pytest.raises(SFTIndexError, match="live ones need --tokenizer"):
         read_all(chunks_of(tmp_path, num_chunks=1))
-    chunks = pickle.loads(pickle.dumps(chunks_of(tmp_path, encoding=raw, num_chunks=1)))
+    chunks = chunks_of(tmp_path, encoding=raw, num_chunks=1)
     assert chunks.limits(WAITER)[0].capacity == 64
     assert len(read_all(chunks)) == 2
 
@@ -210,7 +209,7 @@ def test_each_turn_of_a_chat_is_a_sequence_of_its_pack(tmp_path: Path) -> None:
     encoded = RowEncoder(encoding).encode(JsonPiece("x", 1, 0, raw, np.array([len(raw)]), is_array=False))
     assert len(encoded.lengths) == 2
     chunks = LiveChunks(str(folder), Limits(128, 2), encoding, num_chunks=1)
-    with LiveLoader(LiveDataset(chunks, rank=0, size=1, seq_length=128)) as loader:
+    with LiveLoader(chunks, LiveConfig(rank=0, size=1, seq_length=128)) as loader:
         (batch,) = loader
     first, both = np.cumsum(encoded.lengths).tolist()
     assert batch["cu_seqlens"].tolist() == [[0, first, both, 128]]
@@ -228,11 +227,10 @@ def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
     found: dict[int, list[int]] = {}
     for rank in (0, 1):
         live = chunks_of(tmp_path, acks=str(folder / "_acks"))
-        dataset = LiveDataset(live, rank=rank, size=2, seq_length=64, shuffle=False)
-        with LiveLoader(dataset) as loader:
+        with LiveLoader(live, LiveConfig(rank=rank, size=2, seq_length=64, shuffle=False)) as loader:
             state = loader.state_dict()
             # As a run has it that began with chunk 0.
-            loader.load_state_dict(state | {"base": state["base"] | {"frontier": first}})
+            loader.load_state_dict(state | {"deal": state["deal"] | {"frontier": first}})
             found[rank] = [int(batch["tokens"][0, 0]) for batch in loader if batch["loss_mask"].any()]
             loader.commit(loader.state_dict())
     assert found == {0: [0, 1, 2, 6, 7, 8, 12, 13, 14], 1: [3, 4, 5, 9, 10, 11]}

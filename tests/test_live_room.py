@@ -16,10 +16,11 @@ from live_catalogs import MemoryShards, loader, make_catalog
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Catalog, Waiter
-from megatron_sft_idx.live.acks import uncompleted
+from megatron_sft_idx.live.acks import ConsumerAcks, uncompleted
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.live.live_loader import LiveDataset
-from megatron_sft_idx.live.live_order import RankState, Walk, least_ahead, resume
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
+from megatron_sft_idx.live.live_order import Deal, RankState, dealt_anew, least_ahead
+from megatron_sft_idx.live.live_walk import Walk
 from megatron_sft_idx.produce.keeper import Backpressure, StateKeeper
 
 
@@ -37,7 +38,8 @@ class Bounded(MemoryShards):
 
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
         while self.published <= min(number, len(self.counts) - 1):
-            if len(uncompleted([state.ack("test", 1) for state in self.committed], self.published)) >= self.ahead:
+            acks = [ConsumerAcks("", "test", 1).of(state) for state in self.committed]
+            if len(uncompleted(acks, self.published)) >= self.ahead:
                 raise DeadlockError
             self.published += 1
         return number < len(self.counts)
@@ -64,7 +66,8 @@ class Job:
     def __init__(self, shards: Bounded, size: int, window: int, rows: int, at_end: Any) -> None:
         self.shards, self.at_end = shards, at_end
         shape: dict[str, Any] = {"seq_length": 16, "micro_batches": rows, "window": window, "at_end": at_end}
-        self.ranks = [LiveDataset(shards, rank=rank, size=size, **shape) for rank in range(size)]
+        # These loaders are only asked whether the next step may need a commit; the walks take the packs.
+        self.ranks = [LiveLoader(shards, LiveConfig(rank=rank, size=size, **shape)) for rank in range(size)]
         self.commits = self.deals = 0
         self._begin([rank.state for rank in self.ranks])
 
@@ -75,20 +78,20 @@ class Job:
         self.walks = [iter(Walk(self.shards, state, **walk)) for state in states]
 
     def _blocked(self) -> bool:
-        pairs = zip(self.ranks, self.states, strict=True)
-        return any(rank.may_wait_in_vain(state, self.shards.committed) for rank, state in pairs)
+        for rank, state in zip(self.ranks, self.states, strict=True):
+            rank.state = state
+        return any(rank.may_need_commit(self.shards.committed) for rank in self.ranks)
 
     def steps(self) -> Iterator[list[tuple[int, int]]]:
         """The packs that each step trains on."""
         first = self.states[0]
-        shape = {"window": first.base.window, "batch_rows": 1, "step_rows": first.step_rows}
         while True:
             if self._blocked():
                 self.commits, self.shards.committed = self.commits + 1, list(self.states)
                 if self._blocked():
                     self.deals += 1
-                    size = len(self.ranks)
-                    self._begin([resume(self.states, size, rank, **shape) for rank in range(size)])
+                    deal = dealt_anew(self.states, len(self.ranks), first.deal.window)
+                    self._begin([replace(rank.state.at_epoch(0), deal=deal) for rank in self.ranks])
             taken = [next(walk, None) for _ in range(first.step_rows) for walk in self.walks]
             if taken[0] is None:
                 assert not any(taken)
@@ -106,7 +109,7 @@ class Job:
 def job(counts: Sequence[int], size: int, window: int, rows: int, less: int = 0, at_end: str = "pad") -> Job:
     shards = Bounded(counts, 10**9, max(1, min(counts[:-1], default=1)))
     done = Job(shards, size, window, rows, at_end)
-    shards.ahead = least_ahead(done.states[0], shards.least) - less
+    shards.ahead = least_ahead(done.states[0].deal, rows, shards.least) - less
     return done
 
 
@@ -168,8 +171,7 @@ def test_ranks_that_fall_behind_are_dealt_less() -> None:
     ],
 )
 def test_the_number_by_hand(ranks: int, window: int, rows: int, least: int, shards: int) -> None:
-    state = LiveDataset(MemoryShards([1]), rank=0, size=ranks, seq_length=16, window=window, micro_batches=rows).state
-    assert least_ahead(state, least) == shards
+    assert least_ahead(Deal(size=ranks, window=window), step_rows=rows, min_packs=least) == shards
 
 
 @pytest.mark.parametrize(

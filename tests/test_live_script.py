@@ -21,7 +21,7 @@ from megatron_sft_idx.live import Catalog, Limits, ProducerState, completed, rea
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 
 PACKS = ["--vocab-size", 2048]
-RAW = ["--tokenizer-model", TOKENIZER, "--num-workers", 0]
+RAW = ["--tokenizer-model", TOKENIZER]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,6 @@ def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
         (["--consumers", "0"], 5, "--consumers 0, expected 1 or more"),
         (["--num-chunks", "-1"], 5, "--num-chunks -1, expected 0 or more"),
         (["--samples-per-chunk", "-5"], 5, "--samples-per-chunk -5, expected 1 or more"),
-        (["--num-workers", "-1"], 5, "--num-workers -1, expected 0 or more"),
         (["--max-sequences-per-pack", "0"], 5, "--max-sequences-per-pack 0, expected 1 or more"),
         (["--data-path", "live:s3://bucket/a"], 5, "s3://bucket/a: live data needs files on a local disk"),
         (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer too"),
@@ -190,12 +189,11 @@ def test_the_vocabulary_is_known_when_every_shard_is_freed(script: ModuleType, t
         assert script.vocabulary_of(live) == 2048
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_rows_stop_the_run_or_are_left_out(workers: int, script: ModuleType, tmp_path: Path) -> None:
+def test_bad_rows_stop_the_run_or_are_left_out(script: ModuleType, tmp_path: Path) -> None:
     rows = [chat(i) for i in range(6)]
     rows[4] = {"messages": []}
     folder = finished(tmp_path / "chunks", rows)
-    more = [*RAW, "--num-workers", workers, "--live-window", 0]
+    more = [*RAW, "--live-window", 0]
     with pytest.raises(ValueError, match=r"chunk_00001.jsonl:2: messages is empty; --on-bad-row skip"):
         run(script, options(folder, *more))
     lenient = run(script, options(folder, *more, "--on-bad-row", "skip"))

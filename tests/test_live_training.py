@@ -74,9 +74,7 @@ def saves(folder: Path) -> list[object]:
 def chunk_runs(folder: Path) -> dict[str, list[str]]:
     ends = ["--end-after", 4, "--samples-per-chunk", LINES]
     return {
-        "raw": options(
-            folder / "raw", "--tokenizer-model", TOKENIZER, "--num-workers", 2, *ends, *saves(folder / "raw")
-        ),
+        "raw": options(folder / "raw", "--tokenizer-model", TOKENIZER, *ends, *saves(folder / "raw")),
         "packed": options(folder / "packed", "--vocab-size", 2048, "--live-window", 0, *ends),
     }
 
@@ -256,7 +254,7 @@ def test_disk_is_freed_behind_a_checkpoint(runs: dict[str, Run]) -> None:
 def test_the_log_says_what_is_going_on(runs: dict[str, Run]) -> None:
     said = runs["raw"].said
     for line in (
-        r"data-parallel rank 0 of 4: catalog .*/raw/chunks, window 1, shuffled, epoch 1 of 1, 2 workers",
+        r"data-parallel rank 0 of 4: catalog .*/raw/chunks, window 1, shuffled, epoch 1 of 1, from row 0",
         r"rank 0: chunk 8 \(chunk_00008.jsonl\), 3 packs",
         r"rank \d waits 0 s for chunk \d+ \(chunk_\d{5}.jsonl\); ",
         r"rank 1: committed epoch 1, \d+ items, \d+ packs",

@@ -6,7 +6,6 @@ import json
 import logging
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from bad_looks import hurry
 from disks import NOBODY, in_a_child
 from live_catalogs import all_names, copies, loader, make_catalog, names, names_in, names_of, remove
-from torch.utils.data import get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import completed, read_acks
@@ -117,7 +115,7 @@ def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> No
                 copies(batches, 4 if size == 3 else 1)
                 batches.commit(batches.state_dict())
         acks = read_acks(str(catalog / "_acks"))["train"]
-        assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
+        assert {(ack.generation, ack.deal.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
 
 
 def test_what_is_wrong_with_another_consumer_is_its_own_matter(catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +134,11 @@ def test_empty_shards_at_the_end_are_complete_too(tmp_path: Path) -> None:
     """No micro-batch follows them, so only who comes to the end knows that they are done."""
     counts = [3, 0, 2, 1, 0, 0]
     make_catalog(tmp_path / "c", counts)
-    for workers in (0, 2):
-        for rank in range(2):
-            with loader(tmp_path / "c", rank, 2, workers=workers, consumer=f"with-{workers}") as batches:
-                copies(batches)
-                batches.commit(batches.state_dict())
-        acks = read_acks(str(tmp_path / "c" / "_acks"))
-        assert completed({"one": acks[f"with-{workers}"]}, 1, range(6)) == list(range(6))
+    for rank in range(2):
+        with loader(tmp_path / "c", rank, 2) as batches:
+            copies(batches)
+            batches.commit(batches.state_dict())
+    assert completed(read_acks(str(tmp_path / "c" / "_acks")), 1, range(6)) == list(range(6))
 
 
 def test_a_run_from_an_older_checkpoint_takes_back_what_is_complete(catalog: Path) -> None:
@@ -169,20 +165,11 @@ def test_a_first_run_says_nothing_before_its_first_checkpoint(catalog: Path) -> 
         copies(batches, 3)
 
 
-class SlowWorker(CatalogShards):
-    """A catalog that the last of three worker processes comes to late."""
-
-    def numbers(self) -> list[int]:
-        if (info := get_worker_info()) and info.id == 2:
-            time.sleep(1.5)
-        return super().numbers()
-
-
-def test_shards_stay_until_the_slowest_worker_has_passed_them(tmp_path: Path) -> None:
+def test_shards_that_are_completed_may_go_after_every_batch(tmp_path: Path) -> None:
     counts = [1] * 9
     make_catalog(tmp_path / "c", counts, keep_recent=0)
     found = []
-    with loader(SlowWorker(str(tmp_path / "c")), workers=3) as batches:
+    with loader(tmp_path / "c") as batches:
         for batch in batches:
             found += names_in(batch)
             batches.commit(batches.state_dict())

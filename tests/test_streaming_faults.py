@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_catalogs import all_names, dataset, loader, make_catalog, names, names_in, names_of
+from live_catalogs import all_names, loader, make_catalog, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.live import Base, completed, read_acks, shard_name
+from megatron_sft_idx.live import Deal, completed, read_acks, shard_name
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.live_loader import LiveLoader
 from megatron_sft_idx.live.live_order import RankState
@@ -68,14 +68,12 @@ def impatient(folder: Path, **options: Any) -> CatalogShards:
     return CatalogShards(str(folder), **{"max_wait": PATIENCE, "producer_timeout": PATIENCE, **options})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_training_starts_before_the_producer_ends(tmp_path: Path, workers: int) -> None:
+def test_training_starts_before_the_producer_ends(tmp_path: Path) -> None:
     with producing(tmp_path / "c") as producer:
         producer("publish", *COUNTS[:2])
-        ranks = [Taking(loader(impatient(tmp_path / "c"), 0, 2, workers=workers))]
+        ranks = [Taking(loader(impatient(tmp_path / "c"), 0, 2))]
         ranks[0].until(lambda: len(ranks[0].names) == 4)
-        # Not before: a process of many threads forks one worker at a time.
-        ranks.append(Taking(loader(impatient(tmp_path / "c"), 1, 2, workers=workers)))
+        ranks.append(Taking(loader(impatient(tmp_path / "c"), 1, 2)))
         ranks[1].until(lambda: len(ranks[1].names) == 3)
         producer("publish", *COUNTS[2:])
         producer("end")
@@ -131,7 +129,6 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
 # ---- waiting that ends in an error, or in silence ----
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("commands", "options", "says"),
     [
@@ -145,11 +142,11 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
     ],
 )
 def test_a_shard_that_will_not_come_is_an_error_that_says_why(
-    tmp_path: Path, workers: int, commands: list[tuple[Any, ...]], options: dict[str, Any], says: str
+    tmp_path: Path, commands: list[tuple[Any, ...]], options: dict[str, Any], says: str
 ) -> None:
     with producing(tmp_path / "c", max_ahead_shards=2) as producer:
         producer("publish", 4)
-        with loader(impatient(tmp_path / "c", **options), workers=workers, shuffle=False) as batches:
+        with loader(impatient(tmp_path / "c", **options), shuffle=False) as batches:
             assert [names_in(next(batches)) for _ in range(4)] == [[name] for name in names(0, 4)]
             for command in commands:
                 producer(*command)
@@ -165,11 +162,10 @@ def test_no_producer_at_all(tmp_path: Path) -> None:
         next(batches)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path, workers: int) -> None:
+def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path) -> None:
     with producing(tmp_path / "c") as producer:
         producer("publish", 4)
-        taking = Taking(loader(impatient(tmp_path / "c"), workers=workers))
+        taking = Taking(loader(impatient(tmp_path / "c")))
         taking.until(lambda: len(taking.names) == 4)
         taking.batches.close()
         assert len(taking.ended()) == 4
@@ -215,10 +211,10 @@ def test_a_producer_that_is_killed_and_started_again(tmp_path: Path) -> None:
         assert Counter(taking.ended()) == Counter(all_names(COUNTS))
 
 
-def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after: int | None) -> None:
+def train(folder: Path, out: Path, rank: int, size: int, die_after: int | None) -> None:
     """A rank that notes what it trained on, and saves and commits a checkpoint every three steps."""
     checkpoint = out / f"checkpoint-{rank}.json"
-    with loader(impatient(folder), rank, size, workers=workers, micro_batch_size=2) as batches:
+    with loader(impatient(folder), rank, size, micro_batch_size=2) as batches:
         trained: list[int] = []
         if checkpoint.exists():
             saved = json.loads(checkpoint.read_text())
@@ -237,13 +233,12 @@ def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after
     (out / f"done-{rank}.json").write_text(json.dumps(trained))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, workers: int) -> None:
+def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     counts = [8, 6, 7, 9, 5, 8]
 
     def run(rank: int, die_after: int | None) -> Any:
-        process = context.Process(target=train, args=(tmp_path / "c", tmp_path, rank, 2, workers, die_after))
+        process = context.Process(target=train, args=(tmp_path / "c", tmp_path, rank, 2, die_after))
         process.start()
         return process
 
@@ -260,39 +255,6 @@ def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, w
             assert process.exitcode == 0
     found = [json.loads((tmp_path / f"done-{rank}.json").read_text()) for rank in range(2)]
     assert Counter(found[0] + found[1]) == Counter(all_names(counts))
-
-
-def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    with producing(tmp_path / "c") as producer:
-        producer("publish", 2)
-        reading, writing = context.Pipe(duplex=False)
-        trainer = context.Process(target=_wait_in_workers, args=(tmp_path / "c", writing))
-        trainer.start()
-        assert reading.poll(PATIENCE)
-        workers = reading.recv()
-        assert trainer.pid is not None
-        os.kill(trainer.pid, signal.SIGKILL)
-        trainer.join(PATIENCE)
-        deadline = time.monotonic() + PATIENCE
-        while any(_runs(pid) for pid in workers):
-            assert time.monotonic() < deadline, "worker processes outlive their trainer"
-            time.sleep(0.05)
-
-
-def _wait_in_workers(folder: Path, pipe: Any) -> None:
-    batches = loader(impatient(folder), workers=2)
-    next(batches)
-    next(batches)
-    pipe.send([child.pid for child in multiprocessing.active_children()])
-    next(batches)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_shards_freed_behind_the_consumers_leave_nothing_out(tmp_path: Path) -> None:
@@ -330,7 +292,7 @@ def test_numbers_above_five_and_six_digits(tmp_path: Path) -> None:
         for path in (tmp_path / "c").glob(f"{shard_name(shard)}.*"):
             shutil.move(path, path.with_name(path.name.replace(shard_name(shard), shard_name(999_998 + shard))))
     (tmp_path / "c" / "_END.json").write_text('{"version": 1, "shards": 1000001}')
-    given = dataset(tmp_path / "c", shuffle=False)
-    state = RankState(Base(seed=1234, frontier=999_998), False, 1, 0)
-    given.load_state_dict(state.to_json())
-    assert names_of(LiveLoader(given)) == all_names(COUNTS[:3])
+    with loader(tmp_path / "c", shuffle=False) as batches:
+        state = RankState(Deal(size=1, seed=1234, shuffle=False, frontier=999_998), rank=0)
+        batches.load_state_dict(state.to_json())
+        assert names_of(batches) == all_names(COUNTS[:3])

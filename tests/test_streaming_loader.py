@@ -1,10 +1,9 @@
-"""The loader on catalogs that are finished: what is served, resumed and acknowledged, with and without workers."""
+"""The loader on catalogs that are finished: what is served, resumed and acknowledged."""
 
 from __future__ import annotations
 
 import json
 import logging
-import pickle
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,6 @@ from live_catalogs import (
     CAPACITY,
     all_names,
     copies,
-    dataset,
     loader,
     make_catalog,
     names,
@@ -26,12 +24,11 @@ from live_catalogs import (
     remove,
 )
 from packs import sample_of, write_samples
-from torch.utils.data import DataLoader
 from training_source import StoredRows
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Catalog, catalog_shards
-from megatron_sft_idx.live.live_loader import LiveDataset
+from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.batch import BatchAssembler
 
@@ -100,56 +97,18 @@ def test_shuffling_stays_inside_the_window(catalog: Path) -> None:
     assert names_of(loader(catalog, seed=2)) != shuffled
 
 
-# ---- workers ----
-
-
-MORE_THAN_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-@MORE_THAN_CORES
-@pytest.mark.parametrize("workers", [1, 4])
-def test_workers_change_nothing(catalog: Path, workers: int) -> None:
-    alone = copies(loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2))
-    with loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2) as one:
-        states = [one.state_dict() for _ in one]
-    with loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2, workers=workers) as several:
-        taken, there = [], []
-        for batch in several:
-            taken.append(batch)
-            there.append(several.state_dict())
-    assert same(taken, alone)
-    assert there == states
-
-
-def test_a_dataset_pickles_for_workers_that_are_spawned(catalog: Path) -> None:
-    made = dataset(catalog, micro_batch_size=2)
-    alone = copies(made)
-    assert same(copies(pickle.loads(pickle.dumps(made))), alone)
-
-
-@MORE_THAN_CORES
-def test_a_plain_dataloader_with_persistent_workers(catalog: Path) -> None:
-    made: Any = DataLoader(
-        dataset(catalog, micro_batch_size=2), batch_size=None, num_workers=4, persistent_workers=True
-    )
-    alone = copies(loader(catalog, micro_batch_size=2))
-    for _ in range(2):  # each pass begins at the dataset's state
-        assert same(copies(made), alone)
-
-
 # ---- resuming ----
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at_end", ["pad", "drop"])
-def test_the_same_size_goes_on_bit_for_bit(catalog: Path, workers: int, at_end: str) -> None:
+def test_the_same_size_goes_on_bit_for_bit(catalog: Path, at_end: str) -> None:
     options = {"micro_batch_size": 2, "window": 2, "epochs": 2, "at_end": at_end}
     whole = copies(loader(catalog, 1, 2, **options))
-    for steps in (3,) if workers else (0, 1, 3, len(whole) - 1, len(whole)):
-        with loader(catalog, 1, 2, workers=workers, **options) as first:
+    for steps in (0, 1, 3, len(whole) - 1, len(whole)):
+        with loader(catalog, 1, 2, **options) as first:
             taken = copies(first, steps)
             state = json.loads(json.dumps(first.state_dict()))
-        with loader(catalog, 1, 2, workers=workers, **options) as second:
+        with loader(catalog, 1, 2, **options) as second:
             second.load_state_dict(state)
             assert second.state_dict() == state
             assert same(taken + copies(second), whole)
@@ -186,10 +145,10 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
     ):
         given: dict[str, Any] = {"rank": 0, "size": 2, **options}
         with pytest.raises(FormatError, match=says):
-            dataset(catalog, **given).load_state_dict(state)
+            loader(catalog, **given).load_state_dict(state)
     with pytest.raises(FormatError, match="the state is in epoch 2, and there are to be 1"):
         # Its acknowledgements would be damaged ones, and end the producer.
-        dataset(catalog, 0, 2).load_state_dict({**state, "base": {**state["base"], "epoch": 1}})
+        loader(catalog, 0, 2).load_state_dict({**state, "deal": {**state["deal"], "epoch": 1}})
     with loader(catalog, 0, 2) as batches:
         next(batches)
         with pytest.raises(SFTIndexError, match="into a new loader"):
@@ -214,10 +173,18 @@ def test_resuming_where_shards_were_freed_is_refused(catalog: Path) -> None:
 
 def test_what_a_live_catalog_cannot_serve_is_refused_with_the_reason(catalog: Path) -> None:
     with pytest.raises(FormatError, match="catalog: a list, expected a string"):
-        LiveDataset([str(catalog), str(catalog)], rank=0, size=1, seq_length=16)  # type: ignore[arg-type]
-    for options in ({"rank": 2, "size": 2}, {"window": 0}, {"epochs": 0}, {"micro_batch_size": 0}, {"at_end": "stop"}):
-        with pytest.raises(FormatError, match="catalog:"):
-            dataset(catalog, **options)
+        LiveLoader([str(catalog), str(catalog)], LiveConfig(rank=0, size=1, seq_length=16))  # type: ignore[arg-type]
+    for options, says in (
+        ({"rank": 2, "size": 2}, "rank 2, expected 0 to 1: there are 2 ranks"),
+        ({"window": 0}, "window 0, expected 1 or more"),
+        ({"epochs": 0}, "epochs 0, expected 1 or more"),
+        ({"micro_batch_size": 0}, "micro_batch_size 0, expected 1 or more"),
+        ({"seed": -1}, "seed -1, expected 0 or more"),
+        ({"at_end": "stop"}, "at_end 'stop', expected 'pad' or 'drop'"),
+    ):
+        given: dict[str, Any] = {"rank": 0, "size": 1, **options}
+        with pytest.raises(FormatError, match=says):
+            loader(catalog, **given)
     with loader(catalog, seq_length=8) as batches, pytest.raises(FormatError, match="packs of up to 12 tokens"):
         next(batches)
 
@@ -262,23 +229,13 @@ def test_shards_without_a_producer_are_refused(tmp_path: Path, monkeypatch: pyte
         next(batches)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_log_says_who_reads_what(catalog: Path, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
-    handler = logging.StreamHandler()  # to the standard error that worker processes share
-    log = logging.getLogger("megatron_sft_idx.live")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with loader(catalog, 1, 2, micro_batch_size=2, workers=workers) as batches:
-            copies(batches)
-            batches.commit(batches.state_dict())
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith(
-        f"data-parallel rank 1 of 2: catalog {catalog}, window 1, shuffled, epoch 1 of 1, {workers} w"
-    )
+def test_the_log_says_who_reads_what(catalog: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megatron_sft_idx.live")
+    with loader(catalog, 1, 2, micro_batch_size=2) as batches:
+        copies(batches)
+        batches.commit(batches.state_dict())
+    lines = caplog.messages
+    assert lines[0] == (f"data-parallel rank 1 of 2: catalog {catalog}, window 1, shuffled, epoch 1 of 1, from row 0")
     tokens = [Shard(Catalog(catalog).shard_prefix(shard)).header.num_tokens for shard in range(len(COUNTS))]
     opened = [line for line in lines if ": shard " in line]
     assert opened == [f"rank 1: shard {s}, {COUNTS[s]} packs, {tokens[s]} tokens" for s in (1, 3, 5)]

@@ -1,4 +1,16 @@
-"""The order of a catalog: every pack once an epoch, whatever the ranks, the windows, and where a job was cut off."""
+"""The order in which ranks read live shards: every pack once an epoch, whatever the ranks, windows and interruptions.
+
+What these tests need to know of the order:
+
+* The shards of a catalog are numbered from 0. A rank reads whole shards, in groups of ``window`` shards, and the packs
+  of a group are shuffled together. At a fresh start shard s belongs to rank s mod size.
+* A ``Deal`` says what all ranks read. A ``RankState`` says how far one rank has come in its deal. A checkpoint holds
+  the states of all ranks.
+* Where a job goes on with another number of ranks, ``dealt_anew`` makes a deal of what is left. Its leftovers, shards
+  that some rank had begun or not come to, are dealt out first. The shards from ``frontier`` on follow.
+
+The catalogs here are lists of pack counts: ``[4, 0, 2]`` has three shards with 4, 0 and 2 packs.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +18,9 @@ import contextlib
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -16,66 +29,93 @@ from hypothesis import strategies as st
 from live_catalogs import LateEnd, MemoryShards, MicroBatch, walk
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.live import Base, Leftover
-from megatron_sft_idx.live.live_order import Group, RankState, next_group, pack_order, resume
+from megatron_sft_idx.live.live_order import Deal, Group, Item, RankState, dealt_anew
 
-Pack = tuple[int, int]
+# A pack is named by its shard and its number in that shard.
+Pack: TypeAlias = tuple[int, int]
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 SIZES = st.integers(1, 5)
+SEED = 7
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def start(size: int, rank: int, *, window: int = 1, rows: int = 1, shuffle: bool = True, seed: int = 7) -> RankState:
-    return RankState(Base(seed=seed, window=window), shuffle, size, rank, batch_rows=rows, step_rows=rows)
+def start(size: int, rank: int, *, window: int = 1, rows: int = 1, shuffle: bool = True) -> RankState:
+    """A rank before its first pack. It takes ``rows`` packs in a micro-batch, and as many in a step."""
+    return RankState(Deal(size, window, SEED, shuffle), rank, batch_rows=rows, step_rows=rows)
 
 
 def packs_of(batch: MicroBatch) -> list[Pack]:
+    """The packs of a micro-batch that are trained on."""
     real = len(batch.shards) - batch.num_masked
     return list(zip(batch.shards[:real].tolist(), batch.packs[:real].tolist(), strict=True))
+
+
+def packs_of_all(batches: Sequence[MicroBatch]) -> Counter[Pack]:
+    return Counter(pack for batch in batches for pack in packs_of(batch))
 
 
 def all_packs(counts: list[int]) -> Counter[Pack]:
     return Counter((shard, pack) for shard, packs in enumerate(counts) for pack in range(packs))
 
 
+def through_json(state: RankState) -> RankState:
+    """The state as a job finds it again in a checkpoint."""
+    return RankState.from_json(json.loads(json.dumps(state.to_json())))
+
+
+def gone_on(states: Sequence[RankState], size: int, *, window: int = 1, rows: int = 1) -> list[RankState]:
+    """The states of ``size`` ranks that go on from the states of a checkpoint."""
+    deal = dealt_anew(states, size, window)
+    return [RankState(deal, rank, states[0].generation + 1, rows, rows) for rank in range(size)]
+
+
+# ---- examples by hand ----
+
+
 def test_at_a_fresh_start_shard_s_belongs_to_rank_s_mod_size() -> None:
     for size in (1, 2, 4):
         for rank in range(size):
-            shards = [next_group(Base(), size, rank, items, None) for items in range(3)]
-            assert shards == [Group((rank + items * size,), 0, 1) for items in range(3)]
+            groups = [Deal(size).group(rank, items_done, end=None) for items_done in range(3)]
+            assert groups == [Group((rank + items_done * size,), 0, 1) for items_done in range(3)]
 
 
-def test_a_window_is_of_a_ranks_own_shards_and_the_last_one_may_be_smaller() -> None:
-    base = Base(window=3)
-    assert next_group(base, 2, 1, 0, None) == Group((1, 3, 5), 0, 3)
-    assert next_group(base, 2, 1, 3, 10) == Group((7, 9), 0, 2)
-    assert next_group(base, 2, 1, 5, 10) is None
+def test_a_group_has_shards_of_one_rank_and_the_last_one_may_be_smaller() -> None:
+    deal = Deal(size=2, window=3)
+    assert deal.group(rank=1, items_done=0, end=None) == Group(shards=(1, 3, 5), packs_read=0, num_items=3)
+    assert deal.group(rank=1, items_done=3, end=10) == Group(shards=(7, 9), packs_read=0, num_items=2)
+    assert deal.group(rank=1, items_done=5, end=10) is None
 
 
-def test_what_was_begun_is_finished_by_itself() -> None:
-    base = Base(window=2, leftovers=(Leftover((0, 2), 5), Leftover((1,)), Leftover((3,))), frontier=4)
-    groups = [next_group(base, 1, 0, items, None) for items in (0, 1, 3)]
-    assert groups == [Group((0, 2), 5, 1), Group((1, 3), 0, 2), Group((4, 5), 0, 2)]
+def test_a_group_that_was_begun_is_finished_by_itself() -> None:
+    """Shards 0 and 2 were read up to pack 5, shards 1 and 3 not at all, and 4 is the first one behind them."""
+    deal = Deal(size=1, window=2, leftovers=(Item((0, 2), 5), Item((1,)), Item((3,))), frontier=4)
+    assert deal.group(rank=0, items_done=0, end=None) == Group(shards=(0, 2), packs_read=5, num_items=1)
+    assert deal.group(rank=0, items_done=1, end=None) == Group(shards=(1, 3), packs_read=0, num_items=2)
+    assert deal.group(rank=0, items_done=3, end=None) == Group(shards=(4, 5), packs_read=0, num_items=2)
 
 
 def test_the_shuffle_depends_on_seed_epoch_and_shards() -> None:
     orders = {
-        tuple(pack_order(Base(epoch=epoch, seed=seed), shards, 50, shuffle=True))
+        tuple(Deal(size=2, epoch=epoch, seed=seed).pack_order(shards, 50).tolist())
         for epoch in (0, 1)
         for seed in (0, 1)
         for shards in ((0,), (1,), (0, 1))
     }
     assert len(orders) == 12
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert pack_order(Base(), (3,), 5, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    assert Deal(size=2, shuffle=False).pack_order((3,), 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_order_never_changes() -> None:
     """Checkpoints of any version go on with the packs that would have come."""
-    order = pack_order(Base(epoch=1, seed=1234), (3, 7), 12, shuffle=True)
+    order = Deal(size=4, epoch=1, seed=1234).pack_order((3, 7), 12)
     assert order.tolist() == [4, 6, 7, 2, 3, 0, 8, 9, 1, 10, 5, 11]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# ---- whole epochs ----
+
+
+@patient
 @given(
     counts=COUNTS, size=SIZES, window=st.integers(1, 4), rows=st.integers(1, 4), shuffle=st.booleans(), data=st.data()
 )
@@ -89,12 +129,12 @@ def test_every_pack_comes_once_an_epoch_and_ranks_take_equal_steps(
     ]
     assert len({len(batches) for batches in ranks}) == 1
     for epoch in (0, 1):
-        served = [packs_of(b) for batches in ranks for b in batches if b.state.base.epoch == epoch]
-        assert Counter(pack for batch in served for pack in batch) == all_packs(counts)
+        of_epoch = [batch for batches in ranks for batch in batches if batch.state.deal.epoch == epoch]
+        assert packs_of_all(of_epoch) == all_packs(counts)
     for batches in ranks:
-        padded = [(b.state.base.epoch, b.num_masked > 0) for b in batches]
+        padded = [(batch.state.deal.epoch, batch.num_masked > 0) for batch in batches]
         assert padded == sorted(padded)  # no real row comes after one of padding
-        assert all(len(b.shards) == rows for b in batches)
+        assert all(len(batch.shards) == rows for batch in batches)
 
 
 @pytest.mark.parametrize("counts", [[4, 0], [0, 4], [0, 0], [3, 0, 2, 0, 0]])
@@ -102,52 +142,52 @@ def test_every_pack_comes_once_an_epoch_and_ranks_take_equal_steps(
 def test_empty_shards_bring_nothing_and_hide_nothing(counts: list[int], window: int) -> None:
     for catalog in (MemoryShards, LateEnd):
         taken = list(walk(catalog(counts), start(1, 0, window=window, rows=3)))
-        assert Counter(pack for batch in taken for pack in packs_of(batch)) == all_packs(counts)
+        assert packs_of_all(taken) == all_packs(counts)
         assert len(taken) == -(-sum(counts) // 3)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(counts=COUNTS, size=SIZES, window=st.integers(1, 3), rows=st.integers(1, 3), steps=st.integers(1, 3))
+@patient
+@given(counts=COUNTS, size=SIZES, window=st.integers(1, 3), rows=st.integers(1, 3), batches=st.integers(1, 3))
 def test_dropping_ends_every_rank_with_the_last_step_that_all_can_take(
-    counts: list[int], size: int, window: int, rows: int, steps: int
+    counts: list[int], size: int, window: int, rows: int, batches: int
 ) -> None:
+    """A step is ``batches`` micro-batches of ``rows`` packs."""
     ranks = []
     for rank in range(size):
-        state = RankState(Base(window=window), True, size, rank, batch_rows=rows, step_rows=rows * steps)
+        state = replace(start(size, rank, window=window, rows=rows), step_rows=rows * batches)
         ranks.append(list(walk(LateEnd(counts), state, at_end="drop")))
-    have = [sum(counts[rank::size]) for rank in range(size)]
-    assert {len(batches) for batches in ranks} == {min(have) // (rows * steps) * steps}
-    served = Counter(pack for batches in ranks for batch in batches for pack in packs_of(batch))
-    assert served <= all_packs(counts)
-    assert all(batch.num_masked == 0 for batches in ranks for batch in batches)
+    packs_of_rank = [sum(counts[rank::size]) for rank in range(size)]
+    assert {len(taken) for taken in ranks} == {min(packs_of_rank) // (rows * batches) * batches}
+    assert packs_of_all([batch for taken in ranks for batch in taken]) <= all_packs(counts)
+    assert all(batch.num_masked == 0 for taken in ranks for batch in taken)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# ---- going on ----
+
+
+@patient
 @given(counts=COUNTS, sizes=st.lists(SIZES, min_size=2, max_size=5), data=st.data())
 def test_what_is_left_is_dealt_out_anew_exactly_once(counts: list[int], sizes: list[int], data: st.DataObject) -> None:
+    """Jobs follow one another, each with another number of ranks; all but the last one end after some steps."""
     window, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     states = [start(sizes[0], rank, window=window, rows=rows) for rank in range(sizes[0])]
     served: Counter[Pack] = Counter()
-    for following in [*sizes[1:], None]:
+    for next_size in [*sizes[1:], None]:
         catalog = data.draw(st.sampled_from([MemoryShards, LateEnd]))
-        steps = None if following is None else data.draw(st.integers(0, 12))
+        steps = None if next_size is None else data.draw(st.integers(0, 12))
         reached = []
         for state in states:
             batches = list(itertools.islice(walk(catalog(counts), state), steps))
-            served.update(pack for batch in batches for pack in packs_of(batch))
+            served.update(packs_of_all(batches))
             reached.append(batches[-1].state if batches else state)
         assert len({state.rows for state in reached}) == 1
-        if following is not None:
+        if next_size is not None:
             window, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-            saved = [RankState.from_json(json.loads(json.dumps(state.to_json()))) for state in reached]
-            states = [
-                resume(saved, following, rank, window=window, batch_rows=rows, step_rows=rows)
-                for rank in range(following)
-            ]
+            states = gone_on([through_json(state) for state in reached], next_size, window=window, rows=rows)
     assert served == all_packs(counts)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@patient
 @given(counts=COUNTS, size=SIZES, window=st.integers(1, 3), rows=st.integers(1, 3), data=st.data())
 def test_going_on_from_ones_own_state_gives_what_would_have_come(
     counts: list[int], size: int, window: int, rows: int, data: st.DataObject
@@ -158,7 +198,7 @@ def test_going_on_from_ones_own_state_gives_what_would_have_come(
     if not whole:
         return
     cut = data.draw(st.integers(0, len(whole) - 1))
-    state = RankState.from_json(json.loads(json.dumps(whole[cut].state.to_json())))
+    state = through_json(whole[cut].state)
     assert state == whole[cut].state
     again = list(walk(MemoryShards(counts), state, epochs=2, at_end=at_end))
     assert len(again) == len(whole) - cut - 1
@@ -171,9 +211,15 @@ def test_going_on_from_ones_own_state_gives_what_would_have_come(
 # ---- states that cannot be ----
 
 
-def saved(size: int = 2, steps: int = 3) -> list[dict[str, Any]]:
-    counts = [4, 4, 4, 4]
-    return [[b.state for b in walk(MemoryShards(counts), start(size, rank))][steps].to_json() for rank in range(size)]
+def saved(steps: int = 3) -> list[dict[str, Any]]:
+    """What a checkpoint of two ranks holds after some steps in four shards of four packs."""
+    batches_of_rank = [list(walk(MemoryShards([4, 4, 4, 4]), start(2, rank))) for rank in range(2)]
+    return [batches[steps].state.to_json() for batches in batches_of_rank]
+
+
+def deal_with(**fields: Any) -> dict[str, Any]:
+    """The change that gives a saved state a deal with other fields."""
+    return {"deal": {**saved()[0]["deal"], **fields}}
 
 
 @pytest.mark.parametrize(
@@ -182,19 +228,19 @@ def saved(size: int = 2, steps: int = 3) -> list[dict[str, Any]]:
         ({"version": "1"}, "version"),
         ({"rank": 2}, "go together"),
         ({"rank": -1}, "rank"),
-        ({"size": 0}, "size"),
         ({"rows": 2**63}, "rows"),
-        ({"shards": "0"}, "shards"),
-        ({"shards": [True]}, "shards"),
-        ({"offset": 3, "shards": []}, "go together"),
-        ({"shuffle": 1}, "shuffle"),
-        ({"base": None}, "base"),
-        ({"base": {"epoch": 0, "seed": 0, "window": 0, "leftovers": [], "frontier": 0}}, "window"),
-        ({"base": {"epoch": 0, "seed": 0, "window": 1, "leftovers": [{}], "frontier": 0}}, "shards"),
-        (
-            {"base": {"epoch": 0, "seed": 0, "window": 1, "leftovers": [{"shards": [], "offset": 0}], "frontier": 0}},
-            "leftovers",
-        ),
+        ({"batch_rows": 0}, "batch_rows"),
+        ({"open_shards": "0"}, "open_shards"),
+        ({"open_shards": [True]}, "open_shards"),
+        ({"open_packs": 3, "open_shards": []}, "go together"),
+        ({"open_packs": 3, "open_shards": [0], "packs": 2}, "go together"),
+        ({"deal": None}, "deal"),
+        (deal_with(size=0), "deal.size"),
+        (deal_with(shuffle=1), "deal.shuffle"),
+        (deal_with(window=0), "deal.window"),
+        (deal_with(leftovers=[{}]), "shards"),
+        (deal_with(leftovers=[{"shards": [], "packs_read": 0}]), "leftovers"),
+        (deal_with(leftovers=[{"shards": [1, 2], "packs_read": 0}]), "leftovers"),
     ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any], says: str) -> None:
@@ -202,20 +248,15 @@ def test_a_damaged_state_is_refused(change: dict[str, Any], says: str) -> None:
         RankState.from_json({**saved()[0], **change})
 
 
-def test_a_state_of_a_later_version_is_refused() -> None:
-    with pytest.raises(UnsupportedVersionError):
-        RankState.from_json({**saved()[0], "version": 2})
+def test_a_state_of_another_version_is_refused() -> None:
+    for version in (1, 3):
+        with pytest.raises(UnsupportedVersionError):
+            RankState.from_json({**saved()[0], "version": version})
     with pytest.raises(FormatError, match="found list"):
         RankState.from_json([])
 
 
-def test_a_state_that_says_some_things_twice_is_read() -> None:
-    """As checkpoints do that were written when epoch, seed and window stood beside the base too."""
-    state = saved()[0]
-    assert RankState.from_json({**state, "epoch": 0, "seed": 7, "window": 1}).to_json() == state
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@patient
 @given(
     st.dictionaries(
         st.sampled_from(sorted(saved()[0])), st.none() | st.integers() | st.text() | st.lists(st.integers())
@@ -227,36 +268,39 @@ def test_any_damage_is_a_format_error_or_none(change: dict[str, Any]) -> None:
 
 
 def test_states_of_several_steps_or_jobs_do_not_go_together() -> None:
-    first, second = (RankState.from_json(state) for state in saved())
+    first, second = map(RankState.from_json, saved())
     later = RankState.from_json(saved(steps=4)[1])
+    of_many_ranks = replace(first, deal=replace(first.deal, size=2**62))
+    of_another_seed = replace(second, deal=replace(second.deal, seed=8))
     for states, says in (
         ([], "empty list"),
         ([first], r"ranks \[0\]"),
         ([first, first], r"ranks \[0, 0\]"),
-        ([replace(first, size=2**62)], r"expected one of each of the 4611686018427387904"),
+        ([of_many_ranks], r"expected one of each of the 4611686018427387904"),
         ([first, later], "one step"),
+        ([first, of_another_seed], "one step"),
     ):
         with pytest.raises(FormatError, match=says):
-            resume(states, 3, 0, window=1, batch_rows=1, step_rows=1)
-    assert resume([second, first], 3, 0, window=1, batch_rows=1, step_rows=1).generation == 1
+            dealt_anew(states, size=3, window=1)
+    assert dealt_anew([second, first], size=3, window=1) == dealt_anew([first, second], size=3, window=1)
 
 
-@pytest.mark.parametrize("change", [{"shards": [1]}, {"offset": 99}])
+@pytest.mark.parametrize("change", [{"open_shards": [1]}, {"open_packs": 99}])
 def test_a_state_of_another_catalog_is_refused(change: dict[str, Any]) -> None:
     state = RankState.from_json({**saved(steps=1)[0], "packs": 2000, **change})
     with pytest.raises(FormatError, match="memory: the state"):
         list(walk(MemoryShards([4, 4, 4, 4]), state))
 
 
-def test_a_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
-    (state,) = (batch.state for batch in list(walk(MemoryShards([8, 8]), start(1, 0)))[3:4])
-    state = resume([state], 1, 0, window=1, batch_rows=1, step_rows=1)
-    assert state.base.leftovers[0].offset > 3
+def test_the_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
+    after_four = next(itertools.islice(walk(MemoryShards([8, 8]), start(1, 0)), 3, None)).state
+    (state,) = gone_on([after_four], 1)
+    assert state.deal.leftovers == (Item((0,), 4),)
     with pytest.raises(FormatError, match="which have 3; resume with the catalog and the state that go together"):
         list(walk(MemoryShards([3, 3]), state))
 
 
 def test_a_damaged_state_is_not_followed_far() -> None:
-    first, second = (RankState.from_json(state) for state in saved())
+    first, second = map(RankState.from_json, saved())
     with pytest.raises(FormatError, match="shards ahead of another"):
-        resume([replace(first, items=2**60), second], 3, 0, window=1, batch_rows=1, step_rows=1)
+        dealt_anew([replace(first, items=2**60), second], size=3, window=1)

@@ -68,10 +68,6 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         right = {"inputs": _ROWS, "tokenizer": TOKENIZER, "output_prefix": fresh(), "seq_length": 64, "workers": 0}
         package.preprocess(**(right | given))
 
-    def joins(dataset: Any = None, num_workers: Any = 0) -> None:
-        right = package.LiveDataset(str(folder / "none"), rank=0, size=1, seq_length=8)
-        package.LiveLoader(right if dataset is None else dataset, num_workers=num_workers)
-
     def defaults(function: Callable[..., Any], *names: str) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters
         return {name: None if name in names else each.default for name, each in parameters.items()}
@@ -104,11 +100,11 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {**defaults(package.MemmapShardWriter, "output_dir"), "num_bins": 1, "pack_size": 8, "total_seq_starts": 1},
         ),
         "LegacyPickleWriter": (abandons(package.LegacyPickleWriter, "path", ".npy"), defaults(package.LegacyPickleWriter, "path")),
-        "LiveDataset": (
-            package.LiveDataset,
-            {**defaults(package.LiveDataset), "catalog": str(folder / "none"), "rank": 0, "size": 1, "seq_length": 8},
+        "LiveConfig": (package.LiveConfig, {**defaults(package.LiveConfig), "rank": 0, "size": 1, "seq_length": 8}),
+        "LiveLoader": (
+            package.LiveLoader,
+            {"catalog": str(folder / "none"), "config": package.LiveConfig(rank=0, size=1, seq_length=8)},
         ),
-        "LiveLoader": (joins, {"dataset": None, "num_workers": 0}),
         "preprocess": (preprocesses, {**defaults(package.preprocess), "workers": 0, "inputs": _ROWS}),
     }  # fmt: skip
 

@@ -141,8 +141,15 @@ def open_dataset(
         SequenceError: a pack breaks a rule; also later, when it is read.
 
     Example:
-        >>> ds = open_dataset("data/train-*.parquet")
-        >>> ds[-1]["loss_mask"], len(ds), ds.capacity
+        >>> ds = open_dataset("data/chats")
+        >>> len(ds), ds.capacity
+        (7, 12)
+        >>> ds[-1]["input_ids"]
+        array([60, 61, 62, 63, 64, 65, 66, 67, 68], dtype=int32)
+        >>> ds[-1]["loss_mask"]
+        array([1, 0, 1, 0, 0, 0, 1, 0, 0], dtype=uint8)
+        >>> ds[-1]["seq_boundaries"]
+        array([0, 2, 5, 9], dtype=int32)
     """
     hints = get_type_hints(Options)
     for key in options.keys() & hints:

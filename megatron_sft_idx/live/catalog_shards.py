@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,9 +44,6 @@ class CatalogShards(Catalog, LiveShards):
         self.max_wait, self.producer_timeout = max_wait, producer_timeout
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_counts": {}}
 
     # ---- what is there ----
 

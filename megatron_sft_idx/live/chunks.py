@@ -16,9 +16,9 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,13 +121,6 @@ class LiveChunks(LiveShards):
         # Lines of the chunks that have other ones than they should, which only the last may have.
         self._uneven: dict[int, int] = {}
         self._may_mark = self.acks is not None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """The arguments that it was made with; those of the tokenizer as the encoder completed them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if (made := vars(self).get("encoder")) is not None:
-            values["encoding"] = made.options
-        return LiveChunks, tuple(values.values())
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """The limits that it was made with, and the tokenizer's padding id."""

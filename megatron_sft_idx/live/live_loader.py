@@ -38,8 +38,7 @@ from megatron_sft_idx.live.live_order import Deal, RankState, dealt_anew, last_s
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
 from megatron_sft_idx.live.waiting import Stopped, Waiter
-from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
-from megatron_sft_idx.training.loader import BatchIterator
+from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, Tensors, Wanted
 
 logger = get_logger("megatron_sft_idx.live")
 

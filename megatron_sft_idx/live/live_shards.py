@@ -51,7 +51,7 @@ class OpenPacks(NamedTuple):
 
 
 class LiveShards(ABC):
-    """A folder of numbered shards, some of which are not there yet. It pickles, for worker processes."""
+    """A folder of numbered shards, some of which are not there yet."""
 
     folder: str
 

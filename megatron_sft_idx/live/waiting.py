@@ -67,7 +67,7 @@ class Waiter:
     Attributes:
         who: the name in log messages, such as ``rank 3``.
         pause: sleeps so many seconds; it returns something true once the waiter is to stop, as ``Event.wait`` does.
-        say: takes log messages; of the workers of one rank, only one logs them.
+        say: takes log messages.
         clock: seconds since some moment.
     """
 

@@ -103,9 +103,12 @@ def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPack
         FormatError: no such layout, or packs whose answers are judged by a column; or as ``open_dataset``.
 
     Example:
-        >>> ds = as_torch("data/train")
-        >>> for batch in DataLoader(ds, batch_size=4, shuffle=True, collate_fn=ds.collate):
-        ...     model(**batch).loss.backward()
+        >>> from torch.utils.data import DataLoader
+        >>> ds = as_torch("data/chats")
+        >>> for batch in DataLoader(ds, batch_size=4, collate_fn=ds.collate):
+        ...     print(batch["input_ids"].shape)
+        torch.Size([1, 30])
+        torch.Size([1, 17])
     """
     if layout not in get_args(Layout):
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")

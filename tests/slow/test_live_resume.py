@@ -48,11 +48,11 @@ def test_ranks_come_and_go(before: int, after: int, window: int, tmp_path: Path)
 
 
 def test_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
-    """What a user sees of a torn chunk: no traceback of a worker, a path and what to do."""
+    """What a user sees of a torn chunk: no traceback, but a path and what to do."""
     with producer(tmp_path, [pack(i) for i in range(7)], samples_per_chunk=3, die_in=4) as process:
         process.wait(PATIENCE)
     script = Path(__file__).parents[2] / "tools/pretrain_sft.py"
-    arguments = [*options(tmp_path, "--vocab-size", 2048, "--max-wait", 2, "--num-workers", 2)]
+    arguments = [*options(tmp_path, "--vocab-size", 2048, "--max-wait", 2)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *arguments, "--global-batch-size", "1"],
         capture_output=True,

@@ -1,0 +1,35 @@
+"""The examples in docstrings give what they show; they may read the shard ``data/chats``."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from packs import demo_samples, write_samples
+
+PACKAGE = Path(__file__).parents[1] / "megatron_sft_idx"
+_PROMPT = re.compile(r"^\s*>>> ", re.MULTILINE)
+# Modules with examples, found by their text, so that those which import torch are imported only by their own test.
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if _PROMPT.search(path.read_text())
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    write_samples(tmp_path / "data/chats", demo_samples())
+    monkeypatch.chdir(tmp_path)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        pytest.skip(f"{name} cannot be imported here: {error}")
+    failed, attempted = doctest.testmod(module)
+    assert attempted
+    assert not failed
