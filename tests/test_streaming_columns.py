@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from columned import SOURCE, SPECS, unchecked, write_columned
+from columned import SPECS as ALL_SPECS
+from columned import write_columned
 from live_catalogs import (
     CAPACITY,
     all_names,
@@ -33,10 +33,13 @@ from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 
 COUNTS = [5, 3, 0, 7, 4, 6]
+# ``source`` is refused.
+SPECS = {name: spec for name, spec in ALL_SPECS.items() if name != "source"}
+A_SEQUENCE = next(name for name, spec in SPECS.items() if spec.per == "sequence" and spec.width == 1)
 Tensors = dict[str, torch.Tensor]
 
 
-def write(folder: Path, shard: int, packs: int, specs: dict[str, ColumnSpec] = SPECS) -> None:
+def write(folder: Path, shard: int, packs: int, specs: dict[str, ColumnSpec] = ALL_SPECS) -> None:
     """Values count from another number in each shard."""
     prefix = Catalog(folder).shard_prefix(shard)
     write_columned(prefix, packs_of(shard, packs), specs, first=17 * shard, capacity=CAPACITY, pad_id=0)
@@ -125,60 +128,27 @@ def test_a_column_of_ones_own_that_is_called_label_may_be_left_out(tmp_path: Pat
 def test_a_shard_without_a_column_is_named(catalog: Path, odd: int) -> None:
     remove(catalog, odd)
     publish(catalog, odd, COUNTS[odd])
-    with pytest.raises(SFTIndexError, match=f"shard-{odd:06d}.*no column source"):
-        read(catalog, "source")
+    with pytest.raises(SFTIndexError, match=f"shard-{odd:06d}.*no column {A_SEQUENCE}"):
+        read(catalog, A_SEQUENCE)
     assert sorted(names_of(read(catalog))) == all_names(COUNTS)
 
 
 def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
     remove(catalog, 3)
-    with unchecked():
-        write(catalog, 3, COUNTS[3], {"source": ColumnSpec("sequence", np.int64)})
-    with pytest.raises(FormatError, match=r"shard 3: column source is int64 x 1 a sequence, in .*shard 5 uint32 x 2"):
+    write(catalog, 3, COUNTS[3], {A_SEQUENCE: ColumnSpec("sequence", np.int64)})
+    with pytest.raises(FormatError, match=rf"shard 3: column {A_SEQUENCE} is int64 x 1 a .*shard 5 int32 x 1"):
+        read(catalog, A_SEQUENCE)
+
+
+def test_source_is_refused_because_each_shard_numbers_its_own_files(catalog: Path) -> None:
+    with pytest.raises(FormatError, match="columns: source numbers the files that its own shard lists"):
         read(catalog, "source")
-
-
-def listing(*letters: str) -> dict[str, ColumnSpec]:
-    files = [{"name": letter, "fingerprint": letter * 32} for letter in letters]
-    return {"source": replace(SOURCE, metadata={"files": files})}
-
-
-def test_files_of_source_go_on_from_shard_to_shard_or_are_refused(catalog: Path) -> None:
-    def rewrite(shard: int, *letters: str) -> None:
-        remove(catalog, shard)
-        write(catalog, shard, COUNTS[shard], listing(*letters))
-
-    for shard in range(6):
-        rewrite(shard, *"abcdef"[: shard + 1])
-    found = [row for batch in read(catalog, "source") for row in batch["source"][:, 0].tolist()]
-    expected = []
-    for shard, packs in enumerate(COUNTS):
-        lengths = [len(pack.starts) for pack in packs_of(shard, packs)]
-        firsts = [17 * shard + sum(lengths[:pack]) for pack in range(packs)]
-        expected += [[first % (shard + 1), first] for first in firsts]
-    assert found == expected
-    rewrite(3, "b", "a")
-    with pytest.raises(FormatError, match="shard 3: the files of its column source are not those of shard 5"):
-        read(catalog, "source")
-
-
-def test_a_list_of_files_that_has_grown_is_what_later_shards_are_held_against(tmp_path: Path) -> None:
-    """Shards that come one by one, while they are read."""
-    make_catalog(tmp_path, [], ended=False)
-    write(tmp_path, 0, 1, listing("a"))
-    batches = loader(tmp_path, shuffle=False, columns=["source"])
-    assert next(batches)["source"][0, 0].tolist() == [0, 0]
-    write(tmp_path, 1, 1, listing("a", "b"))
-    assert next(batches)["source"][0, 0].tolist() == [1, 17]
-    write(tmp_path, 2, 1, listing("a", "c"))
-    with pytest.raises(FormatError, match="shard 2: the files of its column source are not those of shard 1"):
-        next(batches)
 
 
 def test_what_has_no_columns_says_so(tmp_path: Path) -> None:
     (tmp_path / "chunk_00000.jsonl").write_text("")
     (tmp_path / "_SUCCESS").write_text("")
-    with pytest.raises(FormatError, match="columns source: chunks have none"):
-        read(LiveChunks(str(tmp_path), Limits(CAPACITY, 3), num_chunks=1), "source")  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="columns grade: chunks have none"):
+        read(LiveChunks(str(tmp_path), Limits(CAPACITY, 3), num_chunks=1), "grade")  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="column 'tokens'"):
         read(tmp_path, "tokens")

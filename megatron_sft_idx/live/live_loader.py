@@ -68,8 +68,8 @@ class LiveConfig:
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         pad_id: id that fills up rows; None for the tokenizer's.
         form: of the batches; see ``BatchLayout``.
-        columns: names of the shards' columns that batches have, with values as they are stored. The files that a
-            column ``source`` numbers must be the same in all shards.
+        columns: names of the shards' columns that batches have, with values as they are stored. Not ``source``: it
+            numbers the files of a list in its own shard, which other ranks may never see.
         consumer: the name of this training run among those that read the catalog.
         ack_dir: the folder of acknowledgements, where consumers may not write into the catalog.
 
@@ -113,6 +113,11 @@ class LiveConfig:
             raise FormatError(f"at_end {self.at_end!r}, expected 'pad' or 'drop'")
         for name in self.columns:
             check_column_name(name)
+        if "source" in self.columns:
+            raise FormatError(
+                "columns: source numbers the files that its own shard lists, and live shards may list different ones;"
+                " leave it out, or read it from finished shards"
+            )
 
     @property
     def step_rows(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.column import ColumnSpec, is_source
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live.catalog import Limits
 from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.shard.shard_set import require_alike_columns
@@ -161,22 +161,10 @@ class OpenShards:
         self._in_memory = [opened.found for opened in self._open.values()]
 
     def _require_alike(self, number: int, specs: Mapping[str, ColumnSpec]) -> None:
-        """FormatError where a shard's columns are of another kind, or its ``source`` numbers files otherwise."""
+        """FormatError where a shard's columns are of another kind."""
         first, like = self._like
         names = [f"{self._shards.folder}: {self._shards.name(shard)}" for shard in (first, number)]
         require_alike_columns(names, {name: [like[name], spec] for name, spec in specs.items()})
-        if not any("source" in each and is_source(each["source"]) for each in (like, specs)):
-            return
-        # Batches hold the numbers of files as shards store them, so in all shards they must mean the same files.
-        longest, files = (each["source"].metadata.get("files", []) for each in (like, specs))
-        if longest[: len(files)] != files[: len(longest)]:
-            raise FormatError(
-                f"{names[1]}: the files of its column source are not those of shard {first}, and nobody could tell what"
-                " the numbers in batches mean; write every shard's list so that it goes on from the one before, or"
-                " leave the column out"
-            )
-        if len(files) > len(longest):
-            self._like = ShardSpecs(number, dict(specs))
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of some packs lie, as ``PackSource`` has it; ``packs`` is int64 [packs, 2].
