@@ -24,7 +24,7 @@ import xxhash
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, stream_pieces
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.live import Record, Unchanged, patiently, status_of
+from megatron_sft_idx.live import Record, Settling, Unchanged, patiently, status_of
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import OutputFile, read_beginning, require_local, sync_folder
 from megatron_sft_idx.storage.publish import describe
@@ -213,22 +213,22 @@ class GrowingFolder:
         if (status := status_of(folder)) is None or not stat.S_ISDIR(status.st_mode):
             raise FormatError(f"{folder}: no such folder to watch; make it, or name the one where input appears")
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
-        self._settle, self._end_after, self._log, self._clock = settle, end_after, log, clock
+        self._end_after, self._log, self._clock = end_after, log, clock
         self._names = {file.name for file in taken.files}
         # Names of whole files that the last listing found, in order; a listing takes long where files are many.
         self._whole: deque[str] = deque()
         # The last file, where it was taken for its age alone; of an earlier job's, nobody knows.
         self._settled = taken.files[-1] if taken.files else None
-        # How long the first file that is not taken has been the same; when anything was last new; the last listing.
-        self._first = Unchanged(clock)
-        self._news_at, self._looked_at = clock(), float("-inf")
+        # The last file of the folder, where it is not taken; how long the same file has been asked for, by its number;
+        # and when the folder was last listed.
+        self._last, self._asked, self._looked_at = Settling(settle, clock), Unchanged(clock), float("-inf")
 
     def files(self, first: int) -> Files:
         """For each file its pieces, from the file ``first`` on, counted from 0."""
         number = first
         while True:
             if number >= len(self._taken.files):
-                file = self._next_file()
+                file = self._next_file(number)
                 if file is None:
                     return
                 if isinstance(file, NotYet):
@@ -239,11 +239,10 @@ class GrowingFolder:
                 continue  # where the list was lost, files before the first one are taken again
             yield self._pieces(self._taken.files[number])
             number += 1
-            self._news_at = self._clock()
 
-    def _next_file(self) -> TakenFile | NotYet | None:
-        """The next file that is whole; None at the end of the input."""
-        now = self._clock()
+    def _next_file(self, number: int) -> TakenFile | NotYet | None:
+        """The next file that is whole, which is asked for by its number; None at the end of the input."""
+        now, asked_for = self._clock(), self._asked.seconds(number)
         if not self._whole:
             if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
                 return NOT_YET
@@ -257,7 +256,7 @@ class GrowingFolder:
                 self._require_same_size(self._settled)
             if not names:
                 self._looked_at = now
-                silent = self._end_after is not None and now - self._news_at >= self._end_after
+                silent = self._end_after is not None and min(asked_for, self._last.seconds()) >= self._end_after
                 return None if ended or silent else NOT_YET
             self._settled = None
             self._whole.extend(names if ended else names[:-1])
@@ -269,10 +268,8 @@ class GrowingFolder:
         file = TakenFile(name, status.st_size)
         if is_whole:
             return file
-        if self._first.sight != (sight := (*file, status.st_mtime_ns)):
-            self._news_at = now
-        if (unchanged := self._first.seconds(sight)) >= self._settle:
-            self._log(f"{path}: taken, its size has not changed for {unchanged:.0f} s")
+        if self._last.is_whole(name, status):
+            self._log(f"{path}: taken, its size has not changed for {self._last.seconds():.0f} s")
             self._settled = file
             return file
         self._looked_at = now
