@@ -122,10 +122,10 @@ class Unchanged:
 
 
 class Settling:
-    """The newest file of a writer who does not say when it is whole: it is once it has kept its size and time so long.
+    """The newest file of a writer who does not say when it is whole: it is taken as whole once it no longer changes.
 
-    The writer may only have paused. So a file that was taken for this reason alone must be compared until the writer
-    shows that it is done with it, by the next file or by an end.
+    The writer may only have paused. So the caller must compare the size of a file that was taken for this reason alone,
+    until the writer shows that it is done with it, by the next file or by an end.
 
     >>> now = 0.0
     >>> newest = Settling(5.0, clock=lambda: now)
@@ -137,7 +137,7 @@ class Settling:
     (True, False)
 
     Args:
-        settle: for how many seconds a file must have been the same.
+        settle: for how many seconds a file must have kept its size and its time.
         clock: seconds since some moment.
 
     Attributes:
