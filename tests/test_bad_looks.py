@@ -18,7 +18,8 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, ProducerState, ack_folder, read_acks, write_ack
 from megatron_sft_idx.live.acks import newest_acks
 from megatron_sft_idx.produce import keeper
-from megatron_sft_idx.produce.feed import GrowingFolder, TakenFiles
+from megatron_sft_idx.produce.growing_folder import GrowingFolder
+from megatron_sft_idx.produce.taken_files import TakenFiles
 from megatron_sft_idx.tokenize import NotYet
 
 STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5, keep_recent=1), 7, "running", None, 2, 0, {"a": [1]})

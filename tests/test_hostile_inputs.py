@@ -21,7 +21,7 @@ from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.cli import main
 from megatron_sft_idx.formats.memmap import read_manifest
 from megatron_sft_idx.live.documents import read_document
-from megatron_sft_idx.produce.feed import TakenFiles
+from megatron_sft_idx.produce.taken_files import TakenFiles
 from megatron_sft_idx.shard import find_remains, read_header
 
 READING = [text for text in RECIPES if "<" in text and not text.startswith("bench-read")]

@@ -30,7 +30,7 @@ from productions import (
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.live import Catalog
-from megatron_sft_idx.produce.production import Cursor
+from megatron_sft_idx.produce.cursor import Cursor
 from megatron_sft_idx.shard import Shard
 
 

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.produce.feed import GrowingFolder, Position, TakenFile, TakenFiles, feed, fixed_files
+from megatron_sft_idx.produce.feed import Position, feed
+from megatron_sft_idx.produce.growing_folder import GrowingFolder
+from megatron_sft_idx.produce.input_kinds import fixed_files
+from megatron_sft_idx.produce.taken_files import TakenFile, TakenFiles
 from megatron_sft_idx.tokenize import NOT_YET
 
 

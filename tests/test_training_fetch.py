@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 import torch
 from blends import build, config_of, digest_of, write_packs
-from hypothesis import given
+from columned import write_columned
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from object_folders import serve_folder
 from packs import write_samples
 from torch.utils.data import DataLoader
 from training_source import random_samples
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage.remote import RemoteArray
+from megatron_sft_idx.training import fetch
 from megatron_sft_idx.training.batch import Batch, BatchAssembler, whole_batch
 from megatron_sft_idx.training.fetch import Fetcher, coalesce
 from megatron_sft_idx.training.loader import BatchLoader
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
+from megatron_sft_idx.training.sources import Arrays, PlannedPacks, PlanOptions, Segments, StoredPacks
 
 CAPACITY, COUNT = 40, 30
 BATCHES = np.random.default_rng(0).integers(0, 2 * COUNT, (25, 3)).tolist()
@@ -162,6 +166,81 @@ def test_a_shard_that_is_replaced_is_an_error_and_never_a_batch(places: tuple[Pa
         list(BatchLoader(assembler, BATCHES))
     with pytest.raises(FormatError, match="replaced since it was opened"):
         assembler.assemble([1])
+
+
+WIDE = ("mask", "wide")  # one byte and eight next to the two bytes of an id
+
+
+@pytest.fixture
+def columned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Arrays, Arrays]:
+    """The arrays of a shard whose items have 2, 1, 1 and 8 bytes: mapped, and the same behind ``msc://``."""
+    specs = {"mask": ColumnSpec("token", np.uint8), "wide": ColumnSpec("token", np.int64)}
+    packs = random_samples(400, CAPACITY, np.random.default_rng(5))
+    header = write_columned(tmp_path / "bucket/a", packs, specs, capacity=CAPACITY, token_dtype=np.uint16)
+    assert header.num_tokens > 4000
+    url = serve_folder(tmp_path / "bucket", tmp_path / "msc.json", monkeypatch)
+    local, remote = (
+        StoredPacks(ShardSet.open(folder, columns=WIDE)).arrays(0) for folder in (str(tmp_path / "bucket"), url)
+    )
+    assert [array.dtype.itemsize for array in remote] == [2, 1, 1, 8]
+    return local, remote
+
+
+def requests_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
+    """What is requested from here on: by the size of an item, the first and the last item of each request."""
+    requests: dict[int, list[tuple[int, int]]] = {}
+    fetch_items = RemoteArray.fetch
+
+    def note(array: RemoteArray, start: int, stop: int) -> Any:
+        requests.setdefault(array.dtype.itemsize, []).append((start, stop))
+        return fetch_items(array, start, stop)
+
+    monkeypatch.setattr(RemoteArray, "fetch", note)
+    return requests
+
+
+def gathered(arrays: Arrays, starts: list[int], lengths: list[int]) -> list[list[NDArray[Any]]]:
+    """These sequences of a shard, of each of its arrays, as ``Fetcher`` brings them."""
+    bounds, slots = np.array([0, len(starts)]), np.zeros(len(starts), np.int32)
+    asked = Segments(bounds, slots, np.array(starts, np.int64), np.array(lengths, np.int64))
+    placed, (in_memory,) = Fetcher().gather(asked, slots, [arrays])
+    ranges = list(zip(placed.starts.tolist(), lengths, strict=True))
+    return [[array[start : start + length] for start, length in ranges] for array in in_memory]
+
+
+def test_each_array_is_requested_by_the_bytes_of_its_items(
+    columned: tuple[Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, remote = columned
+    monkeypatch.setattr(fetch, "_GAP_NBYTES", 400)
+    monkeypatch.setattr(fetch, "_MAX_NBYTES", 2000)
+    requests = requests_of(monkeypatch)
+    # Gaps of 50, 51, 200, 201, 400 and 401 tokens; and at the end, 16 neighbours of 100 tokens each.
+    starts = [0, 60, 121, 331, 542, 952, 1363, *range(2000, 3600, 100)]
+    lengths = [10] * 7 + [100] * 16
+    for array, found in zip(local, gathered(remote, starts, lengths), strict=True):
+        for start, length, items in zip(starts, lengths, found, strict=True):
+            assert items.tolist() == array[start : start + length].tolist()
+    single = [(start, start + 10) for start in starts[:7]]
+    assert sorted(requests[8]) == [(0, 70), *single[2:], *((start, start + 200) for start in range(2000, 3600, 200))]
+    assert sorted(requests[2]) == [(0, 341), *single[4:], (2000, 3000), (3000, 3600)]
+    assert sorted(requests[1]) == 2 * [(0, 962)] + 2 * [(1363, 1373)] + 2 * [(2000, 3600)]
+
+
+@given(data=st.data())
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sequences_of_any_arrays_are_the_local_ones(columned: tuple[Arrays, Arrays], data: st.DataObject) -> None:
+    local, remote = columned
+    pieces = st.tuples(st.integers(0, 3000), st.integers(0, 900))
+    starts, lengths = map(list, zip(*data.draw(st.lists(pieces, min_size=1, max_size=20)), strict=True))
+    gap, most = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, 9000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch, "_GAP_NBYTES", gap)
+        patch.setattr(fetch, "_MAX_NBYTES", most)
+        found = gathered(remote, starts, lengths)
+    for array, items in zip(local, found, strict=True):
+        for start, length, of_one in zip(starts, lengths, items, strict=True):
+            assert of_one.tolist() == array[start : start + length].tolist()
 
 
 def test_a_sequence_outside_its_shard_is_refused(places: tuple[Path, str]) -> None:

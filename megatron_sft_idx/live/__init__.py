@@ -25,4 +25,4 @@ from megatron_sft_idx.live.catalog import (
 )
 from megatron_sft_idx.live.documents import Record
 from megatron_sft_idx.live.live_order import Deal, Item
-from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently, status_of
+from megatron_sft_idx.live.waiting import Settling, Stopped, Unchanged, Waiter, looks, patiently, status_of

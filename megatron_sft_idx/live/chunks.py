@@ -41,7 +41,7 @@ from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
-from megatron_sft_idx.live.waiting import PASSING_ERRORS, Unchanged, Waiter, patiently, status_of
+from megatron_sft_idx.live.waiting import PASSING_ERRORS, Settling, Waiter, patiently, status_of
 from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
@@ -114,8 +114,8 @@ class LiveChunks(LiveShards):
                 " make a shard of them with megatron-sft-idx preprocess"
             )
         self.skipped = 0
-        # By number of a chunk without a successor: its size and time, and if it was taken as whole, its bytes then.
-        self._looks: dict[int, Unchanged] = {}
+        # By number of a chunk without a successor: what was seen of it, and if it was taken as whole, its bytes then.
+        self._looks: dict[int, Settling] = {}
         self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         # Lines of the chunks that have other ones than they should, which only the last may have.
@@ -208,9 +208,9 @@ class LiveChunks(LiveShards):
             )
         if followed:
             return True
-        unchanged = self._looks.setdefault(number, Unchanged()).seconds((status.st_size, status.st_mtime_ns))
+        look = self._looks.setdefault(number, Settling(self.settle_seconds))
         # A producer that has written nothing yet has not ended a line either.
-        if unchanged < self.settle_seconds or not status.st_size or not _ends_with_whole_line(path):
+        if not look.is_whole(path, status) or not status.st_size or not _ends_with_whole_line(path):
             return False
         if self._settled.get(number) != status.st_size:
             self._settled[number] = status.st_size
@@ -243,10 +243,9 @@ class LiveChunks(LiveShards):
         """Why a chunk is waited for, as a clause."""
         name = chunk_name(number)
         if (look := self._looks.get(number)) is not None:
-            nbytes = look.sight[0]
-            is_torn = nbytes and not _ends_with_whole_line(self.path_of(number))
-            what = "ends in the middle of a line" if is_torn else f"is there, {nbytes:,} bytes"
-            return f"{name} {what}, and has not changed for {look.seconds(look.sight):.0f} s"
+            is_torn = look.nbytes and not _ends_with_whole_line(self.path_of(number))
+            what = "ends in the middle of a line" if is_torn else f"is there, {look.nbytes:,} bytes"
+            return f"{name} {what}, and has not changed for {look.seconds():.0f} s"
         newest = self._newest()
         there = "no chunk is there" if newest < 0 else f"the newest one is {chunk_name(newest)}"
         return f"{name} is not there, {there}"
@@ -415,19 +414,18 @@ def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> It
         raise FormatError(f"{place}: {reason}; give --ack-dir, a folder that this run may write to")
 
     def watch() -> None:
-        still, last_whole = Unchanged(), -1
+        settling, last_whole = Settling(seconds), -1
         while not stopped.wait(min(1.0, seconds / 4)):
             try:
                 present = patiently(folder, lambda: chunk_numbers(folder))
                 newest = max([last_whole, *present])
-                sight, is_whole = (newest, 0, 0), newest >= 0  # a chunk that was whole may be freed by now
+                path = os.path.join(folder, chunk_name(newest)) if newest >= 0 else folder
+                status, ends_with_line = None, newest >= 0  # a chunk that was whole may be freed by now
                 if newest in present:
-                    path = os.path.join(folder, chunk_name(newest))
                     status = patiently(path, partial(os.stat, path))
-                    sight = newest, status.st_size, status.st_mtime_ns
-                    is_whole = status.st_size > 0 and _ends_with_whole_line(path)
-                last_whole = newest if is_whole else last_whole
-                if still.seconds(sight) >= seconds and is_whole:
+                    ends_with_line = status.st_size > 0 and _ends_with_whole_line(path)
+                last_whole = newest if ends_with_line else last_whole
+                if settling.is_whole(path, status) and ends_with_line:
                     write_end(newest + 1)
                     said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
                     logger.info(said, folder, seconds, newest + 1)

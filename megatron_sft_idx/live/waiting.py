@@ -3,6 +3,9 @@
 On a network file system a single look may find half a document, an outdated entry or a server error. Everything that
 one side reads while the other side writes is read through ``patiently``.
 
+Whether the other side is still at work can only be told by how long nothing has changed: ``Unchanged`` says that of
+anything, and ``Settling`` decides by it whether a file is whole.
+
 A wait is logged with who waits, for how long and for what. Times are those of a process's own monotonic clock. Clocks
 of other machines and times of files are never compared with it.
 """
@@ -83,12 +86,23 @@ class Waiter:
         )
 
 
+# ---- how long something has been the same ----
+
+
 class Unchanged:
-    """How long something has been the same; ``sight`` is what it was at the last look, None before the first one.
+    """How long something has been the same, as somebody sees it who looks now and then.
+
+    >>> times = iter([0.0, 1.0, 4.0, 6.0, 9.0])
+    >>> beat = Unchanged(clock=lambda: next(times))
+    >>> [beat.seconds(number) for number in (7, 7, 8, 8)]
+    [0.0, 3.0, 0.0, 3.0]
 
     Args:
         clock: seconds since some moment.
         longest_gap: the time between two looks that are further apart is not counted, because nobody looked.
+
+    Attributes:
+        sight: what it was at the last look; None before the first one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, longest_gap: float = math.inf) -> None:
@@ -105,6 +119,44 @@ class Unchanged:
         if sight != self.sight:
             self.sight, self._since = sight, now
         return now - self._since
+
+
+class Settling:
+    """The newest file of a writer who does not say when it is whole: it is taken as whole once it no longer changes.
+
+    The writer may only have paused. So the caller must compare the size of a file that was taken for this reason alone,
+    until the writer shows that it is done with it, by the next file or by an end.
+
+    >>> now = 0.0
+    >>> newest = Settling(5.0, clock=lambda: now)
+    >>> status = os.stat_result([0o644, 1, 1, 1, 0, 0, 700, 0, 0, 0])  # 700 bytes
+    >>> newest.is_whole("a.jsonl", status)
+    False
+    >>> now = 5.0
+    >>> newest.is_whole("a.jsonl", status), newest.is_whole("b.jsonl", status)
+    (True, False)
+
+    Args:
+        settle: for how many seconds a file must have kept its size and its time.
+        clock: seconds since some moment.
+
+    Attributes:
+        nbytes: the size of the file at the last look; 0 where it was not there.
+    """
+
+    def __init__(self, settle: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settle, self._unchanged = settle, Unchanged(clock)
+        self.nbytes = 0
+
+    def is_whole(self, name: str, status: os.stat_result | None) -> bool:
+        """Take note of a file's status, None where it is not there any more; returns whether it is whole by now."""
+        self.nbytes = 0 if status is None else status.st_size
+        sight = (name, None if status is None else (status.st_size, status.st_mtime_ns))
+        return self._unchanged.seconds(sight) >= self._settle
+
+    def seconds(self) -> float:
+        """For how long it has been the file of the last look, with its size and time then."""
+        return self._unchanged.seconds(self._unchanged.sight)
 
 
 # ---- looking at what others write ----

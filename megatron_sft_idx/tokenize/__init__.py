@@ -24,11 +24,8 @@ from megatron_sft_idx.tokenize.job import (
 from megatron_sft_idx.tokenize.job_input import Rows, downloaded, inputs_of, reads_of
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import (
-    MadePart,
     PartInfo,
-    PartsReader,
     PartsSoFar,
-    PartsTable,
     encode_piece,
     remember_encoder,
     write_part,

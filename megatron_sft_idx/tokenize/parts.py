@@ -198,7 +198,7 @@ class Part:
         return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; run again, which makes it again")
 
 
-def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> None:
+def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> MadePart:
     """Write a part, whole or not at all.
 
     Args:
@@ -241,6 +241,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> No
         raise
     finally:
         file.close()
+    return MadePart(path, info, np.concatenate(arrays["lengths"]))
 
 
 # ---- all parts as one ----
@@ -332,6 +333,10 @@ class MadePart:
     info: PartInfo
     lengths: NDArray[np.uint32]
     reused: bool = False
+
+    def reader(self) -> PartsReader:
+        """Reads the sequences of this part alone, without columns."""
+        return PartsReader(PartsTable([self.path], np.array([0, len(self.lengths)]), self.info.mask_dtype))
 
 
 class PartsSoFar:
@@ -590,9 +595,7 @@ def _make_part(settings: PartSettings, file: int, pieces: list[Piece]) -> MadePa
                 info.max_rows = settings.max_rows
             if info.undecided or info.max_rows is not None:
                 break
-    path = os.path.join(settings.folder, part_name(info, weight))
-    write_part(path, info, encoded)
-    return MadePart(path, info, np.concatenate([each.lengths for each in encoded]).astype(np.uint32))
+    return write_part(os.path.join(settings.folder, part_name(info, weight)), info, encoded)
 
 
 @contextlib.contextmanager

@@ -265,9 +265,7 @@ def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: Part
                 parts.add(part, stretch.name, stretch.number, before)
     parts.require_few_bad_rows(job.files[0].path, at_end=True)
     if not any(map(len, parts.lengths)):
-        raise FormatError(
-            f"{job.files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
-        )
+        raise report.no_usable_row(job.files[0].path)
     report.notes, report.reused = parts.notes, parts.num_reused == len(parts.paths)
     if parts.num_reused:
         job.log(f"{parts.num_reused:,} of {len(parts.paths):,} parts reused")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import joined
 from megatron_sft_idx.storage.local import read_beginning
@@ -107,6 +108,18 @@ class CorpusReport:
         """The counts that the header of a corpus, or of a packed shard, holds."""
         sources = header.metadata["sources"]
         return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+
+    def lines(self) -> list[str]:
+        """How many rows there are, and how many of them were skipped, in lines for people."""
+        reused = " (corpus reused: same input and options)" if self.reused else ""
+        lines = [f"rows            {self.rows:,}{reused}"]
+        if self.skipped:
+            lines.append(f"  skipped       {self.skipped:,}")
+        return lines
+
+    def no_usable_row(self, name: str) -> FormatError:
+        """The error about an input without a usable row, of the file or folder ``name``."""
+        return FormatError(f"{name}: no usable row in the input ({self.rows} rows, {self.skipped} skipped)")
 
 
 @dataclass(slots=True)
@@ -228,11 +241,9 @@ class Summary:
         share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
         which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
         lines = [f"{'found' if self.found else 'wrote'} {self.prefix}{which}"]
-        if (corpus := self.corpus) is not None:
-            reused = " (corpus reused: same input and options)" if corpus.reused else ""
-            lines.append(f"rows            {corpus.rows:,}{reused}")
-            if corpus.skipped:
-                lines.append(f"  skipped       {corpus.skipped:,}")
+        corpus = self.corpus
+        if corpus is not None:
+            lines += corpus.lines()
         selected = packing.selected
         lines += [f"  {name:<14}{selected[key]:,} {what}" for key, name, what in _SELECTED if selected.get(key)]
         lines += [

@@ -3,7 +3,8 @@
 A request to an object store takes tens of milliseconds, whatever its size, so a batch must not ask for one sequence
 after another. All that it needs is known when it is planned: ranges that lie close together become one, and all are
 requested at once, for several batches ahead. They are stored end to end in arrays of their size, which the kernels that
-fill batches read as they read a mapped shard.
+fill batches read as they read a mapped shard. The arrays of a shard have items of different sizes, 1 byte for a mask
+and 8 for some columns: each array is requested in ranges of its own, and the sequences lie at the same places in all.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def _extents(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any]
 
 
 BUDGET_NBYTES = 256 << 20
-# Two sequences with so few tokens between them share a request, and a request asks for no more tokens than this. At 50
-# to 100 MB/s a connection, 64 KiB cost less than another request, and above 8 MiB several connections are faster.
-_GAP, _MAX_TOKENS = 16 << 10, 2 << 20
+# Two sequences with so few bytes between them share a request, and a request asks for no more bytes than this. At 50 to
+# 100 MB/s a connection, 64 KiB cost less than another request, and above 8 MiB several connections are faster.
+_GAP_NBYTES, _MAX_NBYTES = 64 << 10, 8 << 20
 
 
 class Ranges(NamedTuple):
@@ -129,9 +130,7 @@ class Ranges(NamedTuple):
     tokens: int
 
 
-def coalesce(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _GAP, max_tokens: int = _MAX_TOKENS
-) -> Ranges:
+def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int, max_tokens: int) -> Ranges:
     """Few ranges that cover sequences (int64 first tokens and lengths), in any order and overlapping as they may.
 
     Sequences that are at most ``gap`` tokens apart share a range. A range has at most ``max_tokens``, unless a single
@@ -155,20 +154,72 @@ def coalesce(
     return Ranges(first, last, places, int(behind[-1]))
 
 
+class _ArrayRead(NamedTuple):
+    """What one batch needs of one array of a remote shard.
+
+    Attributes:
+        array: the array.
+        needed: the ranges that are needed of it.
+        requested: the ranges that are requested of it, with the gaps between those that are needed.
+        out: the items that are needed, end to end, once all requests are answered.
+    """
+
+    array: RemoteArray
+    needed: Ranges
+    requested: Ranges
+    out: NDArray[Any]
+
+    @classmethod
+    def of(cls, array: RemoteArray, needed: Ranges) -> _ArrayRead:
+        """The read of these ranges, with as few requests as the size of the array's items allows."""
+        size = array.dtype.itemsize
+        counts = needed.ends - needed.begins
+        requested = coalesce(needed.begins, counts, _GAP_NBYTES // size, _MAX_NBYTES // size)
+        return cls(array, needed, requested, np.empty(needed.tokens, array.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are requested."""
+        return self.requested.tokens * self.array.dtype.itemsize
+
+    def request(self) -> list[Future[None]]:
+        """Request all ranges. The last one to arrive checks that the shard was not replaced meanwhile."""
+        begins, ends = self.requested.begins.tolist(), self.requested.ends.tolist()
+        num_left = iter(range(len(begins))[::-1])  # next() of a range is atomic, so threads may share it
+        counts = self.needed.ends - self.needed.begins
+        columns = (self.needed.begins, counts, np.cumsum(counts) - counts)
+        needed = list(zip(*(column.tolist() for column in columns), strict=True))
+        # The ranges that are needed ascend, so those in one request are consecutive.
+        firsts = np.searchsorted(self.needed.begins, self.requested.begins).tolist()
+
+        def read(begin: int, end: int, inside: list[tuple[int, int, int]]) -> None:
+            fetched = self.array.fetch(begin, end)
+            for start, count, place in inside:
+                self.out[place : place + count] = fetched[start - begin : start - begin + count]
+            if next(num_left) == 0:
+                self.array.confirm_unchanged()
+
+        pool, lasts = request_pool(), [*firsts[1:], len(needed)]
+        return [
+            pool.submit(read, begin, end, needed[first:last])
+            for begin, end, first, last in zip(begins, ends, firsts, lasts, strict=True)
+        ]
+
+
 class _Ahead:
     """What one batch needs of remote shards; it is requested when ``start`` is called.
 
     Attributes:
         segments: the sequences as they were planned.
         in_memory: the sequences as they will lie in memory, and for each shard the arrays that they will lie in.
-        nbytes: how many bytes are fetched.
+        nbytes: how many bytes are requested.
         requests: those that were made; None before ``start``.
     """
 
     def __init__(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
         self.segments = segments
         self.requests: list[Future[None]] | None = None
-        self._reads: list[tuple[RemoteArray, Ranges, NDArray[Any]]] = []
+        self._reads: list[_ArrayRead] = []
         starts, arrays = segments.starts.copy(), list(shards)  # those of remote shards are replaced
         for shard, of_shard in enumerate(shards):
             if not isinstance(of_shard[0], RemoteArray):
@@ -177,32 +228,21 @@ class _Ahead:
             first, lengths = segments.starts[members], segments.lengths[members]
             if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(of_shard[0]):
                 raise ValueError(f"sequences outside the {len(of_shard[0])} tokens of shard {shard}")
-            ranges = coalesce(first, lengths)
-            starts[members] = ranges.places
             remote = [array for array in of_shard if isinstance(array, RemoteArray)]
-            reads = [(array, ranges, np.empty(ranges.tokens, array.dtype)) for array in remote]
-            arrays[shard] = tuple(out for *_, out in reads)
+            # A sequence has one place in memory, the same in all arrays; each array has requests of its own. No range
+            # that is needed is too long for one request, in the widest array either.
+            widest = max(array.dtype.itemsize for array in remote)
+            needed = coalesce(first, lengths, 0, _MAX_NBYTES // widest)
+            starts[members] = needed.places
+            reads = [_ArrayRead.of(array, needed) for array in remote]
+            arrays[shard] = tuple(read.out for read in reads)
             self._reads += reads
         self.in_memory = replace(segments, starts=starts), arrays
-        self.nbytes = sum(out.nbytes for *_, out in self._reads)
+        self.nbytes = sum(read.nbytes for read in self._reads)
 
     def start(self) -> None:
         if self.requests is None:
-            self.requests = [request for read in self._reads for request in self._request(*read)]
-
-    @staticmethod
-    def _request(array: RemoteArray, ranges: Ranges, out: NDArray[Any]) -> list[Future[None]]:
-        """Request all ranges of an array. The last one to arrive checks that the shard was not replaced meanwhile."""
-        num_left = iter(range(len(ranges.begins))[::-1])  # next() of a range is atomic, so threads may share it
-
-        def read(begin: int, end: int, at: int) -> None:
-            out[at : at + end - begin] = array.fetch(begin, end)
-            if next(num_left) == 0:
-                array.confirm_unchanged()
-
-        counts = ranges.ends - ranges.begins
-        columns = (ranges.begins, ranges.ends, np.cumsum(counts) - counts)
-        return [request_pool().submit(read, *one) for one in zip(*(column.tolist() for column in columns), strict=True)]
+            self.requests = [request for read in self._reads for request in read.request()]
 
     def drop(self) -> None:
         for request in self.requests or ():

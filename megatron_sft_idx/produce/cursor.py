@@ -1,0 +1,100 @@
+"""How much of the input has become shards, and where a producer goes on.
+
+Each shard holds the cursor behind it in its header, so shards and cursor can never disagree.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import PRODUCER, Catalog, Limits, ProducerState, Record
+from megatron_sft_idx.produce.feed import Position
+from megatron_sft_idx.produce.produce_options import ProduceOptions
+from megatron_sft_idx.shard import read_header
+from megatron_sft_idx.shard.publication import finish_interrupted
+from megatron_sft_idx.tokenize import RowEncoder, noted_differences
+
+# The key under which the JSON block of a shard's header holds its cursor.
+CURSOR = "cursor"
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor(Record):
+    """How much of the input has become shards.
+
+    Attributes:
+        position: a position in the input, up to which all is in shards.
+        rows: how many rows lie before it.
+        skipped: how many of these could not be used.
+    """
+
+    position: Position = field(default_factory=Position)
+    rows: int = 0
+    skipped: int = 0
+
+
+def find_start(
+    catalog: Catalog, options: ProduceOptions, encoder: RowEncoder, num_files: int
+) -> tuple[ProducerState, Cursor]:
+    """The state and the cursor to go on from: of an empty folder, or of a catalog that is not finished.
+
+    Shards that were published after the state was last written count too, since each holds its own cursor. While there
+    is no shard, the options may differ from those before.
+
+    Raises:
+        FormatError: the folder holds shards that no producer made, or was made with other options; says which.
+    """
+    limits, described = options.limits(encoder), options.describe(encoder, num_files)
+    state = catalog.producer()
+    if state is None and ((present := catalog.present()) or catalog.end() is not None):
+        raise FormatError(
+            f"{catalog.folder}: {len(present)} shards are here, and no _producer.json that says how they were made;"
+            " name another folder"
+        )
+    if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
+        beat = 0 if state is None else state.beat
+        return ProducerState(limits, beat, options=described, input=Cursor().to_json()), Cursor()
+    _require_same_options(catalog, state, limits, described | {"packing": asdict(options.packing)})
+    cursor = Cursor.parse(os.path.join(catalog.folder, PRODUCER), state.input, f"{CURSOR}.")
+    published = state.published
+    while True:
+        paths = ShardPaths.of(catalog.shard_prefix(published))
+        finish_interrupted(paths)  # of a producer that was killed while it renamed
+        if not catalog.is_published(published):
+            break
+        cursor = _cursor_behind(paths)
+        published += 1
+    state = ProducerState(limits, state.beat, "running", None, published, state.freed, described, cursor.to_json())
+    return state, cursor
+
+
+def _require_same_options(catalog: Catalog, state: ProducerState, limits: Limits, described: dict[str, Any]) -> None:
+    """FormatError where options differ that decide over the bytes of shards."""
+    differs = noted_differences(state.options, described)
+    if state.limits.token_dtype != limits.token_dtype:
+        differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
+    if differs:
+        raise FormatError(
+            f"{catalog.folder}: this catalog was begun with other options: {'; '.join(differs)}; give the same ones to"
+            " go on with it, or name another folder"
+        )
+
+
+def _cursor_behind(paths: ShardPaths) -> Cursor:
+    """The cursor that the header of a shard holds; FormatError where the shard may not be gone on behind."""
+    metadata = read_header(paths).metadata
+    if "recovered" in metadata:
+        raise FormatError(
+            f"{paths.seq_idx}: recovered from an interrupted build, so it may lack packs of rows that it counts;"
+            f" remove the files {paths.prefix}.*, and they are made anew"
+        )
+    content = metadata.get(CURSOR)
+    if not isinstance(content, dict):
+        raise FormatError(
+            f"{paths.seq_idx}: not a shard that this producer made, its header has no cursor; name another folder"
+        )
+    return Cursor.parse(paths.seq_idx, content, f"{CURSOR}.")

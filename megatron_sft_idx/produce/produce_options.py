@@ -1,0 +1,119 @@
+"""The options of a producer: those of ``tokenize``, and what a catalog has beside that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live import Limits
+from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.publish import describe
+from megatron_sft_idx.tokenize import BadRowLimit, EncodingOptions, PackOptions, RowEncoder
+
+# About how many bytes of text become one token, and how many pieces of the input a shard is to be made of.
+_BYTES_OF_A_TOKEN = 4
+_PIECES_OF_A_SHARD = 8
+_MIN_PIECE_NBYTES, _MAX_PIECE_NBYTES = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ProduceOptions:
+    """The options of a producer. The first two groups decide over the bytes of the shards, the third does not.
+
+    Attributes:
+        inputs: files, globs and ``save_to_disk`` folders, or ``-`` alone for JSON lines on standard input.
+        watch: a folder whose files are the input, as they appear; ``inputs`` must be empty then. Else None.
+        catalog: the folder of the shards.
+
+        encoding: how rows become sequences.
+        packing: how sequences become packs; ``max_sequences_per_pack`` must be set, since consumers rely on it.
+        tokens_per_shard: a shard ends with the first piece of the input at which it has so many tokens.
+
+        workers: how many processes tokenise; with 0 this one does.
+        max_ahead_shards: the most published shards that some consumer has not completed; None for no limit.
+        max_ahead_nbytes: the most bytes of such shards; None for no limit.
+        consumers: how many training jobs will read the catalog.
+        keep_recent: how many of the completed shards are kept, the newest; older ones are removed. None keeps all.
+        ack_dir: the folder where consumers acknowledge; None for the one in the catalog.
+        end_after: after how many seconds without anything new in ``watch`` the input ends; None waits for ``_END``.
+        settle: how long, in seconds, a file in ``watch`` must have stayed the same to count as whole.
+        max_bad_rows: how many rows of the whole catalog may be skipped; None for no limit. A share is judged before
+            each shard is published, over all rows so far, and at the end of the input.
+    """
+
+    inputs: Sequence[str]
+    watch: str | None
+    catalog: str
+    encoding: EncodingOptions
+    packing: PackOptions
+    tokens_per_shard: int
+    workers: int = 0
+    max_ahead_shards: int | None = None
+    max_ahead_nbytes: int | None = None
+    consumers: int = 1
+    keep_recent: int | None = None
+    ack_dir: str | None = None
+    end_after: float | None = None
+    settle: float = 5.0
+    max_bad_rows: BadRowLimit | None = None
+
+    def __post_init__(self) -> None:
+        for path, role in (
+            (self.catalog, "a live catalog"),
+            (self.watch, "a folder that is watched"),
+            (self.ack_dir, "a folder of acknowledgements"),
+        ):
+            if path is not None:
+                require_local(path, role)
+        if (acks := self.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
+            raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
+        if self.packing.max_sequences_per_pack is None:
+            raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
+        for name, value, minimum in (
+            ("max_ahead_shards", self.max_ahead_shards, 1),
+            ("max_ahead_nbytes", self.max_ahead_nbytes, 1),
+            ("consumers", self.consumers, 1),
+            ("keep_recent", self.keep_recent, 0),
+        ):
+            if value is not None and value < minimum:
+                raise FormatError(f"{name} {value}, expected {minimum} or more, as a catalog could not be read again")
+        if self.tokens_per_shard < self.packing.capacity:
+            raise FormatError(
+                f"--tokens-per-shard {self.tokens_per_shard} is below --seq-length {self.packing.capacity}: a shard"
+                " would be less than a pack; raise it, a thousand packs are a good shard"
+            )
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether the input is a pipe on standard input."""
+        return self.watch is None and list(self.inputs) == ["-"]
+
+    @property
+    def sharding(self) -> dict[str, int]:
+        """What decides where a shard ends: the tokens of a shard, and the bytes of a piece of the input."""
+        nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
+        nbytes = min(max(nbytes, _MIN_PIECE_NBYTES), _MAX_PIECE_NBYTES)
+        return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": nbytes}
+
+    def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
+        """All options that decide over the bytes of the shards, as plain values."""
+        source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
+        described = {"packing": self.packing.describe(), "sharding": self.sharding, "input": {"input": source}}
+        return encoder.describe() | described
+
+    def limits(self, encoder: RowEncoder) -> Limits:
+        """The limits that consumers may rely on."""
+        assert self.packing.max_sequences_per_pack is not None
+        return Limits(
+            capacity=self.packing.capacity,
+            max_sequences_per_pack=self.packing.max_sequences_per_pack,
+            sequence_multiple=self.packing.sequence_multiple,
+            token_dtype="uint16" if encoder.token_dtype.name == "uint16" else "int32",
+            consumers=self.consumers,
+            max_ahead_shards=self.max_ahead_shards,
+            max_ahead_nbytes=self.max_ahead_nbytes,
+            keep_recent=self.keep_recent,
+        )

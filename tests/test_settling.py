@@ -1,0 +1,69 @@
+"""How long something has been the same, and when a file is whole for it, by a clock that only the test moves."""
+
+from __future__ import annotations
+
+import doctest
+import os
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_sft_idx.live import Settling, Unchanged, waiting
+
+
+def test_the_examples_are_true() -> None:
+    failed, tried = doctest.testmod(waiting)
+    assert not failed
+    assert tried
+
+
+class Clock:
+    """Shows the time that a test set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(
+    looks=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=30), gap=st.integers(1, 20)
+)
+def test_only_time_in_which_somebody_looked_counts(looks: list[tuple[int, int]], gap: int) -> None:
+    """Compared with the plain way: the gaps between looks, back to the first one at which it was the same."""
+    clock = Clock()
+    unchanged = Unchanged(clock, gap)
+    seen: list[tuple[int, int]] = []
+    for pause, sight in looks:
+        clock.now += pause
+        seen.append((pause, sight))
+        expected = 0
+        for (later_pause, _), (_, earlier) in zip(reversed(seen), reversed(seen[:-1]), strict=False):
+            if earlier != sight:
+                break
+            expected += later_pause if later_pause <= gap else 0
+        assert unchanged.seconds(sight) == expected
+
+
+def test_a_file_is_whole_when_neither_size_nor_time_changes(tmp_path: Path) -> None:
+    clock = Clock()
+    settling = Settling(5.0, clock)
+    path = tmp_path / "a.jsonl"
+
+    def is_whole(seconds: float) -> bool:
+        clock.now += seconds
+        return settling.is_whole(str(path), path.stat() if path.exists() else None)
+
+    path.write_bytes(b"1\n")
+    assert [is_whole(0), is_whole(4.9), is_whole(0.1)] == [False, False, True]
+    assert (settling.nbytes, settling.seconds()) == (2, 5.0)
+    path.write_bytes(b"1\n2\n")
+    assert [is_whole(9), is_whole(5)] == [False, True]
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # as a writer has it that wrote the same bytes again
+    assert [is_whole(9), is_whole(5)] == [False, True]
+    # That a file is gone may last as well.
+    path.unlink()
+    assert [is_whole(9), is_whole(5)] == [False, True]
+    assert settling.nbytes == 0
