@@ -218,7 +218,8 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
             f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
             " another folder, or move these away"
         )
-    if begun is None and args.save and (args.save / _UNFINISHED).exists() and os.environ.get("RANK", "0") == "0":
+    leads = os.environ.get("RANK", "0") == "0"
+    if args.save and begun is None and loaded is None and (args.save / _UNFINISHED).exists() and leads:
         print_lines([f"{args.save / _UNFINISHED}: a killed run did not finish this checkpoint, and saved none before"])
     taken = loaded is not None and (begun is None or begun < loaded)
     if args.save and taken and (later := [step for step in whole_steps(args.save) if step > (loaded or 0)]):
@@ -229,7 +230,7 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
         )
     if begun is not None and loaded is not None and args.load.resolve() != args.save.resolve():
         held = f"--save {args.save} holds {begun} steps, --load {args.load} {loaded}"
-        if os.environ.get("RANK", "0") == "0":
+        if leads:
             print_lines([f"{held}: {'--load' if taken else '--save'} is continued"])
     if begun is not None and not taken:
         args.load = args.save
