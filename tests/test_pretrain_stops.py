@@ -211,6 +211,13 @@ def test_other_data_than_the_checkpoints_is_refused(
         run(script, options(data, "--load", checkpoints, *more))
 
 
+def test_a_checkpoint_that_does_not_name_its_data_is_refused(script: ModuleType) -> None:
+    with pytest.raises(
+        FormatError, match="x: does not say on which finished data its run was, which may have been live"
+    ):
+        script.require_same_data("x", None, {})
+
+
 def test_other_shards_at_the_same_path_are_refused(
     script: ModuleType, data: Path, checkpoints: Path, tmp_path: Path
 ) -> None:

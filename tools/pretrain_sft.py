@@ -428,7 +428,7 @@ class Begun(NamedTuple):
         source: its folder.
         steps: the steps behind it.
         samples: the samples behind it, whose batch size may have been another.
-        data: what ``data_record`` said of its run; None after live data.
+        data: what ``data_record`` said of its run; None where the checkpoint does not say, as after live data.
     """
 
     source: str = ""
@@ -444,7 +444,7 @@ def begun(args: argparse.Namespace) -> Begun:
     if not source.is_dir():
         raise FormatError(f"{source}: missing, and {_LATEST} names it; put it back, or write the number of another one")
     found = dist_checkpointing.load_common_state_dict(str(source))
-    return Begun(str(source), found["step"], found["samples"], found["data"])
+    return Begun(str(source), found["step"], found["samples"], found.get("data"))
 
 
 def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
@@ -466,7 +466,10 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
     """
     remedy = "samples would come twice or never; give the old value, or begin anew in another --save"
     if was is None:
-        raise FormatError(f"{source}: its run was on live data; name that, or begin anew in another --save")
+        raise FormatError(
+            f"{source}: does not say on which finished data its run was, which may have been live data; name that, or"
+            " begin anew in another --save"
+        )
     for option, value in now["options"].items():
         old = was["options"].get(option)
         same = old == value
