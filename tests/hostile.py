@@ -47,7 +47,6 @@ RECIPES = (
     "inspect <s> --tokenizer <tok> --html [page.html]",
     "inspect <s> --diff <t>",
     "verify <s>",
-    "bench-read <s> --packs 1",
     "rebuild [lost]",
     "create-raw-index <rows.jsonl> --output [raw.idx]",
     "create-raw-index <rows.jsonl>",

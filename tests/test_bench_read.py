@@ -1,7 +1,9 @@
-"""The bench-read verb: what it measures, on real disks as far as they let go of their cache; exit codes, JSON."""
+"""tools/bench_read.py: what it measures, on real disks as far as they let go of their cache; exit codes, JSON."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -10,19 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chats import ROOT, command
+from bench_read import BenchOptions, bench_read, main, reading_lines, recommend
+from chats import ROOT, Outcome
+from medium import drop_cache, memory_limit
 from packs import demo_samples, write_samples
-
-from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read, reading_lines, recommend
-from megatron_sft_idx.inspect.medium import drop_cache, memory_limit
-from megatron_sft_idx.inspect.read_worker import (
+from read_worker import (
     AHEAD,
     SETTINGS,
     ReadRequest,
@@ -32,12 +31,26 @@ from megatron_sft_idx.inspect.read_worker import (
     read_epoch,
     run_request,
 )
+
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 
+TOOL = ROOT / "tools/bench_read.py"
 PACKS, LENGTH = 300, 2048
 NBYTES = PACKS * (5 * LENGTH + 4)
 MEMORY = Path("/dev/shm")
+
+
+def measure(*arguments: object) -> Outcome:
+    """Run the tool in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as leaving:  # argparse
+            code = int(leaving.code or 0)
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def write(prefix: Path) -> Path:
@@ -126,7 +139,7 @@ def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path) ->
 
 
 def test_the_report_says_what_a_program_needs(shard: Path) -> None:
-    outcome = command("bench-read", shard, "--packs", 50, "--json")
+    outcome = measure(shard, "--packs", 50, "--json")
     assert outcome.code == 0
     found = json.loads(outcome.out)
     assert (found["packs"], found["bytes"]) == (PACKS, NBYTES)
@@ -146,7 +159,7 @@ def test_the_report_says_what_a_program_needs(shard: Path) -> None:
 
 
 def test_the_text_has_a_line_for_every_setting_and_ends_with_a_recommendation(shard: Path) -> None:
-    outcome = command("bench-read", shard, "--packs", 20, "--order", "sequential")
+    outcome = measure(shard, "--packs", 20, "--order", "sequential")
     assert outcome.code == 0
     lines = outcome.out.splitlines()
     for setting in SETTINGS:
@@ -169,11 +182,11 @@ def test_a_shard_in_memory_is_not_called_cold(in_memory: Path) -> None:
 
 def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
     mib = 16
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         try:
             limit = stack.enter_context(memory_limit(mib << 20))
         except OSError as refused:
-            outcome = command("bench-read", shard, "--memory-limit", mib)
+            outcome = measure(shard, "--memory-limit", mib)
             assert outcome.code == 2
             assert "systemd-run" in outcome.err
             pytest.skip(str(refused))
@@ -201,7 +214,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize(("signum", "limit"), [(signal.SIGINT, []), (signal.SIGTERM, ["--memory-limit", "64"])])
 def test_who_is_interrupted_leaves_neither_processes_nor_a_group(shard: Path, signum: int, limit: list[str]) -> None:
-    arguments = ["-m", "megatron_sft_idx.cli.main", "bench-read", str(shard), "--seconds", "600", *limit]
+    arguments = [str(TOOL), str(shard), "--seconds", "600", *limit]
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -221,14 +234,14 @@ def test_who_is_interrupted_leaves_neither_processes_nor_a_group(shard: Path, si
 
 
 def test_bad_shards_are_exit_code_1(tmp_path: Path) -> None:
-    assert command("bench-read", tmp_path / "nothing").code == 1
+    assert measure(tmp_path / "nothing").code == 1
     write_samples(tmp_path / "empty", [], capacity=8)
-    outcome = command("bench-read", tmp_path / "empty")
+    outcome = measure(tmp_path / "empty")
     assert outcome.code == 1
     assert "no packs" in outcome.err
     write_samples(tmp_path / "torn", demo_samples())
     os.truncate(tmp_path / "torn.bin", 3)
-    outcome = command("bench-read", tmp_path / "torn")
+    outcome = measure(tmp_path / "torn")
     assert outcome.code == 1
     assert "file has 3 bytes" in outcome.err
 
@@ -238,7 +251,7 @@ def test_damage_that_only_reading_finds_is_exit_code_1(tmp_path: Path) -> None:
     with open(f"{prefix}.seq.idx", "r+b") as file:
         file.seek(-8 * 100, os.SEEK_END)
         file.write(b"\xff" * 16)
-    outcome = command("bench-read", prefix, "--packs", PACKS)
+    outcome = measure(prefix, "--packs", PACKS)
     assert outcome.code == 1
     assert "rule O2" in outcome.err
     assert "rebuild" in outcome.err
@@ -251,9 +264,9 @@ def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
         ["--order", "backwards"],
         ["--memory-limit", "much"],
     ):
-        assert command("bench-read", shard, *arguments).code == 2
-    assert command("bench-read", "s3://bucket/x").code == 2
-    assert command("bench-read").code == 2
+        assert measure(shard, *arguments).code == 2
+    assert measure("s3://bucket/x").code == 2
+    assert measure().code == 2
 
 
 def exits(request: ReadRequest) -> Any:
@@ -288,14 +301,21 @@ def test_a_job_survives_its_way_to_the_worker() -> None:
 
 def test_measuring_imports_neither_torch_nor_megatron(shard: Path) -> None:
     program = (
-        "import sys; from megatron_sft_idx.cli.main import main; main(sys.argv[1:]);"
-        "import megatron_sft_idx.inspect.read_worker;"
+        "import sys; sys.path.append('tools'); from bench_read import main; main(sys.argv[1:]);"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
-    arguments = ["bench-read", str(shard), "--packs", "2", "--log-interval", "0"]
+    arguments = [str(shard), "--packs", "2", "--log-interval", "0"]
     done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert not done.stderr
+
+
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(shard: Path) -> None:
+    command = [sys.executable, str(TOOL), str(shard), "--packs", "2", "--log-interval", "0"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "bench_read.py: error: standard output: No space left on device\n"
 
 
 def test_an_answer_about_bad_bytes_is_a_format_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What bench-read recommends, from made-up measurements; where files lie, from made-up tables of mounts."""
+"""What tools/bench_read.py recommends, from made-up measurements; where files lie, from made-up tables of mounts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import medium
 import pytest
-
-from megatron_sft_idx.inspect import medium
-from megatron_sft_idx.inspect.bench_read import (
+from bench_read import (
     BenchOptions,
     ReadingReport,
     SettingTimes,
@@ -21,7 +20,7 @@ from megatron_sft_idx.inspect.bench_read import (
     recommend,
     sample_of,
 )
-from megatron_sft_idx.inspect.medium import (
+from medium import (
     Medium,
     MediumKind,
     MemoryLimit,
@@ -30,7 +29,8 @@ from megatron_sft_idx.inspect.medium import (
     medium_of,
     mount_of,
 )
-from megatron_sft_idx.inspect.read_worker import Epoch, ReadTimes, Setting
+from read_worker import Epoch, ReadTimes, Setting
+
 from megatron_sft_idx.inspect.text import shown_nbytes
 
 GIB = 1 << 30

@@ -28,7 +28,6 @@ OTHER_VERBS = {
     "create-raw-index": "reads JSON lines",
     "inspect": "shows",
     "verify": "checks",
-    "bench-read": "measures",
     "rebuild": "makes a damaged shard whole",
 }
 PACK = ("pack", "{source}", "--seq-length", "512", "--overlong", "split", "--output-prefix", "{out}/x")

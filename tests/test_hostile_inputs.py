@@ -24,7 +24,7 @@ from megatron_sft_idx.live.documents import read_document
 from megatron_sft_idx.produce.taken_files import TakenFiles
 from megatron_sft_idx.shard import find_remains, read_header
 
-READING = [text for text in RECIPES if "<" in text and not text.startswith("bench-read")]
+READING = [text for text in RECIPES if "<" in text]
 # What a place in a recipe stands for, where that is not one file.
 INSIDE = {"tok": ["tok/tokenizer.json", "tok/tokenizer_config.json"], "incoming": ["incoming/0.jsonl"]}
 

@@ -66,8 +66,7 @@ def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path:
     assert not missing, f"{verb}: mark {missing} in a recipe in hostile.py, or name it in WORDS if it is no path"
 
 
-# Measuring takes seconds, and writes nothing.
-@pytest.mark.parametrize("text", [text for text in RECIPES if not text.startswith("bench-read")])
+@pytest.mark.parametrize("text", RECIPES)
 def test_nothing_of_a_stranger_is_changed(world: World, text: str) -> None:
     count, complaints = run_cells(world, table(world, Recipe(text), all_of_them=False))
     assert not complaints, f"{len(complaints)} complaints in {count} cells\n" + "\n".join(complaints[:40])

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bench_read
 import pytest
 from doc_blocks import (
     ELSEWHERE,
@@ -234,6 +235,7 @@ OTHERS = {
 @pytest.mark.parametrize("page", PAGES)
 def test_options_exist(page: str) -> None:
     ours = set(pretrain_script().build_parser()._option_string_actions)
+    ours |= set(bench_read.build_parser()._option_string_actions)
     (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     for verb in verbs.choices.values():
         ours |= set(verb._option_string_actions)

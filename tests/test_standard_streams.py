@@ -17,7 +17,7 @@ from megatron_sft_idx.cli.main import main
 
 # Commands that exist for what they print: 1 where that is lost. All other recipes write what they are for.
 SHOWING = (
-    *("verify <s>", "verify <s> --full --json", "bench-read <s> --packs 1 --json --log-interval 0"),
+    *("verify <s>", "verify <s> --full --json"),
     *("inspect <s>", "inspect <s> --json", "inspect <s> --pack 0", "inspect <s> --diff <s>"),
     "inspect <s> --tokenizer <tok> --find w4",
     "preprocess --input <rows.jsonl> --tokenizer-model <tok> --seq-length 16 --output-prefix [out] --dry-run",
@@ -118,12 +118,10 @@ def as_without(world: World, calm: dict[str, Left], text: str) -> Left:
 @pytest.mark.parametrize("state", ["closed", "full", "gone"])
 @pytest.mark.parametrize("text", [*WRITING, *SHOWING, *FAILING])
 def test_stderr_never_fails_a_run(world: World, calm: dict[str, Left], text: str, state: str) -> None:
-    if text.startswith("bench-read") and state != "closed":
-        pytest.skip("measuring takes seconds")
     wanted, found = as_without(world, calm, text), run(world, text, stderr=state)
     assert found.code == wanted.code
     assert without_seconds(found.made) == without_seconds(wanted.made)
-    if "seconds" not in wanted.out and "bench-read" not in text:
+    if "seconds" not in wanted.out:
         assert found.out == wanted.out
 
 
@@ -140,14 +138,12 @@ def test_a_run_that_writes_files_does_not_fail_for_stdout(
 
 @pytest.mark.parametrize("text", SHOWING)
 def test_what_cannot_be_shown_is_an_error_where_showing_is_the_purpose(world: World, text: str) -> None:
-    # Measuring takes seconds, and what is closed is found before.
-    for state in ("closed",) if text.startswith("bench-read") else ("closed", "full"):
+    for state in ("closed", "full"):
         found = run(world, text, stdout=state)
         assert (found.code, found.err.count("\n"), found.made) == (1, 1, {}), found
         assert found.err.startswith("megatron-sft-idx: error: standard output: ")
-    if not text.startswith("bench-read"):
-        found = run(world, text, stdout="gone")
-        assert (found.code, found.err, found.made) == (1, "", {})
+    found = run(world, text, stdout="gone")
+    assert (found.code, found.err, found.made) == (1, "", {})
 
 
 @pytest.mark.parametrize("text", WRITING)

@@ -48,19 +48,35 @@ def warned(caplog: pytest.LogCaptureFixture, path: str, length: int) -> str:
     return caplog.text
 
 
-def script(*options: object) -> str:
-    """What the training script ends with."""
+def script_runs(*options: object) -> list[float]:
+    """The losses of the training script."""
     module = pretrain_script()
     given = ["--data-path", "data/chats", "--seq-length", 1024, "--hidden-size", 32, "--train-iters", 1, *options]
+    losses: list[float] = module.pretrain(module.parse_arguments([str(option) for option in given]))
+    return losses
+
+
+def script(*options: object) -> str:
+    """What the training script ends with."""
     with pytest.raises((SFTIndexError, ValueError, IndexError, ImportError)) as error:
-        module.pretrain(module.parse_arguments([str(option) for option in given]))
+        script_runs(*options)
     return str(error.value)
 
 
-def refused_option(capsys: pytest.CaptureFixture[str]) -> str:
+def refused_option(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     with pytest.raises(SystemExit):
-        pretrain_script().parse_arguments(["--data-path", "live:data/live", "--seq-length", "64"])
+        pretrain_script().parse_arguments(["--seq-length", "64", *options])
     return capsys.readouterr().err
+
+
+def another_seed() -> str:
+    assert script_runs("--save", "seeded", "--seed", 1234)
+    return script("--save", "seeded", "--seed", 5)
+
+
+def torn(capsys: pytest.CaptureFixture[str]) -> str:
+    Path("torn/iter_0000002").mkdir(parents=True)
+    return refused_option(capsys, "--data-path", "data/chats", "--save", "torn")
 
 
 def cut_plan() -> str:
@@ -106,6 +122,8 @@ def test_what_training_says(
         "remove it, and it is made anew": cut_plan,
         "the content is another one": replaced,
         "attention te": no_engine,
-        "nobody knows yet": lambda: refused_option(capsys),
+        "nobody knows yet": lambda: refused_option(capsys, "--data-path", "live:data/live"),
+        "its run had --seed": another_seed,
+        "metadata.json is missing": lambda: torn(capsys),
     }
     assert message in scene(scenes, message)

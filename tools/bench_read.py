@@ -1,8 +1,506 @@
-"""How fast a shard is read here: ``megatron-sft-idx bench-read``, for those who look for it in tools/."""
+"""Recommends how to read a shard, by measuring: which setting is fastest depends on disk, file system and memory.
 
+    python tools/bench_read.py data/train
+
+What a disk and the memory are is in ``medium.py`` and the processes that read in ``read_worker.py``, next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
-from megatron_sft_idx.cli.main import main
+from medium import Medium, MemoryLimit, available_nbytes, drop_cache, medium_of, memory_limit
+from read_worker import (
+    SETTINGS,
+    Epoch,
+    Opener,
+    Order,
+    ReadRequest,
+    ReadTimes,
+    Setting,
+    ShardReader,
+    run_request,
+)
+
+from megatron_sft_idx.cli.options import HelpFormatter, Parser, add_log_interval, declare, local_path, positive
+from megatron_sft_idx.cli.signals import ending_on_signals
+from megatron_sft_idx.cli.streams import message_of, standard_streams
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.inspect.text import counted, shown_nbytes
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.lines import log_line, print_layout, print_lines
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import Advance, Progress
+
+_DESCRIPTION = "Measure several ways of reading a shard from its disk, and recommend one."
+_EXAMPLES = """\
+examples:
+  find the settings to train with, from this disk, in this memory (takes about half a minute):
+    python tools/bench_read.py data/train
+
+  read for longer, since a slow disk needs more time; print one JSON document for a program:
+    python tools/bench_read.py data/train --seconds 120 --json > reading.json
+
+  read as if there were 4 GiB of memory (needs the right to make a control group: root, most containers):
+    python tools/bench_read.py data/train --memory-limit 4096 --seconds 120
+
+A process of its own reads the shard by each setting: first after the page cache was dropped, which is checked, then
+once more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs a second,
+and bytes read from the disk for each byte asked for. Nothing is written. Another program that reads the shard loses its
+cached pages too; a file server, or the host of a virtual machine, keeps its own.
+
+The memory limit is a control group's, since a limit of ulimit would not count the page cache.
+
+exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
+"""
+EpochName = Literal["first", "second"]
+# An epoch under a memory limit reads this many times the limit, if the shard is that large.
+_OVER_LIMIT = 3
+_LEAST_PACKS = 256  # the times of fewer packs vary too much
+_TRIAL_PACKS = 4096  # a small sample uses less of what the kernel reads ahead, so it would seem slower than a large one
+# A slow setting may take longer than its share of the time, but not by more than this.
+_PATIENCE = 2
+# What a training run is taken to read: its first epoch, and two more.
+_EPOCHS = 3
+# A setting must be faster than a simpler one by this factor to be recommended in its place.
+_MARGIN = 1.1
+_COLUMNS = ("setting", "packs/s, cold", "MiB/s", "disk/asked", "packs/s, warm", "MiB/s", "disk/asked")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, and for how long.
+
+    Attributes:
+        order: order in which packs are read.
+        packs: how many packs an epoch reads; None for as many as fit into ``seconds``.
+        seconds: about how long the whole measurement takes; not heeded where ``packs`` is given.
+        limit: the control group that limits memory; None to read with all memory of the machine.
+        settings: the settings that are compared, the simplest first.
+        rounds: how often each setting is measured; under a memory limit, each is measured once.
+    """
+
+    order: Order = "shuffled"
+    packs: int | None = None
+    seconds: float = 15.0
+    limit: MemoryLimit | None = None
+    settings: Sequence[Setting] = SETTINGS
+    rounds: int = 3
+
+    @property
+    def num_rounds(self) -> int:
+        """How often each setting is measured, the memory limit heeded."""
+        return 1 if self.limit else self.rounds
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds that one of the two epochs of one setting may take."""
+        return self.seconds / (2 * self.num_rounds * len(self.settings))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The shard that is read: its packs, the bytes of its tokens, masks and starts, and where it lies.
+
+    ``memory_nbytes`` is the memory there is to keep the shard in, limits heeded.
+    """
+
+    prefix: str
+    num_packs: int
+    nbytes: int
+    medium: Medium
+    memory_nbytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory can keep the whole shard from one epoch to the next."""
+        return self.nbytes <= self.memory_nbytes
+
+
+@dataclass
+class SettingTimes:
+    """What was measured of one setting, one ``ReadTimes`` a round.
+
+    ``refused`` says why the system does not read in this way; None where it does.
+    """
+
+    setting: Setting
+    rounds: list[ReadTimes] = field(default_factory=list)
+    refused: str | None = None
+
+    def epochs(self, which: EpochName) -> list[Epoch]:
+        """The first or the second epochs of all rounds."""
+        return [getattr(times, which) for times in self.rounds]
+
+    def rate(self, which: EpochName) -> float:
+        """Packs a second, the median of the rounds."""
+        return median(epoch.rate for epoch in self.epochs(which))
+
+
+@dataclass(frozen=True)
+class ReadingReport:
+    """What was measured of the packs ``sample`` of a shard; ``settings`` has the order of ``options.settings``."""
+
+    subject: Subject
+    options: BenchOptions
+    sample: range
+    settings: list[SettingTimes]
+
+    @property
+    def cold(self) -> bool:
+        """Whether some first epoch was seen to read at least half of its bytes from the disk."""
+        return any(epoch.amplification > 0.5 for one in self.settings for epoch in one.epochs("first"))
+
+    def amplification(self, one: SettingTimes, which: EpochName) -> float | None:
+        """Bytes read from the disk for each byte asked for, the median of the rounds of a setting.
+
+        None where no setting was seen to read from the disk: some file systems do not count it.
+        """
+        is_told = any(epoch.disk_nbytes for setting in self.settings for epoch in setting.epochs("first"))
+        return median(epoch.amplification for epoch in one.epochs(which)) if is_told else None
+
+
+# ---- measuring ----
+
+
+def sample_of(subject: Subject, order: Order, count: int) -> range:
+    """``count`` packs, or all where there are fewer, chosen so that reading them is like reading the whole shard.
+
+    Where memory keeps the shard, or packs are read in order, pages that the kernel reads ahead are used later in the
+    epoch: neighbours are taken. Otherwise those pages are gone before they are used: evenly spread packs are taken.
+    """
+    whole = subject.num_packs
+    count = min(count, whole)
+    if order == "sequential" or subject.fits:
+        start = (whole - count) // 2
+        return range(start, start + count)
+    return range(0, whole // count * count, whole // count)
+
+
+def largest_sample(subject: Subject, options: BenchOptions, trial: Callable[[range], Epoch | None]) -> range:
+    """The packs that can be read in ``options.epoch_seconds``; under a memory limit, enough to overflow it.
+
+    Args:
+        subject: the shard.
+        options: what is measured; its ``packs`` is None.
+        trial: reads packs once by one setting and returns that epoch; None where the system refuses to read them.
+    """
+    sample = sample_of(subject, options.order, _TRIAL_PACKS)
+    epoch = trial(sample)
+    if epoch is None:
+        return sample
+    count = max(int(epoch.rate * options.epoch_seconds), _LEAST_PACKS)
+    if options.limit:
+        count = max(count, _OVER_LIMIT * options.limit.nbytes * subject.num_packs // subject.nbytes)
+    return sample_of(subject, options.order, count)
+
+
+def measure_once(one: SettingTimes, request: ReadRequest, open_reader: Opener = ShardReader) -> None:
+    """Drop the page cache and read two epochs; adds their times to ``one``, or the reason why there are none."""
+    drop_cache(ShardPaths.of(request.prefix).all)
+    try:
+        one.rounds.append(run_request(request, open_reader))
+    except OSError as refused:
+        one.refused = str(refused)
+
+
+def bench_read(
+    prefix: str, options: BenchOptions | None = None, *, on_progress: Advance = lambda done: None
+) -> ReadingReport:
+    """Measure every setting on one shard, each time in a process of its own.
+
+    Args:
+        prefix: of a local shard.
+        options: what is to be measured.
+        on_progress: called with 1 after each setting of each round.
+
+    Raises:
+        ShardNotFoundError, FormatError: the shard is bad, or has no packs.
+        OSError: the files cannot be read in any way.
+    """
+    options = options or BenchOptions()
+    # By pread, because pages that this process maps would stay in the cache when it is dropped.
+    shard = Shard(prefix, backend="pread")
+    if not len(shard):
+        raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
+    tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
+    memory = min(available_nbytes(), options.limit.nbytes) if options.limit else available_nbytes()
+    paths = ShardPaths.of(prefix)
+    subject = Subject(paths.prefix, len(shard), tokens + loss + starts, medium_of(paths.tokens), memory)
+    seconds = float("inf") if options.packs else _PATIENCE * options.epoch_seconds
+    group = str(options.limit.folder) if options.limit else None
+
+    def measure(one: SettingTimes, sample: range) -> None:
+        measure_once(one, ReadRequest(subject.prefix, sample, one.setting, options.order, seconds, group))
+
+    def trial(sample: range) -> Epoch | None:
+        simplest = SettingTimes(options.settings[0])
+        measure(simplest, sample)
+        return simplest.rounds[0].first if simplest.rounds else None
+
+    if options.packs is None:
+        sample = largest_sample(subject, options, trial)
+    else:
+        sample = sample_of(subject, options.order, options.packs)
+    settings = [SettingTimes(setting) for setting in options.settings]
+    for _ in range(options.num_rounds):
+        for one in settings:
+            if one.refused is None:
+                measure(one, sample)
+            on_progress(1)
+    return ReadingReport(subject, options, sample, settings)
+
+
+# ---- the recommendation ----
+
+
+class Recommendation(NamedTuple):
+    """The setting to read with, and why; None where the system refuses every setting."""
+
+    setting: Setting | None
+    reasons: list[str]
+
+
+def recommend(report: ReadingReport) -> Recommendation:
+    """The simplest setting that is at most a tenth slower than the fastest, or no slower beyond the spread of rounds.
+
+    Settings are compared by the time that a pack takes over three epochs. Where memory cannot keep the whole shard, all
+    three count like the first one, since the second was fast only if memory kept the sample.
+    """
+    usable = [one for one in report.settings if one.rounds and one.refused is None]
+    if not usable:
+        return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.settings])
+
+    def seconds(times: ReadTimes) -> float:
+        """Seconds to read a pack once in each of three epochs."""
+        later = times.second if report.subject.fits else times.first
+        return 1 / times.first.rate + (_EPOCHS - 1) / later.rate
+
+    costs = {one.setting: [seconds(times) for times in one.rounds] for one in usable}
+    best = min(costs.values(), key=median)
+    if report.subject.medium.kind == "network":
+        # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
+        usable.sort(key=lambda one: one.setting.backend == "mmap")
+    chosen = next(
+        one
+        for one in usable
+        if median(costs[one.setting]) <= _MARGIN * median(best) or min(costs[one.setting]) <= max(best)
+    )
+    return Recommendation(chosen.setting, list(_reasons(report, chosen, len(usable))))
+
+
+def _reasons(report: ReadingReport, chosen: SettingTimes, num_usable: int) -> Iterator[str]:
+    """Why a setting was chosen: first where the shard lies, then what was measured."""
+    subject, medium = report.subject, report.subject.medium
+    if medium.kind == "memory":
+        yield f"{medium.filesystem} keeps the shard in memory: there is no disk to save"
+    else:
+        fit, epochs = ("fit", "only first epochs read") if subject.fits else ("do not fit", "every epoch reads")
+        size, room = shown_nbytes(subject.nbytes), shown_nbytes(subject.memory_nbytes)
+        yield f"its {size} {fit} in the {room} there are for the page cache: {epochs} the disk"
+    if medium.kind == "network":
+        yield (
+            f"{medium.filesystem} is a network file system, or may be one: where the server goes away pread fails with"
+            " an error, and a process that maps its files is killed"
+        )
+    if not report.cold and medium.kind != "memory":
+        yield "no first epoch was seen to be cold: what a disk does was not measured"
+    default = next((one for one in report.settings if one.setting == Setting()), None)
+    if default is not None and default.refused:
+        yield f"the default, {default.setting.name}, is refused here: {default.refused}"
+    elif default is not None and chosen is not default:
+        yield (
+            f"beside the default, {default.setting.name}: {chosen.rate('first'):,.0f} packs/s against"
+            f" {default.rate('first'):,.0f} in the first epoch, {chosen.rate('second'):,.0f} against"
+            f" {default.rate('second'):,.0f} in the second"
+        )
+    elif num_usable > 1:
+        yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
+
+
+# ---- the report, for programs and for people ----
+
+
+def _epoch_dict(report: ReadingReport, one: SettingTimes, which: EpochName) -> dict[str, Any]:
+    """Medians over the rounds of one setting."""
+    epochs = one.epochs(which)
+    rates = [epoch.rate for epoch in epochs]
+    return {
+        "packs": int(median(epoch.packs for epoch in epochs)),
+        "bytes": int(median(epoch.nbytes for epoch in epochs)),
+        "packs_per_second": median(rates),
+        "slowest_packs_per_second": min(rates),
+        "fastest_packs_per_second": max(rates),
+        "read_amplification": report.amplification(one, which),
+    }
+
+
+def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any]:
+    """All that was measured, and the recommendation."""
+    subject, options, sample = report.subject, report.options, report.sample
+    settings = []
+    for one in report.settings:
+        values = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
+        if one.rounds:
+            values["first_epoch"] = _epoch_dict(report, one, "first")
+            values["second_epoch"] = _epoch_dict(report, one, "second")
+        settings.append(values)
+    return {
+        "prefix": subject.prefix,
+        "packs": subject.num_packs,
+        "bytes": subject.nbytes,
+        "place": asdict(subject.medium) | {"memory_nbytes": subject.memory_nbytes},
+        "fits_in_memory": subject.fits,
+        "sample": {"start": sample.start, "step": sample.step, "order": options.order, "packs": len(sample)},
+        "rounds": options.num_rounds,
+        "memory_limit_bytes": options.limit and options.limit.nbytes,
+        "cold": report.cold,
+        "settings": settings,
+        "recommended": {
+            "setting": advice.setting and asdict(advice.setting),
+            "call": advice.setting and advice.setting.call,
+            "training": advice.setting and advice.setting.training,
+            "reasons": advice.reasons,
+        },
+    }
+
+
+def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str]:
+    """A heading, a line a setting, and the recommendation with its reasons."""
+    yield from _heading(report)
+    yield ""
+    rows = [_COLUMNS, *(_row(report, one) for one in report.settings)]
+    widths = [max(len(row[column]) for row in rows if len(row) > 2) for column in range(len(_COLUMNS))]
+    for row in rows:
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)]
+        yield "  ".join([row[0].ljust(widths[0]), *numbers])
+    yield ""
+    yield "cold, warm: the first epoch and the second. disk/asked: bytes read from the disk for each byte of a pack."
+    yield ""
+    if advice.setting is None:
+        yield f"{report.subject.prefix}: cannot be read in any of these ways"
+    else:
+        yield f"recommended: {advice.setting.call}"
+        yield f"in training: {advice.setting.training}"
+    yield from (f"- {reason}" for reason in advice.reasons)
+
+
+def _row(report: ReadingReport, one: SettingTimes) -> list[str]:
+    if one.refused is not None:
+        return [one.setting.name, f"refused: {one.refused}"]
+    cells = [one.setting.name]
+    for which in ("first", "second"):
+        epoch = _epoch_dict(report, one, which)
+        amplified, nbytes = epoch["read_amplification"], epoch["bytes"] / epoch["packs"]
+        cells.append(f"{epoch['packs_per_second']:,.0f}")
+        cells.append(f"{epoch['packs_per_second'] * nbytes / 2**20:,.0f}")
+        cells.append("not told" if amplified is None else f"{amplified:.2f}")
+    return cells
+
+
+def _heading(report: ReadingReport) -> Iterator[str]:
+    """What was read, where it lies, and whether it was read as a user would think."""
+    subject, options, sample = report.subject, report.options, report.sample
+    medium, limit = subject.medium, options.limit
+    ahead = "" if medium.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(medium.read_ahead_nbytes)}"
+    room = shown_nbytes(subject.memory_nbytes)
+    yield f"{subject.prefix}: {counted(subject.num_packs, 'pack')}, {shown_nbytes(subject.nbytes)}"
+    yield f"on {medium.filesystem} ({medium.source}{ahead}), memory for the page cache: {room}"
+    if limit is not None:
+        yield f"under a limit of {shown_nbytes(limit.nbytes)}, set by a control group"
+    step = f", one of every {sample.step:,}" if sample.step > 1 else ""
+    times = "once" if options.num_rounds == 1 else f"{options.num_rounds} times, of which the median is shown"
+    packs = counted(len(sample), "pack")
+    yield f"read: {packs} from pack {sample.start:,} on{step}, {options.order}; each setting {times}"
+    if report.cold:
+        yield "page cache dropped before each first epoch"
+    else:
+        yield f"NOT COLD: {medium.filesystem} or another process kept the shard in memory, or no reads are counted here"
+    most = max((epoch.nbytes for one in report.settings for epoch in one.epochs("first")), default=0)
+    if limit is not None and most <= limit.nbytes:
+        too_small = subject.nbytes <= limit.nbytes
+        remedy = "the shard is too small for it" if too_small else "read more, with --seconds or --packs"
+        yield f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
+
+
+# ---- the program ----
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="bench_read.py", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=HelpFormatter)
+    declare(parser, "shard PREFIX  prefix of the shard", shard=local_path)
+    declare(
+        parser.add_mutually_exclusive_group(),
+        """
+        --seconds N  read for about so many seconds (default: %(default)s)
+        --packs N  read N packs an epoch, for as long as that takes
+        """,
+        seconds=15,
+    )
+    declare(
+        parser,
+        """
+        --order  order in which packs are read; training shuffles (default: %(default)s)
+        --memory-limit MIB  most memory for reading, including the page cache
+        --json  print one JSON document instead of text
+        """,
+        order=("shuffled", "sequential"),
+        memory_limit=positive,
+    )
+    add_log_interval(parser, "runs", default=10)
+    return parser
+
+
+def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measure and print; returns the exit code."""
+    with ExitStack() as stack:
+        limit = None
+        if arguments.memory_limit:
+            try:
+                limit = stack.enter_context(memory_limit(arguments.memory_limit << 20))
+            except OSError as error:
+                parser.error(f"--memory-limit: {error}")
+        options = BenchOptions(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
+        interval = arguments.log_interval
+        epochs = 2 * options.num_rounds * len(options.settings)
+        with Progress("reading", epochs, unit=" epochs", log_interval=interval, items="runs") as progress:
+            report = bench_read(arguments.shard, options, on_progress=lambda done: progress.update(2 * done, done))
+    advice = recommend(report)
+    if arguments.json:
+        print_layout(json.dumps(reading_dict(report, advice), indent=2))
+    else:
+        print_lines(reading_lines(report, advice))
+    if advice.setting is None:
+        log_line(f"bench_read.py: error: {arguments.shard}: no setting reads it here")
+        return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The tool as a function; returns the exit code. Without ``argv`` it is a program, which ends with the tool."""
+    with standard_streams() as output:
+        parser = build_parser()
+        arguments = parser.parse_args(argv)
+        output.strict = True
+        try:
+            if output.error is not None:
+                raise output.error
+            with ending_on_signals(is_program=argv is None):
+                return run(arguments, parser)
+        except (SFTIndexError, OSError) as error:
+            log_line(f"bench_read.py: error: {message_of(error)}")
+            return 1
+        except KeyboardInterrupt:
+            log_line("interrupted")
+            return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main(["bench-read", *sys.argv[1:]]))
+    sys.exit(main())

@@ -24,12 +24,15 @@ import itertools
 import json
 import logging
 import os
+import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 try:
     from megatron_sft_idx import PackedSFTDataset  # noqa: F401
@@ -49,6 +52,8 @@ from gpt_model import (
 )
 from live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -61,8 +66,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_sft_idx.cli.options import add_read_options, positive, preprocess_arguments, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
+from megatron_sft_idx.cli.streams import standard_streams
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.lines import log_line, print_lines
+from megatron_sft_idx.lines import log_line, print_lines, unescaped
 from megatron_sft_idx.tokenize import encoding_options
 from megatron_sft_idx.training.batch import Tensors
 from megatron_sft_idx.training.loader import BatchLoader
@@ -73,6 +79,10 @@ from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Tensors], None]
 _LATEST = "latest_checkpointed_iteration.txt"
+# What dist_checkpointing writes last: a checkpoint that has it is whole.
+_WRITTEN_LAST = "metadata.json"
+# The folder in --save where a checkpoint lies until it is whole.
+_UNFINISHED = "unfinished"
 # What the collectives of gloo and NCCL say where another process has ended.
 _LEFT_ALONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "communicator was aborted")
 
@@ -184,6 +194,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.read = read_options(args, parser)
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     args.consumed_train_samples = 0
+    args.data_record = None  # of live data, whose states in a checkpoint say the same
     return args
 
 
@@ -196,7 +207,7 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
     try:
         loaded = latest_step(args.load) if args.load else None
         if args.load and loaded is None:
-            parser.error(f"--load {args.load}: no checkpoint is here, {_LATEST} is missing")
+            parser.error(f"--load {args.load}: no checkpoint is here")
         if args.save and args.save.exists() and not args.save.is_dir():
             parser.error(f"--save {args.save}: a file is here, expected a folder or nothing")
         begun = latest_step(args.save) if args.save else None
@@ -207,6 +218,9 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
             f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
             " another folder, or move these away"
         )
+    leads = os.environ.get("RANK", "0") == "0"
+    if args.save and begun is None and loaded is None and (args.save / _UNFINISHED).exists() and leads:
+        print_lines([f"{args.save / _UNFINISHED}: a killed run did not finish this checkpoint, and saved none before"])
     taken = loaded is not None and (begun is None or begun < loaded)
     if args.save and taken and (later := [step for step in whole_steps(args.save) if step > (loaded or 0)]):
         parser.error(
@@ -216,30 +230,42 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
         )
     if begun is not None and loaded is not None and args.load.resolve() != args.save.resolve():
         held = f"--save {args.save} holds {begun} steps, --load {args.load} {loaded}"
-        if os.environ.get("RANK", "0") == "0":
+        if leads:
             print_lines([f"{held}: {'--load' if taken else '--save'} is continued"])
     if begun is not None and not taken:
         args.load = args.save
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The steps behind each whole checkpoint in a folder, in order; what a killed run was still writing is none."""
-    found = [path.parent.name for path in folder.glob("iter_*/metadata.json")]
+    """The steps behind each whole checkpoint in a folder, in order."""
+    found = [path.parent.name for path in folder.glob(f"iter_*/{_WRITTEN_LAST}")]
     return sorted(int(name.removeprefix("iter_")) for name in found if name.removeprefix("iter_").isdecimal())
 
 
 def latest_step(folder: Path) -> int | None:
-    """Steps behind the latest checkpoint in a folder; None where there is none. FormatError: nobody can tell."""
+    """Steps behind the latest checkpoint in a folder; None where there is none.
+
+    Where the file is missing that names the latest one, it is the newest that is whole.
+
+    FormatError: nobody can tell, or there are checkpoints and none of them is whole.
+    """
     path = folder / _LATEST
     try:
-        content = path.read_text(encoding="utf-8")
-        return int(content)
+        return int(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        pass
     except (OSError, ValueError):
         raise FormatError(
             f"{path}: expected the number of the latest checkpoint; write it here, as in iter_NNNNNNN"
         ) from None
+    if whole := whole_steps(folder):
+        return whole[-1]
+    if torn := sorted(folder.glob("iter_*")):
+        raise FormatError(
+            f"{torn[-1]}: {_WRITTEN_LAST} is missing, and no other checkpoint in {folder} is whole; put the missing"
+            " files back, or name another folder to begin anew"
+        )
+    return None
 
 
 def build_model(args: argparse.Namespace) -> DistributedDataParallel:
@@ -371,15 +397,22 @@ def checkpoint_state(
 
 
 def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: Any, live: LiveData | None) -> None:
-    """Write ``iter_N`` in ``--save``; it counts once the file that names the latest one is replaced."""
+    """Write ``iter_N`` in ``--save``; it counts once the file that names the latest one is replaced.
+
+    It has this name only once it is whole: after a kill, a folder ``iter_N`` that is not whole was damaged otherwise.
+    """
     target, first = args.save / f"iter_{step:07d}", torch.distributed.get_rank() == 0
+    unfinished = args.save / _UNFINISHED
     if first:
-        target.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+        unfinished.mkdir(parents=True)
     torch.distributed.barrier()
-    common = {"step": step, "samples": args.consumed_train_samples}
+    common = {"step": step, "samples": args.consumed_train_samples, "data": args.data_record}
     common |= {"live": live.gather_states()} if live else {}
-    dist_checkpointing.save({**checkpoint_state(model, optimizer), **common}, str(target))
+    dist_checkpointing.save({**checkpoint_state(model, optimizer), **common}, str(unfinished))
     if first:
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
         fresh = args.save / "latest.tmp"
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(args.save / _LATEST)
@@ -388,22 +421,78 @@ def save_checkpoint(args: argparse.Namespace, step: int, model: Any, optimizer: 
         live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
 
-def begun(args: argparse.Namespace) -> tuple[str, int, int]:
-    """The checkpoint that is continued, if any; steps and samples behind it, whose batch size may have been another."""
+class Begun(NamedTuple):
+    """The checkpoint that is continued; nothing where there is none.
+
+    Attributes:
+        source: its folder.
+        steps: the steps behind it.
+        samples: the samples behind it, whose batch size may have been another.
+        data: what ``data_record`` said of its run; None where the checkpoint does not say, as after live data.
+    """
+
+    source: str = ""
+    steps: int = 0
+    samples: int = 0
+    data: dict[str, Any] | None = None
+
+
+def begun(args: argparse.Namespace) -> Begun:
     if args.load is None:
-        return "", 0, 0
+        return Begun()
     source = args.load / f"iter_{latest_step(args.load) or 0:07d}"
     if not source.is_dir():
         raise FormatError(f"{source}: missing, and {_LATEST} names it; put it back, or write the number of another one")
     found = dist_checkpointing.load_common_state_dict(str(source))
-    return str(source), found["step"], found.get("samples", found["step"] * args.global_batch_size)
+    return Begun(str(source), found["step"], found["samples"], found.get("data"))
+
+
+def data_record(args: argparse.Namespace, dataset: Any) -> dict[str, Any]:
+    """What the batches of finished data and their order follow from: options, and the shards by their ids."""
+    paths, weights = get_blend_from_list(args.data_path)
+    shares = [1.0] * len(paths) if weights is None else [round(weight / sum(weights), 9) for weight in weights]
+    members = getattr(dataset, "datasets", [dataset])
+    shards = [(member.source.shards.fingerprint, share) for member, share in zip(members, shares, strict=True)]
+    # Packs that are planned at start-up depend on their length too.
+    length = {"--seq-length": args.seq_length} if args.repack else {}
+    options = {"--seed": args.seed, "--split": args.split, "--repack": args.repack, **length}
+    return {"options": options, "--data-path": " ".join(args.data_path), "shards": shards}
+
+
+def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """FormatError where a checkpoint's samples are not the first samples of this run: some would come twice or never.
+
+    Shards may have moved: they are the same as long as their ids are.
+    """
+    remedy = "samples would come twice or never; give the old value, or begin anew in another --save"
+    if was is None:
+        raise FormatError(
+            f"{source}: does not say on which finished data its run was, which may have been live data; name that, or"
+            " begin anew in another --save"
+        )
+    for option, value in now["options"].items():
+        old = was["options"].get(option)
+        same = old == value
+        if option == "--split":
+            same = parse_and_normalize_split(old) == parse_and_normalize_split(value)
+        if not same:
+            raise FormatError(f"{source}: its run had {option} {old}, this one has {option} {value}: {remedy}")
+    if was["shards"] == now["shards"]:
+        return
+    old, new = was["--data-path"], now["--data-path"]
+    if old == new:
+        raise FormatError(f"{source}: --data-path {new} holds other shards than when its run began: {remedy}")
+    raise FormatError(
+        f"{source}: its run had --data-path {old}, this one has --data-path {new}, with other shards or weights:"
+        f" {remedy}"
+    )
 
 
 def load_checkpoint(
     args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
     """Take the checkpoint that is continued, if there is one; the number of steps behind it."""
-    source, step, _ = begun(args)
+    source, step, _, _ = begun(args)
     if source:
         found = dist_checkpointing.load(checkpoint_state(model, optimizer, loading=True), source)
         model.module.load_state_dict(found["model"])
@@ -543,11 +632,14 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
     if is_live(args):
         with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
-    _, step, args.consumed_train_samples = begun(args)
+    source, step, args.consumed_train_samples, data = begun(args)
     to_come = [steps * args.global_batch_size for steps in (max(args.train_iters - step, 0), args.eval_iters)]
     samples = [args.consumed_train_samples + to_come[0], to_come[1], 0]
     options = {"index_only_packing": args.repack, "read": args.read, "columns": ("source",) * args.loss_by_source}
     training, validation, _ = build_datasets(args, samples, **options)
+    args.data_record = data_record(args, training)
+    if source:
+        require_same_data(source, data, args.data_record)
     return fit(args, training, validation, observe)
 
 
@@ -600,15 +692,41 @@ def one_line_errors() -> Iterator[None]:
     raise SystemExit(1)
 
 
+def end_with_launcher() -> None:
+    """Have this process end within seconds after ``torchrun``, if that started it, was killed.
+
+    Nobody else would end it: ranks whose launcher is gone train on, and keep their devices.
+    """
+    if not torch.distributed.is_torchelastic_launched():
+        return
+    launcher = os.getppid()
+    words = f"{Path(__file__).name}: error: torchrun (process {launcher}) is gone, so this rank ends too"
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        # By a thread of its own, as a pipe that nobody reads may be full.
+        speaker = threading.Thread(target=log_line, args=(words,), daemon=True)
+        speaker.start()
+        speaker.join(2)
+        os._exit(1)  # whatever the main thread waits for, such as other ranks
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 def main() -> None:
-    args = parse_arguments()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
-    with one_line_errors(), megatron_device():
-        connect()
-        parallel_state.initialize_model_parallel()
-        pretrain(args)
-        torch.distributed.destroy_process_group()
+    end_with_launcher()
+    with standard_streams():  # a closed pipe or a full disk behind them ends no training
+        # What libraries write has line ends in it; lines of this script are escaped where they are made.
+        sys.stdout, sys.stderr = unescaped(sys.stdout), unescaped(sys.stderr)
+        args = parse_arguments()
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
+        with one_line_errors(), megatron_device():
+            connect()
+            parallel_state.initialize_model_parallel()
+            pretrain(args)
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

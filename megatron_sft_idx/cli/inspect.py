@@ -1,4 +1,4 @@
-"""``megatron-sft-idx inspect`` and ``bench-read``: show what a shard holds, and measure how fast it is read here."""
+"""``megatron-sft-idx inspect``: show what a shard holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -19,12 +18,9 @@ from megatron_sft_idx.cli.options import (
     add_verb,
     declare,
     in_color,
-    local_path,
     natural,
-    positive,
     writable,
 )
-from megatron_sft_idx.cli.streams import print_error
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
@@ -70,35 +66,12 @@ Packs, sequences and tokens are counted from 0, lines of input files from 1. A l
 
 exit code: 0 shown; --find and --row: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
 """
-_BENCH_HELP = """\
-Measure several ways of reading a shard from its disk, and recommend one.
-
-examples:
-  find the settings to train with, from this disk, in this memory (takes about half a minute):
-    megatron-sft-idx bench-read data/train
-
-  read for longer, since a slow disk needs more time; print one JSON document for a program:
-    megatron-sft-idx bench-read data/train --seconds 120 --json > reading.json
-
-  read as if there were 4 GiB of memory (needs the right to make a control group: root, most containers):
-    megatron-sft-idx bench-read data/train --memory-limit 4096 --seconds 120
-
-A process of its own reads the shard by each setting: first after the page cache was dropped, which is checked, then
-once more, as in a second epoch. All settings are measured in turn, in several rounds. The table shows packs a second,
-and bytes read from the disk for each byte asked for. Nothing is written. Another program that reads the shard loses its
-cached pages too; a file server, or the host of a virtual machine, keeps its own.
-
-The memory limit is a control group's, since a limit of ulimit would not count the page cache.
-
-exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
-"""
-_MIB = 1 << 20
 # The most values that are printed of one row of a column.
 _MAX_VALUES = 8
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add the verbs ``inspect`` and ``bench-read``."""
+    """Add the verb ``inspect``."""
     line = "show what a shard holds: summary, packs as text, a page, a search, a comparison"
     parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
     declare(
@@ -131,29 +104,6 @@ def add_parser(verbs: Verbs) -> None:
         limit=20,
     )
     add_log_interval(parser, "packs", default=1_000_000)
-
-    line = "measure how fast a shard is read from this disk, and by which settings"
-    parser = add_verb(verbs, "bench-read", line, _BENCH_HELP, _bench_read, product=lambda arguments: True)
-    declare(parser, "shard PREFIX  prefix of the shard", shard=local_path)
-    declare(
-        parser.add_mutually_exclusive_group(),
-        """
-        --seconds N  read for about so many seconds (default: %(default)s)
-        --packs N  read N packs an epoch, for as long as that takes
-        """,
-        seconds=15,
-    )
-    declare(
-        parser,
-        """
-        --order  order in which packs are read; training shuffles (default: %(default)s)
-        --memory-limit MIB  most memory for reading, including the page cache
-        --json  print one JSON document instead of text
-        """,
-        order=("shuffled", "sequential"),
-        memory_limit=positive,
-    )
-    add_log_interval(parser, "runs", default=10)
 
 
 def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -347,27 +297,3 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     value = value.item() if isinstance(value, np.generic) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read, reading_dict, reading_lines, recommend
-    from megatron_sft_idx.inspect.medium import memory_limit
-
-    with ExitStack() as stack:
-        limit = None
-        if arguments.memory_limit:
-            try:
-                limit = stack.enter_context(memory_limit(arguments.memory_limit * _MIB))
-            except OSError as error:
-                parser.error(f"--memory-limit: {error}")
-        options = BenchOptions(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
-        interval = arguments.log_interval
-        epochs = 2 * options.num_rounds * len(options.settings)
-        with Progress("reading", epochs, unit=" epochs", log_interval=interval, items="runs") as progress:
-            report = bench_read(arguments.shard, options, on_progress=lambda done: progress.update(2 * done, done))
-    advice = recommend(report)
-    _print_result(arguments, reading_dict(report, advice), reading_lines(report, advice))
-    if advice.setting is None:
-        print_error(f"{arguments.shard}: no setting reads it here")
-        return 1
-    return 0

@@ -23,7 +23,6 @@ from megatron_sft_idx.errors import SFTIndexError
 _VERBS = {
     "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
     "look": {"inspect": "inspect", "verify": "verify"},
-    "train on": {"bench-read": "inspect"},
     "mend": {"rebuild": "verify"},
     "move": {"convert": "convert", "merge": "move", "split": "move", "copy": "move", "create-raw-index": "convert"},
 }

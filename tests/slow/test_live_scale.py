@@ -1,4 +1,4 @@
-"""A thousand ranks and a hundred thousand shards: jobs of several sizes follow one another, and each pack comes once."""
+"""A thousand ranks and a hundred thousand shards: jobs of several sizes follow one another, each pack comes once."""
 
 from __future__ import annotations
 

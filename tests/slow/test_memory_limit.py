@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_read import BenchOptions, bench_read
+from medium import memory_limit
+from read_worker import Setting
 
-from megatron_sft_idx.inspect.bench_read import BenchOptions, bench_read
-from megatron_sft_idx.inspect.medium import memory_limit
-from megatron_sft_idx.inspect.read_worker import Setting
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, PACKS, LIMIT = 4096, 6000, 32 << 20

@@ -2,7 +2,7 @@
 
     python tools/bench/backends.py [--mib 256] [--rounds 3]
 
-Writes tools/bench/results/backends.md. What ``megatron-sft-idx bench-read`` measures on one disk, here on two file
+Writes tools/bench/results/backends.md. What ``tools/bench_read.py`` measures on one disk, here on two file
 systems and under a control group that has a quarter of the data's size, beside ``np.memmap`` and Megatron's own reader.
 Every measurement has a process of its own; ways take turns, and figures are medians of rounds with their range. Before
 each first epoch the page cache is dropped, which the bytes read from the disk show. Epochs end after a time, so that
@@ -21,14 +21,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends_peers import PEERS, defaults
-from measure import write_equal_packs
-from plot import Dot, dots
-from report import MIB, Bench, run_bench
+sys.path.append(str(Path(__file__).parents[1]))  # of bench_read.py, medium.py, read_worker.py
 
-from megatron_sft_idx.inspect.bench_read import EpochName, SettingTimes, measure_once
-from megatron_sft_idx.inspect.medium import medium_of, memory_limit
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Order, ReadRequest, Setting, ShardReader
+from backends_peers import PEERS, defaults
+from bench_read import EpochName, SettingTimes, measure_once
+from measure import write_equal_packs
+from medium import medium_of, memory_limit
+from plot import Dot, dots
+from read_worker import SETTINGS, Epoch, Order, ReadRequest, Setting, ShardReader
+from report import MIB, Bench, run_bench
 
 LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from bench_read import EpochName, SettingTimes
 from measure import indexed_dataset
+from read_worker import Opener, ReadRequest
 from report import Bench
 
-from megatron_sft_idx.inspect.bench_read import EpochName, SettingTimes
-from megatron_sft_idx.inspect.read_worker import Opener, ReadRequest
 from megatron_sft_idx.shard import Shard
 
 

@@ -9,6 +9,7 @@ collate of Python lists, must give the same tensors before they are timed.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -25,13 +26,15 @@ from plot import Dot, dots
 from report import Bench, cells, run_bench
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_sft_idx.inspect.medium import drop_cache
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, ReadOptions
 from megatron_sft_idx.training.batch import Batch, BatchAssembler, whole_batch
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.sources import StoredPacks
+
+sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
+from medium import drop_cache
 
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]

@@ -30,7 +30,8 @@ from plot import Dot, dots
 from quotes import complaints, rewritten
 from report import HEADER, NOT_RUN, RESULTS, Headline, machine, table
 
-from megatron_sft_idx.inspect.medium import mount_of
+sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
+from medium import mount_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"

@@ -9,6 +9,7 @@ another pack in every round and copies it out, and before that its data files ar
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -21,8 +22,10 @@ from formats_peers import Items, RawMemmap, mds_items
 from measure import write_equal_packs
 from report import Bench, cells, run_bench
 
-from megatron_sft_idx.inspect.medium import drop_cache, medium_of
 from megatron_sft_idx.shard import Shard
+
+sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
+from medium import drop_cache, medium_of
 
 LENGTH, SEQUENCES = 4096, 8
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -26,7 +27,9 @@ from plot import Dot, dots
 from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.inspect.medium import drop_cache
+
+sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
+from medium import drop_cache
 
 MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.25
 WARM_PACKS = 20

@@ -227,7 +227,7 @@ def _answer(request: ReadRequest, open_reader: Opener, connection: Connection) -
 
 
 def run_request(request: ReadRequest, open_reader: Opener = ShardReader) -> ReadTimes:
-    """Have a new process answer a request. It is forked from a server that has imported this module: it starts at once.
+    """Have a new process answer a request. It is forked from a server that has imported the package: it starts at once.
 
     Args:
         request: what is read.
@@ -238,7 +238,8 @@ def run_request(request: ReadRequest, open_reader: Opener = ShardReader) -> Read
         OSError: the system does not let the shard be read in this way, or ended the process.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # Not this module: the server does not look in the folder of the program that started it.
+    context.set_forkserver_preload(["megatron_sft_idx.shard"])
     _start_server()
     answers, child_end = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(request, open_reader, child_end), daemon=True)

@@ -183,6 +183,6 @@ def _make_group(nbytes: int) -> Path:
     mib = nbytes >> 20
     raise OSError(
         f"no control group may be made here ({reason}), and ulimit does not limit the page cache; run as root, or"
-        f" limit this command from outside: systemd-run --user --scope -p MemoryMax={mib}M megatron-sft-idx bench-read"
+        f" limit this command from outside: systemd-run --user --scope -p MemoryMax={mib}M python tools/bench_read.py"
         f" ..., or a container with --memory {mib}m"
     )

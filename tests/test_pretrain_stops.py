@@ -1,0 +1,234 @@
+"""tools/pretrain_sft.py where its launcher, its output, its checkpoints or its data are not what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from chats import ROOT, preprocess
+from pretrain_runs import run
+from training_twin import lone_process
+
+from megatron_sft_idx.errors import FormatError
+
+SCRIPT = ROOT / "tools/pretrain_sft.py"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+ENVIRONMENT |= {"PYTHONWARNINGS": "ignore"}
+LENGTH, PATIENCE = 544, 120
+LATEST, LAST_FILE = "latest_checkpointed_iteration.txt", "metadata.json"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, seed in (("chats", 1), ("others", 7)):
+        outcome = preprocess(folder / name, "--seed", seed, capacity=LENGTH)
+        assert outcome.code == 0, outcome.err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with lone_process() as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def trained(script: ModuleType, data: Path) -> Path:
+    """Checkpoints of 2 and of 4 steps."""
+    run(script, options(data, "--save", data / "trained", "--save-interval", 2, steps=4))
+    return data / "trained"
+
+
+@pytest.fixture
+def checkpoints(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "checkpoints")
+
+
+def options(data: Path, *more: object, steps: int = 5) -> list[str]:
+    size = ["--hidden-size", 32, "--seq-length", LENGTH, "--train-iters", steps, "--global-batch-size", 4]
+    path = [] if "--data-path" in more else ["--data-path", data / "chats"]
+    return [str(option) for option in (*path, *size, *more)]
+
+
+def train(*given: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *given]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+# ---- the launcher ----
+
+
+def is_running(pid: int) -> bool:
+    """Not so of a zombie, which nobody may ever ask for."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    metrics = tmp_path / "metrics.jsonl"
+    command = [sys.executable, *torchrun, str(SCRIPT), *options(data, "--metrics", metrics, steps=10**6)]
+    ranks: list[int] = []
+    with open(tmp_path / "said", "w") as said:
+        launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=said)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert launcher.poll() is None, (tmp_path / "said").read_text()
+            assert time.monotonic() < end, "no step was taken"
+            time.sleep(0.05)
+        ranks = [*map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split())]
+        assert len(ranks) == 2
+        # The other one then waits in a collective, without an end.
+        os.kill(ranks[1], signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+            while is_running(rank):
+                assert time.monotonic() < end, "a rank goes on"
+                time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for rank in filter(is_running, ranks):
+            os.kill(rank, signal.SIGKILL)
+    words = f"pretrain_sft.py: error: torchrun (process {launcher.pid}) is gone, so this rank ends too"
+    assert words in (tmp_path / "said").read_text().splitlines()
+
+
+# ---- output ----
+
+
+@pytest.mark.parametrize("streams", ["2>&1 | head -1", ">&- 2>&-", ">/dev/full"])
+def test_training_goes_on_and_saves_where_nobody_takes_its_output(streams: str, data: Path, tmp_path: Path) -> None:
+    given = options(data, "--save", tmp_path / "checkpoints")
+    command = f'"$@" {streams}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, str(SCRIPT), *given],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == ("head" in streams)
+    assert "Broken" not in done.stderr
+    assert (tmp_path / "checkpoints" / LATEST).read_text() == "5"
+
+
+# ---- checkpoints ----
+
+
+def test_without_the_name_of_the_latest_checkpoint_the_newest_whole_one_is_continued(
+    data: Path, checkpoints: Path
+) -> None:
+    (checkpoints / LATEST).unlink()
+    (checkpoints / "iter_0000004" / LAST_FILE).unlink()
+    done = train(*options(data, "--save", checkpoints))
+    assert done.returncode == 0, done.stderr
+    assert f"going on from {checkpoints}/iter_0000002: 2 steps are done\n" in done.stdout
+    assert (checkpoints / LATEST).read_text() == "5"
+
+
+@pytest.mark.parametrize("option", ["--save", "--load"])
+def test_checkpoints_of_which_none_is_whole_are_refused(option: str, data: Path, checkpoints: Path) -> None:
+    (checkpoints / LATEST).unlink()
+    for path in checkpoints.glob(f"*/{LAST_FILE}"):
+        path.unlink()
+    done = train(*options(data, option, checkpoints))
+    assert done.returncode == 2
+    found = f"{checkpoints}/iter_0000004: metadata.json is missing, and no other checkpoint in {checkpoints} is whole"
+    assert done.stderr.startswith(f"pretrain_sft.py: error: {found}; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_kill_during_a_save_leaves_no_checkpoint_that_is_not_whole(data: Path, tmp_path: Path) -> None:
+    """Whenever it comes: the same command goes on from the checkpoint before, or says that there is none."""
+    checkpoints = tmp_path / "checkpoints"
+    same = options(data, "--save", checkpoints, "--save-interval", 1, steps=10)
+    command = [sys.executable, str(SCRIPT), *same]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + PATIENCE
+    while not (checkpoints / "unfinished").exists():
+        assert process.poll() is None, "no save was seen"
+        assert time.monotonic() < end, "no save was begun"
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    done = train(*same)
+    assert done.returncode == 0, done.stderr
+    said = f"{checkpoints}/unfinished: a killed run did not finish this checkpoint, and saved none before\n"
+    assert said in done.stdout or f"going on from {checkpoints}/iter_0" in done.stdout
+    assert sorted(path.name for path in checkpoints.iterdir()) == [*(f"iter_{n:07d}" for n in range(1, 11)), LATEST]
+
+
+# ---- the data of the checkpoint ----
+
+
+def test_another_seed_than_the_checkpoints_is_refused_in_one_line(data: Path, checkpoints: Path) -> None:
+    done = train(*options(data, "--save", checkpoints, "--seed", "5"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"pretrain_sft.py: error: {checkpoints}/iter_0000004: its run had --seed 1234, this one has --seed 5: samples"
+        " would come twice or never; give the old value, or begin anew in another --save"
+    )
+    assert "Traceback" not in done.stderr
+    assert (checkpoints / LATEST).read_text() == "4"
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        (["--split", "90,10,0"], "its run had --split 1,0,0, this one has --split 90,10,0: "),
+        (["--repack"], "its run had --repack False, this one has --repack True: "),
+        (["--data-path", "others"], "had --data-path .*/chats, this one has --data-path others, with other shards or"),
+        (["--data-path", "0.5", "chats", "0.5", "others"], "this one has --data-path 0.5 chats 0.5 others, with other"),
+    ],
+)
+def test_other_data_than_the_checkpoints_is_refused(
+    more: list[str],
+    found: str,
+    script: ModuleType,
+    data: Path,
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(data)
+    with pytest.raises(FormatError, match=f"iter_0000004: .*{found}"):
+        run(script, options(data, "--load", checkpoints, *more))
+
+
+def test_a_checkpoint_that_does_not_name_its_data_is_refused(script: ModuleType) -> None:
+    with pytest.raises(
+        FormatError, match="x: does not say on which finished data its run was, which may have been live"
+    ):
+        script.require_same_data("x", None, {})
+
+
+def test_other_shards_at_the_same_path_are_refused(
+    script: ModuleType, data: Path, checkpoints: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in data.glob("chats.*"):
+        shutil.copy(path, moved)
+    # The same shards elsewhere, and a split that comes to the same, are the same data.
+    same = ["--data-path", moved / "chats", "--split", "100,0,0", "--save", checkpoints]
+    assert len(run(script, options(data, *same)).losses) == 1
+    for path in data.glob("others.*"):
+        shutil.copy(path, moved / path.name.replace("others", "chats"))
+    with pytest.raises(FormatError, match=r"--data-path .*/chats holds other shards than when its run began: "):
+        run(script, options(data, *same, steps=6))
