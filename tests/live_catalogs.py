@@ -37,7 +37,7 @@ class MemoryShards(LiveShards):
     def end(self) -> int | None:
         return len(self.counts)
 
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         return number < len(self.counts)
 
     def numbers(self) -> list[int]:
@@ -60,7 +60,7 @@ class LateEnd(MemoryShards):
     def end(self) -> int | None:
         return len(self.counts) if self._ended else None
 
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         self._ended = self._ended or number >= len(self.counts)
         return number < len(self.counts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Ack, Catalog, Deal, Item, ack_folder, completed, read_acks, write_ack
-from megatron_sft_idx.live.acks import ConsumerAcks
+from megatron_sft_idx.live.acks import ConsumerAcks, uncompleted
 from megatron_sft_idx.live.live_order import RankState
 
 TWO = Deal(size=2)
@@ -51,6 +52,27 @@ def test_only_the_last_epoch_counts():
     second, third = TWO.of_epoch(1), TWO.of_epoch(2)
     assert done(ack(0, 5, epochs=3), ack(1, 5, second, epochs=3)) == []
     assert done(ack(0, 5, second, epochs=3), ack(1, 1, third, epochs=3)) == [1]
+
+
+def test_before_the_last_epoch_everything_is_uncompleted():
+    acks = [ack(rank, 5, epochs=2) for rank in range(2)]
+    assert done(*acks) == []
+    assert uncompleted(acks, below=12) == list(range(12))
+
+
+@given(
+    items_done=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    leftovers=st.lists(st.integers(1, 3), max_size=5),
+    untouched=st.integers(0, 3),
+)
+def test_a_shard_is_either_completed_or_uncompleted(items_done, leftovers, untouched):
+    """The leftovers are groups of so many shards."""
+    ends = list(itertools.accumulate(leftovers))
+    groups = [range(end - length, end) for end, length in zip(ends, leftovers, strict=True)]
+    frontier = sum(leftovers) + untouched
+    deal = Deal(len(items_done), leftovers=tuple(Item(tuple(group), 1) for group in groups), frontier=frontier)
+    acks = [ack(rank, items, deal) for rank, items in enumerate(items_done)]
+    assert sorted([*done(*acks, most=40), *uncompleted(acks, below=40)]) == list(range(40))
 
 
 def next_generation(folder: Path, acknowledged: Ack, state: RankState) -> int:

@@ -45,9 +45,9 @@ class Scene:
     def at(self, second: float, happens: Callable[[], object]) -> None:
         self.events.append((1000.0 + second, happens))
 
-    def wait(self, number: int, uncommitted: Callable[[], int] = lambda: 0, **limits: float) -> str:
+    def wait(self, number: int, unacknowledged: Callable[[], int] = lambda: 0, **limits: float) -> str:
         vars(self.watch).update(limits)
-        return "published" if self.watch.wait(number, self.waiter, uncommitted) else "ended"
+        return "published" if self.watch.wait(number, self.waiter, unacknowledged) else "ended"
 
     def refused(self, number: int, **more: Any) -> str:
         with pytest.raises(SFTIndexError) as error:
@@ -211,8 +211,8 @@ def test_the_longest_wait_is_kept(scene):
 
 def test_waiting_for_each_other_is_an_error_and_not_a_hang(scene):
     scene.say(state="waiting for consumers", published=5)
-    said = scene.refused(5, uncommitted=lambda: 5, producer_timeout=30)
-    assert "has read 5 that no checkpoint includes" in said
+    said = scene.refused(5, unacknowledged=lambda: 5, producer_timeout=30)
+    assert "no checkpoint of this one includes 5 items before this shard" in said
     assert "save checkpoints more often, or let the producer be further ahead" in said
 
 
@@ -221,7 +221,7 @@ def test_a_commit_on_its_way_is_waited_for(scene):
     scene.at(20, lambda: scene.say(state="running"))
     scene.at(25, lambda: scene.say(state="waiting for consumers"))
     scene.at(50, lambda: scene.publish(5))
-    assert scene.wait(5, uncommitted=lambda: 5, producer_timeout=30) == "published"
+    assert scene.wait(5, unacknowledged=lambda: 5, producer_timeout=30) == "published"
 
 
 def test_a_commit_during_a_long_wait_is_seen(scene):
@@ -231,13 +231,13 @@ def test_a_commit_during_a_long_wait_is_seen(scene):
     for second in range(10, 300, 10):
         scene.at(second, lambda: left.append(left[-1] % 5 + 1))
     scene.at(300, lambda: scene.publish(5))
-    assert scene.wait(5, uncommitted=lambda: left[-1], producer_timeout=30) == "published"
+    assert scene.wait(5, unacknowledged=lambda: left[-1], producer_timeout=30) == "published"
 
 
 def test_others_that_do_not_commit_are_waited_for(scene):
     scene.say(state="waiting for consumers", published=5)
     scene.at(200, lambda: scene.publish(5))
-    assert scene.wait(5, uncommitted=lambda: 0, producer_timeout=30) == "published"
+    assert scene.wait(5, unacknowledged=lambda: 0, producer_timeout=30) == "published"
 
 
 def test_a_damaged_document_is_named(scene, monkeypatch):

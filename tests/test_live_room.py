@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ class Bounded(MemoryShards):
         self.ahead, self.least, self.published = ahead, least, 0
         self.committed: list[RankState] = []
 
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         while self.published <= min(number, len(self.counts) - 1):
             acks = [ConsumerAcks("", "test", 1).of(state) for state in self.committed]
             if len(uncompleted(acks, self.published)) >= self.ahead:
@@ -134,6 +135,46 @@ def test_with_as_many_shards_no_step_waits_for_ever(
         assert seen <= expected
 
 
+@pytest.mark.parametrize(
+    ("counts", "size", "window", "rows", "at_end"),
+    [
+        # Rank 0 is inside a group of two shards and rank 1 needs its next one, every other shard of which is rank 0's.
+        ([4, 4, 4, 5, 4, 5, 5, 6], 2, 2, 1, "pad"),
+        ([5, 6, 5, 6, 5, 5, 5, 6, 5, 5, 5, 5, 5, 5, 6, 6, 6, 5, 5, 6, 6, 6, 5, 5, 5, 5, 11], 2, 2, 11, "drop"),
+    ],
+)
+def test_some_ranks_are_inside_a_group_and_others_between_two(
+    counts: list[int], size: int, window: int, rows: int, at_end: str
+) -> None:
+    assert list(job(counts, size, window, rows, at_end=at_end).steps())
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    COUNTS,
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.integers(0, 6)), max_size=3),
+    st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9)),
+)
+def test_with_as_many_as_each_job_asks_for_jobs_of_any_size_follow_one_another(
+    counts: list[int], ended: list[tuple[int, int, int, int]], last: tuple[int, int, int]
+) -> None:
+    """Each has ranks, a window and packs a step of its own; all but the last are ended after some steps."""
+    shards = Bounded(counts, 0, max(1, min(counts[:-1], default=1)))
+    seen: Counter[tuple[int, int]] = Counter()
+    states: list[RankState] = []
+    for size, window, rows, steps in [*ended, (*last, None)]:
+        at_work = Job(shards, size, window, rows, "pad")
+        if states:
+            deal = dealt_anew(states, size, window)
+            at_work._begin([replace(rank.state, deal=deal) for rank in at_work.ranks])
+        # What a job asks for counts the groups that earlier jobs left behind.
+        shards.ahead = least_ahead(at_work.states[0].deal, rows, shards.least)
+        for packs in itertools.islice(at_work.steps(), steps):
+            seen.update(packs)
+        states = at_work.states
+    assert seen == Counter((shard, pack) for shard, packs in enumerate(counts) for pack in range(packs))
+
+
 def test_with_fewer_one_may_wait_for_ever() -> None:
     """The control: two ranks, the second of which is through with its shard before the first."""
     for less, ends in ((0, True), (1, False)):
@@ -160,14 +201,14 @@ def test_ranks_that_fall_behind_are_dealt_less() -> None:
 @pytest.mark.parametrize(
     ("ranks", "window", "rows", "least", "shards"),
     [
-        (1, 1, 1, 1, 2),  # a row of one group and the first of the next
-        (1, 1, 4, 8, 2),  # --max-ahead-shards 1 is too few for anyone
+        (1, 1, 1, 1, 1),  # one pack after the other
+        (1, 1, 4, 8, 2),  # a step may begin in one shard and end in the next
         (2, 1, 2, 8, 4),  # the data of docs/streaming.md on two ranks
         (3, 1, 2, 8, 6),
         (2, 1, 9, 8, 4),
         (2, 1, 10, 8, 6),  # a step of ten packs may take of three shards with eight
         (2, 2, 10, 8, 8),
-        (4, 3, 1, 100, 21),
+        (4, 3, 1, 100, 18),  # three ranks inside a group, and rank 3 needs shards between those of the others
     ],
 )
 def test_the_number_by_hand(ranks: int, window: int, rows: int, least: int, shards: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_catalogs import all_names, loader, make_catalog, names, names_in, names_of
+from live_catalogs import all_names, copies, loader, make_catalog, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
 from megatron_sft_idx.errors import SFTIndexError
@@ -170,6 +170,21 @@ def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path) -> None
         taking.batches.close()
         assert len(taking.ended()) == 4
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_a_save_may_take_longer_than_any_wait(tmp_path: Path) -> None:
+    """Meanwhile the loader's thread waits for a shard that the producer publishes only after the commit."""
+    with producing(tmp_path / "c", max_ahead_shards=1) as producer:
+        producer("publish", 4)
+        with loader(impatient(tmp_path / "c", max_wait=0.5, producer_timeout=0.5)) as batches:
+            assert sorted(names_of(copies(batches, 4))) == names(0, 4)
+            producer("become", "waiting for consumers")
+            time.sleep(1.5)
+            batches.commit(batches.state_dict())
+            producer("become", "running")
+            producer("publish", 3)
+            producer("end")
+            assert sorted(names_of(batches)) == names(1, 3)
 
 
 def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from live_catalogs import LateEnd, MemoryShards, MicroBatch, walk
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.live.live_order import Deal, Group, Item, RankState, dealt_anew
+from megatron_sft_idx.live.live_order import Deal, Group, Item, RankState, dealt_anew, states_from_json, states_to_json
 
 # A pack is named by its shard and its number in that shard.
 Pack: TypeAlias = tuple[int, int]
@@ -226,14 +226,15 @@ def deal_with(**fields: Any) -> dict[str, Any]:
     ("change", "says"),
     [
         ({"version": "1"}, "version"),
-        ({"rank": 2}, "go together"),
+        ({"rank": 2}, "rank is 2, expected less than its size 2"),
         ({"rank": -1}, "rank"),
         ({"rows": 2**63}, "rows"),
         ({"batch_rows": 0}, "batch_rows"),
         ({"open_shards": "0"}, "open_shards"),
         ({"open_shards": [True]}, "open_shards"),
-        ({"open_packs": 3, "open_shards": []}, "go together"),
-        ({"open_packs": 3, "open_shards": [0], "packs": 2}, "go together"),
+        ({"open_packs": 3, "open_shards": []}, "open_packs is 3, expected more than 0 where a group is open"),
+        ({"open_packs": 0, "open_shards": [0]}, "open_packs is 0, expected more than 0 where a group is open"),
+        ({"open_packs": 3, "open_shards": [0], "packs": 2}, "packs is 2, expected those of the open group"),
         ({"deal": None}, "deal"),
         (deal_with(size=0), "deal.size"),
         (deal_with(shuffle=1), "deal.shuffle"),
@@ -246,6 +247,19 @@ def deal_with(**fields: Any) -> dict[str, Any]:
 def test_a_damaged_state_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(FormatError, match=f"state_dict.*{says}"):
         RankState.from_json({**saved()[0], **change})
+
+
+def test_states_of_all_ranks_share_their_deal() -> None:
+    """It may have thousands of leftovers, and there may be a thousand ranks."""
+    states = [RankState.from_json(state) for state in saved()]
+    contents = states_to_json(states)
+    assert contents == [state.to_json() for state in states]
+    assert contents[0]["deal"] is contents[1]["deal"]
+    read = states_from_json(json.loads(json.dumps(contents)))
+    assert read == states
+    assert read[0].deal is read[1].deal
+    other = replace(states[1], deal=replace(states[1].deal, seed=9))
+    assert states_from_json([*contents, other.to_json(), contents[0]]) == [*states, other, states[0]]
 
 
 def test_a_state_of_another_version_is_refused() -> None:
@@ -302,5 +316,5 @@ def test_the_rest_of_a_shard_that_has_fewer_packs_is_refused() -> None:
 
 def test_a_damaged_state_is_not_followed_far() -> None:
     first, second = map(RankState.from_json, saved())
-    with pytest.raises(FormatError, match="shards ahead of another"):
+    with pytest.raises(FormatError, match="items ahead of another"):
         dealt_anew([replace(first, items=2**60), second], size=3, window=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
 from megatron_sft_idx.live.catalog_shards import CatalogShards
 from megatron_sft_idx.live.chunks import LiveChunks, chunks_in, declaring_end
 from megatron_sft_idx.live.live_loader import LiveConfig, LiveLoader
-from megatron_sft_idx.live.live_order import RankState
+from megatron_sft_idx.live.live_order import Deal, RankState, states_from_json, states_to_json
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.storage import require_local
@@ -230,12 +231,15 @@ class LiveData(Iterator[Tensors]):
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
         self._saved = self._loader.state
-        return [state.to_json() for state in self._gather(self._saved)]
+        return states_to_json(self._gather(self._saved))
 
     def _gather(self, state: RankState) -> list[RankState]:
+        deal = state.deal
         states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
-        torch.distributed.all_gather_object(states, state, group=parallel_state.get_data_parallel_group())
-        return states
+        # All ranks have the same deal, which may have thousands of leftovers, so it need not be sent.
+        small = replace(state, deal=Deal(deal.size))
+        torch.distributed.all_gather_object(states, small, group=parallel_state.get_data_parallel_group())
+        return [replace(each, deal=deal) for each in states]
 
     def commit(self) -> None:
         """Acknowledge what was gathered last, once every process has put its part of the checkpoint on disk."""
@@ -286,7 +290,8 @@ class LiveData(Iterator[Tensors]):
                 "--load: the checkpoint does not say where its run was in live data; it was on other data"
             )
         now = self._loader.state
-        own = [state for state in states if not RankState.from_json(state).difference(now)]
+        found = zip(states, states_from_json(states), strict=True)
+        own = [content for content, state in found if not state.difference(now)]
         self._loader.load_state_dict(own[0] if own else states)
 
     def __enter__(self) -> LiveData:

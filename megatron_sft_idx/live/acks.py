@@ -1,8 +1,9 @@
 """Acknowledgements: how far each rank of each consumer has trained, as of a checkpoint that is on disk.
 
-A consumer is a training run that reads a catalog. When all its ranks have written a checkpoint, each replaces one small
-file, ``_acks/CONSUMER/rank-NNNNN.json``. It says how many of its items the rank has done (module ``live_order``). The
-producer reads these files. A shard is completed once every consumer has completed it, and may be removed then.
+A consumer is a training run that reads a catalog. When the checkpoint of all its ranks is on disk, each rank replaces
+one small file, ``_acks/CONSUMER/rank-NNNNN.json``. It says how many of its items the rank has done (module
+``live_order``). The producer reads these files. A shard is *completed* once it is done, in a checkpoint that was
+acknowledged, by every consumer. It may be removed then.
 
 Two ranks share the shards 0, 1, 2 and so on. Rank 0 has done two of its items, shards 0 and 2, and rank 1 has done
 shard 1:
@@ -207,7 +208,7 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
         elif shard < deal.frontier:
             return True  # by an earlier generation
         else:
-            number = deal.num_items(shard)
+            number = deal.item_of_shard(shard)
         rank, items_before = number % deal.size, number // deal.size
         return items_before < items_done.get(rank, 0)
 
@@ -217,8 +218,14 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
 def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
     """The shards with numbers less than ``below``, published or not, that one consumer has not completed.
 
-    ``acks`` must be those of all ranks of the consumer, all in the last epoch and with the same deal.
+    ``acks`` must be of all ranks of the consumer, at one step.
+
+    >>> acks = [Ack("train", 0, Deal(size=2), rank, items_done=2 - rank, packs_done=9) for rank in range(2)]
+    >>> uncompleted(acks, below=6)
+    [3, 4, 5]
     """
+    if not acks[0].is_in_last_epoch:
+        return list(range(below))
     deal = acks[0].deal
     # Items below this number are done by all ranks.
     done_by_all = min(ack.items_done for ack in acks) * deal.size
@@ -270,9 +277,10 @@ class ConsumerAcks:
     def next_generation(self, state: RankState) -> int:
         """The generation under which a rank goes on from ``state``.
 
-        Where no acknowledgement is as new, that is the generation of the state. Else it is that of the newest
-        acknowledgements where all of these agree with the state, and the next one where some do not. Acknowledgements
-        may be ahead of the state: they may come from a job that was given up, or from this job's other ranks.
+        Where no acknowledgement is as new, that is the generation of the state. Else the newest acknowledgements are of
+        this job, whose other ranks may have begun before this one, or of a job that went on from the same checkpoint
+        and was given up. In the first case all of them agree with the state, and their generation goes on. In the
+        second some may not, so the next generation begins, and they no longer count.
         """
         ours, newest = self.of(state), self.newest()
         if not newest or newest[0].generation < ours.generation:

@@ -178,7 +178,7 @@ class CatalogShards(Catalog, LiveShards):
 
     # ---- waiting for its producer ----
 
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         """Wait for a shard, as ``LiveShards`` has it.
 
         Raises:
@@ -209,7 +209,7 @@ class CatalogShards(Catalog, LiveShards):
             if end is not None or (state is not None and number < state.published):
                 why = self._why_gone(number, state, missing.seconds("missing"))
             else:
-                why = self._why_late(state, silent, stuck, uncommitted)
+                why = self._why_late(state, silent, stuck, unacknowledged)
             if why is None and self.max_wait is not None and waited >= self.max_wait:
                 why = (
                     f"not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
@@ -234,7 +234,7 @@ class CatalogShards(Catalog, LiveShards):
         return f"it was published and is not there any more: somebody removed it. {remedy}"
 
     def _why_late(
-        self, state: ProducerState | None, silent: float, stuck: Unchanged, uncommitted: Callable[[], int]
+        self, state: ProducerState | None, silent: float, stuck: Unchanged, unacknowledged: Callable[[], int]
     ) -> str | None:
         """Why a shard that is not published yet will not come; None while it still may.
 
@@ -255,14 +255,15 @@ class CatalogShards(Catalog, LiveShards):
         if state is None:
             return None
         # Producer and consumer wait for each other. No error at once: a commit may be under way.
-        count = uncommitted() if state.state == "waiting for consumers" else 0
+        count = unacknowledged() if state.state == "waiting for consumers" else 0
         seconds = stuck.seconds((state.published, count))
         if not count or seconds < self.producer_timeout:
             return None
         return (
-            "the producer waits for consumers to complete shards (--max-ahead-shards, --max-ahead-gb), and this one has"
-            f" read {count} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints more"
-            " often, or let the producer be further ahead; of several epochs, only the last completes shards"
+            "the producer waits for consumers to complete shards (--max-ahead-shards, --max-ahead-gb), and no"
+            f" checkpoint of this one includes {count} items before this shard, for {seconds:.0f} s: neither can go on;"
+            " save checkpoints more often, or let the producer be further ahead; of several epochs, only the last"
+            " completes shards"
         )
 
 

@@ -162,7 +162,7 @@ class LiveChunks(LiveShards):
         ends = [Catalog(folder).end() for folder in self.end_folders]
         return min((end for end in ends if end is not None), default=None)
 
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         """See ``LiveShards``; nobody knows whether a producer of chunks waits for its consumers."""
         for waited in waiter.looks(lambda: f"{self.name(number)}; {self.describe(number)}"):
             end = self.end()

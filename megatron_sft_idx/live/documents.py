@@ -82,7 +82,7 @@ def _value(hint: Any, path: str, name: str, value: Any) -> Any:
         numbered = ((f"{name}[{i}]" if isinstance(one, dict) else name, one) for i, one in enumerate(value))
         return tuple(_value(inner[0], path, place, one) for place, one in numbered)
     if isinstance(hint, type) and issubclass(hint, Record):
-        return hint.parse(path, value, f"{name}.")
+        return value if isinstance(value, hint) else hint.parse(path, value, f"{name}.")
     if hint is int or origin is Annotated:
         least = inner[1] if inner else 0
         right = type(value) is int and least <= value <= _LARGEST

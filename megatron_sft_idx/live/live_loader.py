@@ -10,9 +10,9 @@ What happens to a micro-batch::
 So the thread runs ahead, and ``LiveLoader.state`` does not: a checkpoint says what was trained on, never what is only
 prepared.
 
-A checkpoint has two steps. The trainer saves ``state_dict()`` with its model. Once that is on disk it calls ``commit``,
-which tells the producer. A trainer that is killed between the two reads nothing twice and misses nothing, because the
-producer keeps all shards that no acknowledgement includes.
+A checkpoint has two steps. The trainer saves ``state_dict()`` with its model. Once all ranks have done so it calls
+``commit``, which tells the producer. A trainer that is killed between the two reads nothing twice and misses nothing,
+because the producer keeps all shards that no acknowledgement includes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,17 @@ from megatron_sft_idx.lines import get_logger
 from megatron_sft_idx.live.acks import ConsumerAcks, ack_folder, uncompleted
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_shards import CatalogShards
-from megatron_sft_idx.live.live_order import Deal, RankState, dealt_anew, last_shard_of_step, least_ahead
+from megatron_sft_idx.live.live_order import (
+    Deal,
+    RankState,
+    dealt_anew,
+    last_shard_of_step,
+    least_ahead,
+    states_from_json,
+)
 from megatron_sft_idx.live.live_shards import LiveShards, OpenShards
 from megatron_sft_idx.live.live_walk import AtEnd, Walk
-from megatron_sft_idx.live.waiting import Stopped, Waiter
+from megatron_sft_idx.live.waiting import Stopped, Stopwatch, Waiter
 from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader, Form, Tensors, Wanted
 
 logger = get_logger("megatron_sft_idx.live")
@@ -128,15 +135,21 @@ class LiveConfig:
 class LiveLoader(Iterator[Tensors]):
     """The micro-batches of a rank, prepared ahead by a thread. It is a context manager that closes itself.
 
-    ::
+    On each of several ranks::
 
         with LiveLoader("catalog", LiveConfig(rank=rank, size=size, seq_length=4096)) as loader:
+            if checkpoint is not None:
+                loader.load_state_dict(checkpoint)
+            loader.commit()                 # what an earlier run read beyond the checkpoint must be kept
             for batch in loader:
                 step(batch)
                 if time_to_save:
                     state = loader.state_dict()
-                    save(model, state)      # until it is on disk
-                    loader.commit(state)    # its shards may be removed now
+                    save(model, state)
+                    barrier()               # every rank's part is on disk
+                    loader.commit(state)    # shards that are done may be removed now
+
+    Where the producer limits how far it is ahead, ``may_need_commit`` says when it is time to save.
 
     Batches have the keys and shapes that ``BatchAssembler`` makes. A batch is valid until the next one is taken, as
     with ``BatchLoader``, and pinned if there is a GPU.
@@ -167,7 +180,10 @@ class LiveLoader(Iterator[Tensors]):
         # Set when the loader is closed or collected. It ends every wait, so the thread must not know the loader itself.
         self._stop = threading.Event()
         weakref.finalize(self, self._stop.set)
-        self._waiter = Waiter(f"rank {config.rank}", self._stop.wait)
+        # The thread's waits count only the time for which the trainer waits too. The trainer may save for longer than
+        # any limit, and the thread may wait meanwhile for a shard that is published only after that.
+        self._asking = Stopwatch()
+        self._waiter = Waiter(f"rank {config.rank}", self._stop.wait, clock=self._asking)
         # What the producer promises; None before ``prepare``.
         self._limits: Limits | None = None
         self._begun: tuple[Walk, BatchIterator] | None = None
@@ -182,7 +198,8 @@ class LiveLoader(Iterator[Tensors]):
             if self._begun is None:
                 self._begun = self._begin()
             walk, batches = self._begun
-            tensors = next(batches)
+            with self._asking:
+                tensors = next(batches)
         except StopIteration:
             if not self._closed:  # by another thread
                 self.state = walk.state  # which may be behind shards without packs
@@ -207,7 +224,8 @@ class LiveLoader(Iterator[Tensors]):
             f" window {config.window}, {'shuffled' if config.shuffle else 'as stored'},"
             f" epoch {state.deal.epoch + 1} of {config.epochs}, from row {state.rows}"
         )
-        source = OpenShards(self.shards, self._waiter, config.columns)
+        with self._asking:
+            source = OpenShards(self.shards, self._waiter, config.columns)
         try:
             assembler = BatchAssembler(
                 source,
@@ -228,7 +246,8 @@ class LiveLoader(Iterator[Tensors]):
             acknowledged=self.acks.done_in,
             waiter=self._waiter,
         )
-        # Nothing is looked up ahead: a batch that is ready must not wait until the next shard is published.
+        # The loader must not look further ahead in the order than it fills batches: a batch that is ready would have to
+        # wait until the next shard is published.
         return walk, iter(BatchLoader(assembler, _holding_shards(walk, source), ahead=0))
 
     def close(self) -> None:
@@ -260,7 +279,9 @@ class LiveLoader(Iterator[Tensors]):
 
     def require_room(self) -> Limits:
         """The catalog's limits, which this waits for. FormatError: the producer may not be far enough ahead."""
-        limits, deal, step_rows = self.shards.limits(self._waiter)[0], self.state.deal, self.config.step_rows
+        with self._asking:
+            limits = self.shards.limits(self._waiter)[0]
+        deal, step_rows = self.state.deal, self.config.step_rows
         if limits.max_ahead_shards is None:
             return limits
         least = least_ahead(deal, step_rows, self.shards.least_packs())
@@ -281,13 +302,18 @@ class LiveLoader(Iterator[Tensors]):
     def may_need_commit(self, committed: Sequence[RankState]) -> bool:
         """Whether the next step may need a shard that the producer publishes only after another commit.
 
-        A trainer that saves between steps asks this before each step, and saves first where the answer is True. Runs
-        with the same data and the same commits get the same answer, at whatever pace shards come: it follows from the
-        shards that a step can need at most, not from those that are there.
+        A trainer asks this before each step on every rank. Where any rank answers True, all save and commit first. If
+        the answer is still True then, some ranks have read much less than others, and what they left holds the producer
+        back. Then all ranks begin a new loader from the list of their states, so that what is left is dealt out anew.
+
+        While the end of the data is not known, runs with the same data and the same commits get the same answers, at
+        whatever pace shards come: they follow from the shards that a step can need at most, not from those that are
+        there.
 
         Args:
             committed: the states of all ranks that were acknowledged last.
         """
+        self.prepare()
         packs_in = lambda shard: self.shards.count(shard) or 0  # noqa: E731
         last = last_shard_of_step(self.state, packs_in, self.shards.least_packs())
         acks = [self.acks.of(state) for state in committed]
@@ -314,7 +340,7 @@ class LiveLoader(Iterator[Tensors]):
         folder, config = self.shards.folder, self.config
         if self._begun is not None or self._closed:
             raise SFTIndexError(f"{folder}: batches were taken already; load the state into a new loader")
-        found = [RankState.from_json(one) for one in ([state] if isinstance(state, dict) else state)]
+        found = states_from_json([state] if isinstance(state, dict) else state)
         for one in found:
             if (one.deal.seed, one.deal.shuffle) != (config.seed, config.shuffle):
                 raise FormatError(

@@ -1,7 +1,8 @@
 """Which rank reads which packs of live shards, and in which order. Nothing here reads a file, waits or keeps time.
 
-The order follows from a few numbers, so every rank computes it alone, and a run that goes on from a checkpoint computes
-the same one. Shards are numbered from 0. Nobody knows yet how many will come.
+The order follows from the fields of a ``Deal``, so every rank computes it alone, and a run that goes on from a
+checkpoint computes the same one. Shards are numbered from 0. Nobody knows yet how many will come. Three words are used:
+an item is *begun* when some of its packs are read, *done* when all are, and *untouched* before.
 
 **Items.** A ``Deal`` is an endless list of items. Item j belongs to data-parallel rank j mod size. At a fresh start
 item j is shard j. These are the items of rank 1 of 2 ranks, among the first six shards:
@@ -10,7 +11,7 @@ item j is shard j. These are the items of rank 1 of 2 ranks, among the first six
     >>> [deal.item(number).shards for number in deal.items_of(rank=1, end=6)]
     [(1,), (3,), (5,)]
 
-**Groups.** A rank reads its items in groups of ``window`` shards. The packs of a group come in one permutation. It
+**Groups.** A rank reads its items in groups of ``window`` items. The packs of a group come in one permutation. It
 depends on the seed, the epoch and the shards of the group, and on nothing else: not on timing, and not on how many
 shards are published. The last group may be smaller:
 
@@ -20,8 +21,8 @@ shards are published. The last group may be smaller:
     Group(shards=(5,), packs_read=0, num_items=1)
 
 **Resuming.** With as many ranks as before, each goes on from its own ``RankState``. With another number of ranks, what
-is left is dealt out anew. Suppose that rank 0 stopped 5 packs into its group of shards 0 and 2, and that rank 1 has
-done shards 1 and 3 and stands in front of shards 5 and 7:
+is left is dealt out anew. Suppose that each rank was given 5 packs. Rank 0 stopped inside its group of shards 0 and 2.
+The shards of rank 1 are smaller: it has done shards 1 and 3, and stands in front of shards 5 and 7:
 
     >>> states = [RankState(deal, rank=0, packs=5, open_shards=(0, 2), open_packs=5, rows=5),
     ...           RankState(deal, rank=1, packs=5, items=2, rows=5)]
@@ -32,7 +33,7 @@ done shards 1 and 3 and stands in front of shards 5 and 7:
     4
 
 The rest of the open group is the first item of the new list, whole, since its packs are one permutation. After the
-leftovers come shards 4, 5, 6 and so on, which nobody had touched. So each pack is read exactly once:
+leftovers come shards 4, 5, 6 and so on, which nobody had touched. So no pack is read twice, and none is forgotten:
 
     >>> [again.item(number).shards for number in range(4)]
     [(0, 2), (4,), (5,), (6,)]
@@ -58,7 +59,7 @@ from megatron_sft_idx.packing.permutation import shuffled
 # Version of the states in checkpoints, and what messages call them.
 STATE_VERSION = 2
 _STATE = "state_dict"
-# A damaged state must not make a list of this length.
+# ``dealt_anew`` refuses states in which one rank is further ahead of another, in items: it would list all between them.
 _MOST_SKIPPED = 10_000_000
 
 # ---- how shards are dealt out ----
@@ -103,9 +104,9 @@ class Deal(Record):
         seed: of the shuffle.
         shuffle: whether the packs of a group are shuffled, rather than read as they are stored.
         epoch: the epoch, from 0.
-        leftovers: the first items: what an earlier deal of this epoch has left over below ``frontier``.
-        frontier: number of the first shard that nobody had touched; the shards from it on are the items after the
-            leftovers. A shard below it that is in no leftover is completed.
+        leftovers: the first items: what an earlier deal of this epoch has left of the shards below ``frontier``.
+        frontier: nobody had touched a shard from this number on. These shards are the items after the leftovers. A
+            shard below it that is in no leftover is done.
     """
 
     size: Positive
@@ -117,7 +118,7 @@ class Deal(Record):
     frontier: int = 0
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """A leftover of no shard, or of several that are untouched."""
+        """Reports a leftover that has no shard, or several shards and no pack that was read."""
         if any(not item.shards or (len(item.shards) > 1 and not item.packs_read) for item in self.leftovers):
             return "leftovers", "one of them", "one shard, or several that are begun"
         return None
@@ -128,17 +129,21 @@ class Deal(Record):
             return self.leftovers[number]
         return Item((self.frontier + number - len(self.leftovers),))
 
+    def item_of_shard(self, shard: int) -> int:
+        """Number of the item of a shard, which must not be below ``frontier``."""
+        return len(self.leftovers) + shard - self.frontier
+
     def num_items(self, end: int) -> int:
-        """How many items there are where ``end`` shards are all; the number of the item of shard ``end``."""
-        return len(self.leftovers) + max(0, end - self.frontier)
+        """How many items there are if the catalog ends with ``end`` shards."""
+        return self.item_of_shard(max(end, self.frontier))
 
-    def items_of(self, rank: int, end: int, first: int = 0) -> range:
-        """Numbers of a rank's items, without its ``first`` ones, where ``end`` shards are all.
+    def items_of(self, rank: int, end: int) -> range:
+        """Numbers of a rank's items if the catalog ends with ``end`` shards.
 
-        >>> list(Deal(size=3).items_of(rank=1, end=9, first=1))
-        [4, 7]
+        >>> list(Deal(size=3).items_of(rank=1, end=9))
+        [1, 4, 7]
         """
-        return range(rank + first * self.size, self.num_items(end), self.size)
+        return range(rank, self.num_items(end), self.size)
 
     def group(self, rank: int, items_done: int, end: int | None) -> Group | None:
         """The group that a rank reads once it has done ``items_done`` of its items; None where none is left.
@@ -148,19 +153,20 @@ class Deal(Record):
         Args:
             rank: the rank.
             items_done: how many of its items it has done.
-            end: how many shards there are in all. None while nobody knows: the group is a whole one then, and the
+            end: how many shards there are in all. None while nobody knows: then the group is not cut short, and the
                 caller must wait for its shards.
         """
-        if end is None:
-            end = self.frontier + (items_done + self.window + 1) * self.size
         shards: list[int] = []
-        for number in self.items_of(rank, end, items_done):
+        for num_items in range(self.window):
+            number = rank + (items_done + num_items) * self.size
+            if end is not None and number >= self.num_items(end):
+                break
             item = self.item(number)
             if item.packs_read:
-                return Group(tuple(shards), 0, len(shards)) if shards else Group(item.shards, item.packs_read, 1)
-            shards += item.shards
-            if len(shards) == self.window:
+                if not shards:
+                    return Group(item.shards, item.packs_read, 1)
                 break
+            shards += item.shards  # one, since it is untouched
         return Group(tuple(shards), 0, len(shards)) if shards else None
 
     def pack_order(self, shards: Sequence[int], packs: int) -> NDArray[np.int64]:
@@ -195,14 +201,16 @@ class RankState(Record):
     Attributes:
         deal: what the ranks read.
         rank: the data-parallel rank, from 0.
-        generation: how often this consumer's shards were dealt out anew, to other ranks or otherwise.
+        generation: grows with every deal that acknowledgements of this consumer were made under; see ``acks``.
         batch_rows: rows of a micro-batch.
         step_rows: rows of this rank in a step of the optimizer.
-        rows: rows that the rank was given under this deal, masked ones at the end included; equal on all ranks.
+        rows: rows that the rank was given under this deal, equal on all ranks. At the end of an epoch some may be
+            masked rows, which fill up a step where the rank has no packs left.
         items: how many of its items the rank has done.
         packs: packs that the rank was given under this deal, those of an open group included.
         open_shards: the shards of the group that the rank is in the middle of; none between two groups.
-        open_packs: how many packs of that group's permutation are read; 0 between two groups.
+        open_packs: how many packs of that group's permutation are read, from its beginning, those that were read under
+            an earlier deal included; 0 between two groups.
     """
 
     deal: Deal
@@ -217,10 +225,13 @@ class RankState(Record):
     open_packs: int = 0
 
     def contradiction(self) -> tuple[str, Any, str] | None:
-        """Numbers that no rank can come to."""
-        is_open = bool(self.open_shards)
-        if self.rank >= self.deal.size or is_open != (self.open_packs > 0) or self.packs_of_items < 0:
-            return "rank, open_shards, open_packs or packs", self.rank, "numbers that go together"
+        """Reports numbers that no rank can come to."""
+        if self.rank >= self.deal.size:
+            return "rank", self.rank, f"less than its size {self.deal.size}"
+        if bool(self.open_shards) != bool(self.open_packs):
+            return "open_packs", self.open_packs, "more than 0 where a group is open, else 0"
+        if self.packs_of_items < 0:
+            return "packs", self.packs, "those of the open group at least"
         return None
 
     @property
@@ -252,7 +263,7 @@ class RankState(Record):
         return RankState(self.deal.of_epoch(epoch), self.rank, self.generation, self.batch_rows, self.step_rows)
 
     def difference(self, other: RankState) -> str:
-        """What forbids that a rank of state ``other`` goes on from this one, in both states; empty where nothing does.
+        """Why a rank that is set up as ``other`` cannot go on from this state, as a clause; empty where it can.
 
         >>> RankState(Deal(size=2), rank=0).difference(RankState(Deal(size=4), rank=0))
         'data-parallel size 2, and here it is 4'
@@ -275,10 +286,38 @@ class RankState(Record):
     @classmethod
     def from_json(cls, content: Any) -> RankState:
         """The state in the plain values of ``to_json``. FormatError where they are not those of a state."""
+        return states_from_json([content])[0]
+
+
+def states_to_json(states: Sequence[RankState]) -> list[dict[str, Any]]:
+    """The states of all ranks as plain values. Their deal is one object, which pickle and torch.save store once."""
+    deal = states[0].deal.to_json()
+    small = Deal(states[0].deal.size)
+    return [{**dataclasses.replace(state, deal=small).to_json(), "deal": deal} for state in states]
+
+
+def states_from_json(contents: Sequence[Any]) -> list[RankState]:
+    """The states in the plain values of ``to_json`` or ``states_to_json``.
+
+    Deals can have thousands of leftovers. So a deal that is the same as in the state before is parsed once.
+
+    Raises:
+        FormatError: the values are not those of states.
+    """
+    states: list[RankState] = []
+    content_of_deal = deal = None
+    for content in contents:
         if not isinstance(content, dict):
             raise FormatError(f"{_STATE}: found {type(content).__name__}, expected what state_dict() returned")
         require_version(_STATE, content, STATE_VERSION)
-        return cls.parse(_STATE, content)
+        if deal is None or content.get("deal") != content_of_deal:
+            content_of_deal = content.get("deal")
+            deal = Deal.parse(_STATE, content_of_deal, "deal.")
+        states.append(RankState.parse(_STATE, {**content, "deal": deal}))
+    return states
+
+
+# ---- dealing anew ----
 
 
 def dealt_anew(states: Sequence[RankState], size: int, window: int) -> Deal:
@@ -298,17 +337,24 @@ def dealt_anew(states: Sequence[RankState], size: int, window: int) -> Deal:
     states = _of_one_step(states)
     deal = states[0].deal
     begun = [Item(state.open_shards, state.open_packs) for state in states if state.open_shards]
-    # Items from ``beyond`` on are untouched by all ranks, and those below ``least`` are begun or done by all.
-    beyond = max(len(deal.leftovers), *(state.first_untouched_item - deal.size + 1 for state in states))
-    least = min(state.first_untouched_item for state in states)
-    if beyond - least > _MOST_SKIPPED:
-        raise FormatError(f"{_STATE}: one rank is {beyond - least} shards ahead of another, so no state of one run")
-    numbers = range(least, beyond)
-    skipped = [deal.item(number) for number in numbers if number >= states[number % deal.size].first_untouched_item]
-    begun += [item for item in skipped if item.packs_read]
-    untouched = [item for item in skipped if not item.packs_read]
+    # Every item below the first number is begun or done by its rank. No rank has touched one from the second number on.
+    all_touched = min(state.first_untouched_item for state in states)
+    none_touched = max(state.first_untouched_item - deal.size + 1 for state in states)
+    none_touched = max(none_touched, len(deal.leftovers))  # leftovers stay leftovers
+    if none_touched - all_touched > _MOST_SKIPPED:
+        raise FormatError(
+            f"{_STATE}: one rank is {none_touched - all_touched} items ahead of another, so these are no states of one"
+            " run"
+        )
+    untouched: list[Item] = []
+    for number in range(all_touched, none_touched):
+        item = deal.item(number)
+        if number < states[number % deal.size].first_untouched_item:
+            continue
+        # A leftover may be begun, under an earlier deal, though nobody has touched it under this one.
+        (begun if item.packs_read else untouched).append(item)
     leftovers = *sorted(begun, key=_shards), *sorted(untouched, key=_shards)
-    frontier = deal.frontier + beyond - len(deal.leftovers)
+    frontier = deal.frontier + none_touched - len(deal.leftovers)
     return dataclasses.replace(deal, size=size, window=window, leftovers=leftovers, frontier=frontier)
 
 
@@ -342,41 +388,68 @@ def _of_one_step(states: Sequence[RankState]) -> list[RankState]:
 
 
 def least_ahead(deal: Deal, step_rows: int, min_packs: int) -> int:
-    """The least ``max_ahead_shards`` with which a producer and a job never wait for each other for good.
+    """How far ahead a producer must be allowed to be, so that all ranks always come to the end of their next step.
 
     The producer publishes a shard only while fewer than ``max_ahead_shards`` are published and not completed. A shard
-    is completed when a rank has read all of it and a checkpoint says so. Two things must always be possible:
+    is completed when its whole group is read and a checkpoint says so. So the answer is how many shards can be needed
+    for one step and be not completed, in the worst case:
 
-    * **A step.** At its beginning a rank may have one pack left in its open group. The other ``step_rows - 1`` packs
-      come from further groups, which have ``window * min_packs`` packs or more each. All ranks together read
-      ``window * size`` shards in a group. With 2 ranks, a window of 1, shards of at least 8 packs and 10 packs a step,
-      a rank may take its packs from 3 groups (1 + 8 + 1), which are 6 shards:
+    * All is committed that can be. What is left was dealt out anew, if that was needed (``may_need_commit`` of the
+      loader). So the begun groups come first, spread evenly over the ranks, and then shard after shard.
+    * A begun group has one pack left. All other shards have ``min_packs``.
 
-      >>> least_ahead(Deal(size=2, window=1), step_rows=10, min_packs=8)
-      6
+    Two ranks take 10 packs a step, of shards with at least 8 packs. Both are inside a shard, with one pack left, and
+    need two more shards each. These are 6 shards:
 
-    * **The end of a group.** A job may save one pack before the end of a group, and its next micro-batch may reach into
-      the next group, which begins only when all its shards are there. From the first shard of the one to the last of
-      the other, of one rank, there are ``(2 * window - 1) * size`` more. With 4 ranks and a window of 3, where rank 0
-      reads shards 0, 4 and 8 and then 12, 16 and 20, these are shards 0 to 20:
+    >>> least_ahead(Deal(size=2), step_rows=10, min_packs=8)
+    6
 
-      >>> least_ahead(Deal(size=4, window=3), step_rows=1, min_packs=100)
-      21
+    Two ranks take 1 pack a step, in groups of two shards. Rank 0 is inside a group. Rank 1 needs its next group, and
+    every other shard belongs to rank 0. So 2 shards are begun, and 3 more are needed:
+
+    >>> least_ahead(Deal(size=2, window=2), step_rows=1, min_packs=8)
+    5
+
+    Four ranks were inside a shard each, and three ranks go on. Rank 0 gets two of the begun shards:
+
+    >>> begun = tuple(Item((shard,), packs_read=7) for shard in range(4))
+    >>> least_ahead(Deal(size=3, leftovers=begun, frontier=4), step_rows=12, min_packs=8)
+    10
 
     Args:
-        deal: of the job.
+        deal: of the job. Its leftovers count, since more groups may be begun than it has ranks.
         step_rows: packs that a rank takes in a step of the optimizer.
         min_packs: how many packs every shard but the last one has at least.
     """
-    packs_of_group = deal.window * min_packs
-    further_groups = _divided_up(step_rows - 1, packs_of_group)
-    shards_of_a_step = (1 + further_groups) * deal.window * deal.size
-    shards_to_end_a_group = (2 * deal.window - 1) * deal.size + 1
-    return max(shards_of_a_step, shards_to_end_a_group)
+    leftover_groups = [len(item.shards) for item in deal.leftovers if item.packs_read]
+    # The job may be inside any of these groups; while it runs, each rank begins at most one more.
+    shards_of_group = sorted([*leftover_groups, *[deal.window] * deal.size], reverse=True)
+    most_begun = max(deal.size, len(leftover_groups))
+    least = 0
+    for num_begun in range(most_begun + 1):
+        # The first ranks have one begun group more than the others, unless these are spread evenly.
+        fewer, ranks_with_more = divmod(num_begun, deal.size)
+        num_items = _items_for_step(deal, step_rows, min_packs, fewer, deal.size - 1)
+        if ranks_with_more:
+            of_those = _items_for_step(deal, step_rows, min_packs, fewer + 1, ranks_with_more - 1)
+            num_items = max(num_items, of_those)
+        untouched = num_items - num_begun
+        least = max(least, sum(shards_of_group[:num_begun]) + untouched)
+    return least
+
+
+def _items_for_step(deal: Deal, step_rows: int, min_packs: int, num_begun: int, rank: int) -> int:
+    """How many items there are up to the last one that a rank needs for a step.
+
+    The first ``num_begun`` of its items have one pack left. All others are untouched shards.
+    """
+    groups = _divided_up(max(0, step_rows - num_begun), deal.window * min_packs)
+    items_of_rank = num_begun + groups * deal.window
+    return max(0, items_of_rank - 1) * deal.size + rank + 1
 
 
 def last_shard_of_step(state: RankState, packs_in: Callable[[int], int], min_packs: int) -> int:
-    """The number of the last shard that a rank may need for its next step.
+    """The highest number of a shard that this rank may need for its next step; other ranks may need others.
 
     It follows from what shards have at least, and not from what they have. So a run and one that repeats it from a
     checkpoint get the same answer, whichever shards are there by then.
@@ -391,22 +464,19 @@ def last_shard_of_step(state: RankState, packs_in: Callable[[int], int], min_pac
     Args:
         state: of the rank, between two steps.
         packs_in: gives the number of packs in a shard of the open group.
-        min_packs: how many packs every other shard has at least.
+        min_packs: how many packs every other shard but the last one has at least.
     """
     deal = state.deal
     packs = sum(packs_in(shard) for shard in state.open_shards) - state.open_packs
     last = max(state.open_shards, default=0)
-    number = state.first_untouched_item
-    shards_of_group = 0
-    # A group begins only when all its shards are there.
-    while packs < state.step_rows or 0 < shards_of_group < deal.window:
-        item = deal.item(number)
-        number += deal.size
-        last = max(last, *item.shards)
-        if item.packs_read:  # a group by itself, with one pack left at least
-            packs, shards_of_group = packs + 1, 0
-        else:
-            packs, shards_of_group = packs + min_packs, shards_of_group % deal.window + 1
+    items_begun = (state.first_untouched_item - state.rank) // deal.size
+    while packs < state.step_rows:
+        group = deal.group(state.rank, items_begun, end=None)
+        assert group is not None  # while the end is not known, there is always another one
+        # Of a group that was begun under an earlier deal, one pack is left at least.
+        packs += 1 if group.packs_read else len(group.shards) * min_packs
+        last = max(last, *group.shards)  # a group is read only once all its shards are there
+        items_begun += group.num_items
     return last
 
 

@@ -67,14 +67,14 @@ class LiveShards(ABC):
         """How many shards there will be in all; None while that is not known."""
 
     @abstractmethod
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+    def wait(self, number: int, waiter: Waiter, unacknowledged: Callable[[], int] = lambda: 0) -> bool:
         """Wait until shard ``number`` is published: True; or until it is known that it never will be: False.
 
         Args:
             number: of the shard.
             waiter: who waits, and until when.
-            uncommitted: called when the shard is not there yet. It gives how many shards before this one the consumer
-                has not acknowledged: the producer may be waiting for these in its turn.
+            unacknowledged: called when the shard is not there yet. It gives how many items before this shard the
+                consumer has not acknowledged: the producer may be waiting for these in its turn.
 
         Raises:
             SFTIndexError: the shard will not come, or not in time; the message says which and why.
@@ -94,14 +94,18 @@ class LiveShards(ABC):
         """Open a shard that is there, with some of its columns, and ask the kernel for its pages."""
 
     def least_packs(self) -> int:
-        """How many packs every shard but the last one has at least; 1 where nobody promises more."""
+        """How many packs every shard but the last one has at least; 1 where nobody promises more.
+
+        Only producers that limit how far they are ahead are asked for this. They publish no empty shards.
+        """
         return 1
 
     def may_not_come(self, uncompleted: Sequence[int]) -> bool:
         """Whether the producer may hold a shard back until some of ``uncompleted``, which precede it, are completed.
 
-        The answer must not depend on whether that shard is published by now: what a job trains on follows from it, and
-        a job that goes on from a checkpoint must train on the same though the producer has gone on too.
+        While the end of the data is not known, the answer must not depend on whether that shard is published by now.
+        What a job trains on follows from the answer, and a job that goes on from a checkpoint must train on the same,
+        though the producer has gone on too.
         """
         return False
 

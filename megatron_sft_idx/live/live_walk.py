@@ -47,7 +47,8 @@ class Walk:
         waiter: who waits for shards.
 
     Attributes:
-        state: where the rank stands: behind the last micro-batch, or at the end behind empty shards too.
+        state: where the rank stands: behind the last micro-batch. At the end it is behind all items, though the last
+            of them may be shards without packs, which no micro-batch follows.
     """
 
     def __init__(
@@ -141,15 +142,17 @@ class Walk:
 
     def _wait(self, shard: int) -> bool:
         """Wait for a shard; False where there will be fewer shards."""
-        items_before = self.state.deal.num_items(shard)
+        deal = self.state.deal
+        # All items before a shard are leftovers or shards that nobody had touched.
+        items_before = deal.item_of_shard(max(shard, deal.frontier))
 
-        def uncommitted() -> int:
-            if self.state.deal.epoch < self._epochs - 1:
+        def unacknowledged() -> int:
+            if deal.epoch < self._epochs - 1:
                 return items_before  # only the last epoch completes shards, whatever is committed in this one
             done = sum(items for items, _ in self._acknowledged(self.state).values())
             return max(0, items_before - done)
 
-        return self._shards.wait(shard, self._waiter, uncommitted)
+        return self._shards.wait(shard, self._waiter, unacknowledged)
 
 
 class OwnPacks:
@@ -246,8 +249,8 @@ class OwnPacks:
 class RankCounts:
     """How many packs each rank has in an epoch, counted item by item in the order in which shards appear.
 
-    The header of a shard says how many packs it has. A shard that was removed is completed, so an acknowledgement
-    counts it.
+    The header of a shard says how many packs it has. A shard that was removed was completed, so the acknowledgement of
+    its rank includes its packs.
 
     Args:
         shards: the shards.
@@ -282,31 +285,29 @@ class RankCounts:
     def _count_next(self) -> bool:
         """Count the packs of the next item, whichever rank's it is; False where no further item can come."""
         index, rank = divmod(self._next_item, self._state.deal.size)
+        item = self._state.deal.item(self._next_item)
+        missing: list[int] = []
         if index >= self._items[rank]:
-            item = self._state.deal.item(self._next_item)
-            packs = -item.packs_read
-            for shard in item.shards:
-                count = self._shards.count(shard)
-                if count is None:
-                    # The shard was removed, or it is still to come.
-                    self._count_acknowledged()
-                    if index < self._items[rank]:
-                        break
-                    if not self._wait(shard):
-                        return False
-                    count = self._shards.count(shard)
-                if count is None:
-                    raise FormatError(
-                        f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was freed and no"
-                        " acknowledgement says how many packs it had; keep the folder of acknowledgements where the"
-                        " consumers find it (--ack-dir)"
-                    )
-                packs += count
-            else:
-                self._items[rank] = index + 1
-                self.packs[rank] += packs
+            missing = [shard for shard in item.shards if self._shards.count(shard) is None]
+        if missing:  # removed, or still to come
+            self._count_acknowledged()
+        if index >= self._items[rank]:
+            if not all(map(self._wait, missing)):
+                return False
+            self.packs[rank] += sum(self._packs_of(shard, rank) for shard in item.shards) - item.packs_read
+            self._items[rank] = index + 1
         self._next_item += 1
         return True
+
+    def _packs_of(self, shard: int, rank: int) -> int:
+        count = self._shards.count(shard)
+        if count is None:
+            raise FormatError(
+                f"{self._shards.folder}: {self._shards.name(shard)} of rank {rank} was freed and no acknowledgement"
+                " says how many packs it had; keep the folder of acknowledgements where the consumers find it"
+                " (--ack-dir)"
+            )
+        return count
 
     def _count_acknowledged(self) -> None:
         """Take the counts of ranks that have acknowledged more items than are counted."""

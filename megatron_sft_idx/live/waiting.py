@@ -86,6 +86,38 @@ class Waiter:
         )
 
 
+class Stopwatch:
+    """A clock that goes on only inside ``with``; several threads may read it.
+
+    >>> seconds = iter([10.0, 13.0, 14.0])
+    >>> watch = Stopwatch(clock=lambda: next(seconds))
+    >>> with watch:
+    ...     watch()
+    3.0
+    >>> watch()
+    4.0
+
+    Args:
+        clock: seconds since some moment.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # The seconds that are over, and since when it is going on, None where it stands: one value, for other threads.
+        self._state: tuple[float, float | None] = (0.0, None)
+
+    def __call__(self) -> float:
+        """The seconds that were counted so far."""
+        seconds, since = self._state
+        return seconds if since is None else seconds + self._clock() - since
+
+    def __enter__(self) -> None:
+        self._state = self._state[0], self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._state = self(), None
+
+
 # ---- how long something has been the same ----
 
 

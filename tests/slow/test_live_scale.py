@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from live_catalogs import MemoryShards, walk
-from test_streaming_order import gone_on, through_json
+from test_streaming_order import gone_on
 
 from megatron_sft_idx.live.acks import ConsumerAcks, completed
-from megatron_sft_idx.live.live_order import Deal, RankState
+from megatron_sft_idx.live.live_order import Deal, RankState, states_from_json, states_to_json
 from megatron_sft_idx.live.live_walk import OwnPacks
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,8 @@ def test_every_pack_comes_once_and_completed_shards_were_read() -> None:
     states = [RankState(Deal(size=JOBS[0][0], window=3), rank) for rank in range(JOBS[0][0])]
     for job, (size, packs_of_rank) in enumerate(JOBS):
         if job:
-            states = gone_on([through_json(state) for state in states], size, window=1 + job % 3)
+            states = states_from_json(json.loads(json.dumps(states_to_json(states))))
+            states = gone_on(states, size, window=1 + job % 3)
         reached = []
         for state in states:
             packs, behind = OwnPacks(shards, wait=lambda shard: shard < SHARDS).take(state, packs_of_rank)
