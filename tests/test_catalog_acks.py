@@ -186,6 +186,15 @@ def test_two_runs_under_one_name_are_told_apart(tmp_path):
         read_acks(str(tmp_path))
 
 
+def test_two_runs_under_one_name_are_told_apart_behind_a_rank_that_is_an_epoch_ahead(tmp_path):
+    size = Deal(size=3)
+    write_ack(str(tmp_path), ack(0, 0, size.of_epoch(1), epochs=2))
+    write_ack(str(tmp_path), ack(1, 3, size, epochs=2))
+    write_ack(str(tmp_path), ack(2, 3, Deal(size=3, leftovers=(Item((0,), 3),), frontier=1), epochs=2))
+    with pytest.raises(FormatError, match="ranks 1 and 2 of generation 0 disagree"):
+        read_acks(str(tmp_path))
+
+
 def test_other_files_are_passed_over(tmp_path: Path):
     write_ack(str(tmp_path), ack(0, 3))
     for name in ("a/rank-00001.json.tmp", "a/rank-1.json", "a/notes", "notes", ".a"):

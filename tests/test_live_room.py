@@ -215,6 +215,12 @@ def test_the_number_by_hand(ranks: int, window: int, rows: int, least: int, shar
     assert least_ahead(Deal(size=ranks, window=window), step_rows=rows, min_packs=least) == shards
 
 
+@given(st.integers(1, 50), st.integers(1, 8), st.integers(1, 100), st.integers(1, 30))
+def test_the_formula_of_the_documentation_is_enough(ranks: int, window: int, rows: int, least: int) -> None:
+    formula = (1 + -(-(rows - 1) // (window * least))) * window * ranks + (window - 1) * (ranks - 1)
+    assert least_ahead(Deal(size=ranks, window=window), step_rows=rows, min_packs=least) <= formula
+
+
 @pytest.mark.parametrize(
     ("options", "packs"),
     [

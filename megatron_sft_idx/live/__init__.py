@@ -1,8 +1,9 @@
-"""Data that is still being made: a live catalog, a folder of numbered shards that training reads as they appear.
+"""Training on data that is still being made: a producer publishes numbered shards, and ranks read them as they appear.
 
-Chunks of JSON lines, from anybody's producer, are read in the same way. Whoever reads here must expect that everything
-may be gone, torn or hostile a moment later. What producers and consumers share is offered here and knows no torch; what
-trains is imported from its module, ``live_loader``.
+The folder of the shards is a catalog. Behind a checkpoint, ranks acknowledge what they have read, so that it may be
+removed. Chunks of JSON lines are read in the same way. Begin with ``live_order``, then ``acks``, ``live_walk`` and
+``live_loader``. Any file here may vanish, be half written or be malicious. What producers and consumers share is
+offered here and needs no torch; the loader is imported from its module.
 """
 
 from megatron_sft_idx.live.acks import (

@@ -148,10 +148,12 @@ def _newest(folder: str, consumer: str) -> list[Ack]:
     acks = list(_read_ranks(home))
     newest = max((ack.generation for ack in acks), default=0)
     current = [ack for ack in acks if ack.generation == newest]
-    for ack in current[1:]:
-        if not ack.agrees_with(current[0]):
+    # The deal of an earlier epoch determines those of later ones, and not the other way round.
+    earliest = min(current, key=lambda ack: ack.deal.epoch, default=None)
+    for ack in current:
+        if earliest is not None and not ack.agrees_with(earliest):
             raise FormatError(
-                f"{home}: ranks {current[0].rank} and {ack.rank} of generation {newest} disagree on their epochs or"
+                f"{home}: ranks {earliest.rank} and {ack.rank} of generation {newest} disagree on their epochs or"
                 f" their deal; two runs use the consumer name {consumer!r}: give each its own"
             )
     return current
