@@ -224,8 +224,9 @@ def test_a_fresh_run_behind_another_is_asked_for(script: ModuleType, tmp_path: P
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
     run(script, options(folder, *PACKS, "--save", tmp_path / "one"))
     other = options(folder, *PACKS, "--save", tmp_path / "two")
-    with pytest.raises(
-        FormatError, match=r"'train' has acknowledged shards here, and --save .*two holds no checkpoint"
-    ):
-        run(script, other)
+    for more in ([], ["--load", str(tmp_path / "one"), "--finetune"]):
+        with pytest.raises(
+            FormatError, match=r"'train' has acknowledged shards here, and --save .*two holds no checkpoint"
+        ):
+            run(script, [*other, *more])
     assert len(run(script, [*other, "--fresh"]).rows) == 4

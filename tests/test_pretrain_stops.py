@@ -183,7 +183,8 @@ def test_another_seed_than_the_checkpoints_is_refused_in_one_line(data: Path, ch
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"pretrain_sft.py: error: {checkpoints}/iter_0000004: its run had --seed 1234, this one has --seed 5: samples"
-        " would come twice or never; give the old value, or begin anew in another --save"
+        " would come twice or never; give the old value, or begin anew in another --save, with --finetune from these"
+        " weights"
     )
     assert "Traceback" not in done.stderr
     assert (checkpoints / LATEST).read_text() == "4"
@@ -209,6 +210,27 @@ def test_other_data_than_the_checkpoints_is_refused(
     monkeypatch.chdir(data)
     with pytest.raises(FormatError, match=f"iter_0000004: .*{found}"):
         run(script, options(data, "--load", checkpoints, *more))
+
+
+def test_weights_alone_are_taken_to_other_data(
+    script: ModuleType, data: Path, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = ["--data-path", data / "others", "--load", checkpoints, "--finetune", "--save", tmp_path / "second"]
+    anew = run(script, options(data, "--data-path", data / "others", steps=2))
+    tuned = run(script, options(data, *second, steps=2))
+    assert f"beginning with the weights of {checkpoints}/iter_0000004\n" in capsys.readouterr().out
+    assert [row["tokens"].tolist() for row in tuned.rows] == [row["tokens"].tolist() for row in anew.rows]
+    assert tuned.losses[0] < anew.losses[0]
+    # The same command goes on with what it saved.
+    assert len(run(script, options(data, *second, steps=3)).losses) == 1
+    assert f"going on from {tmp_path}/second/iter_0000002: 2 steps are done\n" in capsys.readouterr().out
+
+
+def test_weights_are_named(script: ModuleType, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        script.parse_arguments(options(data, "--finetune"))
+    assert leaving.value.code == 2
+    assert "--finetune: the weights are missing; give --load" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_does_not_name_its_data_is_refused(script: ModuleType) -> None:

@@ -177,7 +177,8 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
 
 def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
     """FormatError where a run that saves would begin anew behind another one that has acknowledged something."""
-    if args.save is None or args.load is not None or args.fresh:
+    goes_on = args.load is not None and not getattr(args, "finetune", False)
+    if args.save is None or goes_on or args.fresh:
         return
     acks = newest_acks(ack_folder(Catalog(shards.folder), args.ack_dir), args.consumer)
     if any(ack.items_done or ack.deal != ack.deal.of_epoch(0) for ack in acks):

@@ -158,6 +158,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", type=Path, help="folder of checkpoints; its latest is continued, unless --save holds one as late"
     )
     training.add_argument(
+        "--finetune",
+        action="store_true",
+        help="take only the weights from --load and begin at step 0, on any data; once --save holds a checkpoint, the"
+        " same command goes on from that",
+    )
+    training.add_argument(
         "--fresh",
         action="store_true",
         help="begin anew, whatever an earlier run has acknowledged; --save is to be another folder then",
@@ -218,9 +224,15 @@ def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser)
             f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
             " another folder, or move these away"
         )
+    if args.finetune and loaded is None:
+        parser.error("--finetune: the weights are missing; give --load, a folder of checkpoints")
+    if args.finetune and begun is not None:  # it is this run that is continued
+        args.finetune, args.load, loaded = False, None, None
     leads = os.environ.get("RANK", "0") == "0"
     if args.save and begun is None and loaded is None and (args.save / _UNFINISHED).exists() and leads:
         print_lines([f"{args.save / _UNFINISHED}: a killed run did not finish this checkpoint, and saved none before"])
+    if args.finetune:
+        return
     taken = loaded is not None and (begun is None or begun < loaded)
     if args.save and taken and (later := [step for step in whole_steps(args.save) if step > (loaded or 0)]):
         parser.error(
@@ -437,12 +449,19 @@ class Begun(NamedTuple):
     data: dict[str, Any] | None = None
 
 
+def latest_checkpoint(folder: Path) -> Path:
+    """The latest of the checkpoints in a folder, of which there is one at least. FormatError: it is missing."""
+    latest = folder / f"iter_{latest_step(folder) or 0:07d}"
+    if not latest.is_dir():
+        raise FormatError(f"{latest}: missing, and {_LATEST} names it; put it back, or write the number of another one")
+    return latest
+
+
 def begun(args: argparse.Namespace) -> Begun:
-    if args.load is None:
+    """The checkpoint of the run that goes on. Weights alone are nobody's run (``--finetune``)."""
+    if args.load is None or args.finetune:
         return Begun()
-    source = args.load / f"iter_{latest_step(args.load) or 0:07d}"
-    if not source.is_dir():
-        raise FormatError(f"{source}: missing, and {_LATEST} names it; put it back, or write the number of another one")
+    source = latest_checkpoint(args.load)
     found = dist_checkpointing.load_common_state_dict(str(source))
     return Begun(str(source), found["step"], found["samples"], found.get("data"))
 
@@ -464,11 +483,14 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
 
     Shards may have moved: they are the same as long as their ids are.
     """
-    remedy = "samples would come twice or never; give the old value, or begin anew in another --save"
+    remedy = (
+        "samples would come twice or never; give the old value, or begin anew in another --save, with --finetune from"
+        " these weights"
+    )
     if was is None:
         raise FormatError(
             f"{source}: does not say on which finished data its run was, which may have been live data; name that, or"
-            " begin anew in another --save"
+            " begin anew in another --save, with --finetune from these weights"
         )
     for option, value in now["options"].items():
         old = was["options"].get(option)
@@ -491,7 +513,14 @@ def require_same_data(source: str, was: dict[str, Any] | None, now: dict[str, An
 def load_checkpoint(
     args: argparse.Namespace, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
-    """Take the checkpoint that is continued, if there is one; the number of steps behind it."""
+    """Take the checkpoint that is continued, or the weights, if there are any; the number of steps behind it."""
+    if args.finetune:
+        weights = latest_checkpoint(args.load)
+        found = dist_checkpointing.load({"model": model.module.sharded_state_dict()}, str(weights))
+        model.module.load_state_dict(found["model"])
+        optimizer.reload_model_params()  # it may keep a copy of them in float32
+        if torch.distributed.get_rank() == 0:
+            print_lines([f"beginning with the weights of {weights}"])
     source, step, _, _ = begun(args)
     if source:
         found = dist_checkpointing.load(checkpoint_state(model, optimizer, loading=True), source)
