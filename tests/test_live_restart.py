@@ -69,7 +69,7 @@ def rows_of(folder: Path, diary: str, ranks: int, steps: int | None = None) -> l
 def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> None:
     feed = Feed(tmp_path)
     feed.add(range(CHATS), last=True)
-    least = ranks + 1  # one row a rank and step
+    least = ranks  # one row a rank and step, in windows of one shard
     with shard_producer(tmp_path, "--max-ahead-shards", least, "--keep-recent", 0) as producer:
         with training(tmp_path, ranks, "killed") as first:
             wait_for(lambda: 0 < saved_steps(tmp_path) < steps_of(tmp_path) - 1, first, "no checkpoint yet")
@@ -94,7 +94,7 @@ def test_the_same_command_goes_on_after_a_kill(ranks: int, tmp_path: Path) -> No
 
 def test_too_few_shards_ahead_are_refused_at_the_start(tmp_path: Path) -> None:
     make_catalog(tmp_path / "chunks", [3, 3, 3], ended=False, max_ahead_shards=1)
-    command = [sys.executable, str(ROOT / "tools/pretrain_sft.py"), *options(tmp_path, 1, "--vocab-size", 2048)]
+    command = [sys.executable, str(ROOT / "tools/pretrain_sft.py"), *options(tmp_path, 2, "--vocab-size", 2048)]
     done = subprocess.run(
         command, env={**os.environ, **THREADS}, capture_output=True, text=True, timeout=PATIENCE, check=False
     )

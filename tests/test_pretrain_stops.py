@@ -75,11 +75,18 @@ def is_running(pid: int) -> bool:
     return False
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
 def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+    """And so do processes that they have started, as Megatron does for checkpoints."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     metrics = tmp_path / "metrics.jsonl"
-    command = [sys.executable, *torchrun, str(SCRIPT), *options(data, "--metrics", metrics, steps=10**6)]
+    saves = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
+    command = [sys.executable, *torchrun, str(SCRIPT), *options(data, "--metrics", metrics, *saves, steps=10**6)]
     ranks: list[int] = []
+    started: list[int] = []
     with open(tmp_path / "said", "w") as said:
         launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=said)
     try:
@@ -88,22 +95,24 @@ def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> 
             assert launcher.poll() is None, (tmp_path / "said").read_text()
             assert time.monotonic() < end, "no step was taken"
             time.sleep(0.05)
-        ranks = [*map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split())]
+        ranks = children_of(launcher.pid)
         assert len(ranks) == 2
+        started = [child for rank in ranks for child in children_of(rank)]
+        assert started
         # The other one then waits in a collective, without an end.
         os.kill(ranks[1], signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
-        for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
-            while is_running(rank):
+        os.kill(ranks[1], signal.SIGCONT)
+        for process in (*ranks, *started):
+            while is_running(process):
                 assert time.monotonic() < end, "a rank goes on"
                 time.sleep(0.05)
     finally:
         launcher.kill()
         launcher.wait()
-        for rank in filter(is_running, ranks):
-            os.kill(rank, signal.SIGKILL)
+        for process in filter(is_running, (*ranks, *started)):
+            os.kill(process, signal.SIGKILL)
     words = f"pretrain_sft.py: error: torchrun (process {launcher.pid}) is gone, so this rank ends too"
     assert words in (tmp_path / "said").read_text().splitlines()
 

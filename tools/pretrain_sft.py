@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -738,6 +739,8 @@ def end_with_launcher() -> None:
         speaker = threading.Thread(target=log_line, args=(words,), daemon=True)
         speaker.start()
         speaker.join(2)
+        if os.getpgrp() == os.getpid():  # as torchrun has it: with what this rank started, as for checkpoints
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)  # whatever the main thread waits for, such as other ranks
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
