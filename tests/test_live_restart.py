@@ -40,11 +40,12 @@ def training(folder: Path, ranks: int, diary: str) -> Iterator[subprocess.Popen[
 
 
 def kill(torchrun: subprocess.Popen[str]) -> None:
-    """As ``kill -9`` of everything; the ranks are no group with what started them."""
+    """As ``kill -9`` of everything; each rank is a group of its own, with what it has started."""
     if torchrun.poll() is None:
         ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-        for pid in (torchrun.pid, *map(int, ranks)):
-            os.kill(pid, signal.SIGKILL)
+        torchrun.kill()
+        for rank in ranks:
+            os.killpg(int(rank), signal.SIGKILL)
         torchrun.wait()  # and not for what else holds its output
 
 
