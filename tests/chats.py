@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +33,15 @@ class Outcome(NamedTuple):
 
 def command(*arguments: object) -> Outcome:
     """Run ``megatron-sft-idx`` in this process."""
+    return outcome_of(main, *arguments)
+
+
+def outcome_of(program: Callable[[list[str]], int], *arguments: object) -> Outcome:
+    """Run the main function of a program in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main([str(argument) for argument in arguments])
+            code = program([str(argument) for argument in arguments])
         except SystemExit as leaving:  # argparse
             code = int(leaving.code or 0)
     return Outcome(code, out.getvalue(), err.getvalue())

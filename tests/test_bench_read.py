@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_read import BenchOptions, bench_read, main, reading_lines, recommend
-from chats import ROOT, Outcome
+from chats import ROOT, Outcome, outcome_of
 from medium import drop_cache, memory_limit
 from packs import demo_samples, write_samples
 from read_worker import (
@@ -44,13 +43,7 @@ MEMORY = Path("/dev/shm")
 
 def measure(*arguments: object) -> Outcome:
     """Run the tool in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as leaving:  # argparse
-            code = int(leaving.code or 0)
-    return Outcome(code, out.getvalue(), err.getvalue())
+    return outcome_of(main, *arguments)
 
 
 def write(prefix: Path) -> Path:

@@ -19,8 +19,8 @@ While a second consumer has not acknowledged anything, nothing is completed:
     >>> completed({"train": acks}, consumers=2, numbers=range(6))
     []
 
-Where a consumer goes on with another number of ranks, its shards are dealt out anew, and its acknowledgements get the
-next generation. Those of earlier generations no longer count.
+Where a consumer goes on with another number of ranks, its shards are dealt out again, and its acknowledgements get the
+next generation. Acknowledgements of earlier generations no longer count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ack(Record):
 
     Attributes:
         consumer: the name of the consumer.
-        generation: grows when the consumer's shards are dealt out anew; only the newest one counts.
+        generation: grows when the consumer's shards are dealt out again; only the newest one counts.
         deal: what the ranks read.
         rank: the data-parallel rank, from 0.
         items_done: how many of its items in ``deal`` the rank has trained on.
@@ -148,10 +148,12 @@ def _newest(folder: str, consumer: str) -> list[Ack]:
     acks = list(_read_ranks(home))
     newest = max((ack.generation for ack in acks), default=0)
     current = [ack for ack in acks if ack.generation == newest]
-    # The deal of an earlier epoch determines those of later ones, and not the other way round.
-    earliest = min(current, key=lambda ack: ack.deal.epoch, default=None)
+    if not current:
+        return []
+    # The deal of an earlier epoch determines the deals of later epochs, and not the other way round.
+    earliest = min(current, key=lambda ack: ack.deal.epoch)
     for ack in current:
-        if earliest is not None and not ack.agrees_with(earliest):
+        if not ack.agrees_with(earliest):
             raise FormatError(
                 f"{home}: ranks {earliest.rank} and {ack.rank} of generation {newest} disagree on their epochs or"
                 f" their deal; two runs use the consumer name {consumer!r}: give each its own"

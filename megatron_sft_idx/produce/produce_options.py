@@ -1,4 +1,4 @@
-"""The options of a producer: those of ``tokenize``, and what a catalog has beside that."""
+"""The options of a producer: those of ``tokenize``, and what only a catalog needs."""
 
 from __future__ import annotations
 
