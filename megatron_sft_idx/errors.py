@@ -17,7 +17,8 @@ argument), then what was found and expected, the rule of FORMAT.md where there i
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -163,3 +164,13 @@ def brief(value: Any) -> str:
         text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge number"
         return text if len(text) <= 60 else f"{text[:57]}..."
     return f"a {type(value).__name__}"
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """The name among ``choices`` that is most like a mistyped one, to stand in an error message; "" if none is.
+
+    >>> did_you_mean("mesages", ["messages", "prompt"])
+    '; did you mean messages?'
+    """
+    nearest = get_close_matches(name.lower(), choices, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

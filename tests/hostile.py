@@ -59,7 +59,7 @@ TO_A_BUCKET = (
     f"preprocess {_ROWS} --output-prefix [URL/out] --staging [stage]",
 )
 # What is free text and no path.
-WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address", "find", "row"}
+WORDS = {"template_date", "chat_template_kwargs", "ray_address", "find", "row"}
 WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "sources", "repeat"}
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}

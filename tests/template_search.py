@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from template_grammar import ROLES, SHAPES, SPECIAL, Design, controls_of, designs, header_of, source_of
 from transformers.utils import chat_template_utils
 
-from megatron_sft_idx.chat.chat_rows import RowError, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.types import Conversation, RowError
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 WORD = re.compile(r"([a-z])q([0-9]+)x")

@@ -10,7 +10,7 @@ import pytest
 from template_styles import CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import FormatError, SequenceError

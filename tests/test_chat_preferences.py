@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions
 from megatron_sft_idx.chat.preferences import read_judged
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.row_mapping import RowMapping
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import Conversation, RowError
 
 PAIRS, VERDICTS = RowOptions(kind="preference"), RowOptions(kind="kto")
 
@@ -111,7 +112,12 @@ def test_what_stands_beside_a_pair_is_read() -> None:
     assert [turn["content"] for turn in chosen.messages] == ["Be kind", "H", "I", "Q\nmore", "A"]
     assert chosen.tools == rejected.tools == tools
     keyed = {"turns": Q, "messages": said("other"), "chosen": "A", "rejected": "B"}
-    (chosen, _), _ = read_judged(keyed, RowOptions(kind="preference", messages_key="turns"))
+    (chosen, _), _ = read_judged(
+        keyed,
+        RowOptions(
+            kind="preference", mapping=RowMapping.of({"prompt": "turns", "chosen": "chosen", "rejected": "rejected"})
+        ),
+    )
     assert chosen.messages == said("Q", "A")
 
 

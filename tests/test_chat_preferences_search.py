@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions
 from megatron_sft_idx.chat.preferences import read_judged
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import Conversation, RowError
 
 PAIRS, VERDICTS = RowOptions(kind="preference"), RowOptions(kind="kto")
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}

@@ -18,9 +18,9 @@ from template_search import WORD, Chat, Talking, chats, renderings, template_of
 from template_styles import STYLES
 from transformers.utils import chat_template_utils
 
-from megatron_sft_idx.chat.chat_rows import RowError, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate
-from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered
+from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, RowError
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 MASKS = Path(__file__).parent / "masks"

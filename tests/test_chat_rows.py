@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
-from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
+from megatron_sft_idx.chat.row_mapping import RowMapping
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
 from megatron_sft_idx.chat.values import read_values
 
 USER = {"role": "user", "content": "Q"}
@@ -320,15 +322,19 @@ def test_masks_and_labels_say_the_same(tokens, as_labels):
         assert to_sequence_source(row, RowOptions(mask_alignment=alignment)).loss_mask.tolist() == mask
 
 
+def mapped(**fields):
+    return RowOptions(mapping=RowMapping.of(fields))
+
+
 def test_options_override_the_columns():
     row = {"messages": CHAT, "instruction": "I", "output": "O", "turns": [USER, BOT, USER, BOT]}
     assert to_sequence_source(row, RowOptions(kind="alpaca")).messages[0]["content"] == "I"
-    assert len(to_sequence_source(row, RowOptions(messages_key="turns")).messages) == 4
-    with pytest.raises(RowError, match="the row has no chat"):
-        to_sequence_source(row, RowOptions(messages_key="chat"))
+    assert len(to_sequence_source(row, mapped(messages="turns")).messages) == 4
+    with pytest.raises(RowError, match="the row has no chat, which --fields maps; it has messages"):
+        to_sequence_source(row, mapped(messages="chat"))
     with pytest.raises(RowError, match="the row has no messages or conversations or conversation"):
         to_sequence_source({"prompt": "Q", "completion": "A"}, RowOptions(kind="messages"))
     pair = {"chosen": CHAT, "rejected": CHAT}
-    assert to_sequence_source(pair, RowOptions(messages_key="chosen")).messages == CHAT
-    lonely = to_sequence_source({"messages": [USER]}, RowOptions(require_assistant=False))
+    assert to_sequence_source(pair, mapped(messages="chosen")).messages == CHAT
+    lonely = to_sequence_source({"messages": [USER]}, RowOptions(train_on="all"))
     assert lonely.messages == [USER]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import RowError
 
 USER = {"role": "user", "content": "Q"}
 BOT = {"role": "assistant", "content": "A"}
@@ -29,10 +31,14 @@ BAD = [
     ([1], "the row is a list, expected an object"),
     (None, "the row is null, expected an object"),
     ("text", "the row is a string"),
-    ({}, "no columns that make a chat: .* found none"),
-    ({"text": "a book", "url": "x", "n": None}, "no columns that make a chat: .* found text, url"),
+    ({}, "no columns that make a chat: .* found no field"),
+    ({"text": "a book", "url": "x", "n": None}, "the row has only text, which has no roles: --train-on all"),
+    ({"url": "x", "meta": {"id": 3, "n": None}}, "no columns that make a chat: .* found url, meta.id; --fields"),
     ({"instruction": "Q"}, "no columns that make a chat: .* found instruction"),
-    ({"prompt": "Q", "chosen": "A", "rejected": "B"}, r"a preference row \(chosen, rejected\).* --messages-key"),
+    (
+        {"prompt": "Q", "chosen": "A", "rejected": "B"},
+        r"row \(chosen, rejected\).* --fields messages=NAME",
+    ),
     ({"conversations": CHAT, "chosen": BOT, "rejected": BOT}, "a preference row"),
     ({"messages": CHAT, "rejected_response": "B"}, r"a preference row \(rejected_response\)"),
     ({"instruction": "Q", "output": "A", "rejected": ["B"]}, "a preference row"),
@@ -50,7 +56,10 @@ BAD = [
     ({"messages": (USER, BOT)}, "messages is tuple, expected a list"),
     ({"messages": "hello"}, "messages is a string that is not valid JSON"),
     ({"messages": '{"role": "user"}'}, "messages is an object, expected a list"),
-    ({"messages": ["hello"]}, r"messages\[0\] is a string, expected an object with role and content"),
+    (
+        {"messages": ["hello"]},
+        "messages has 1 strings, expected an even number: ",
+    ),
     ({"messages": [USER, {"role": "robot", "content": "A"}]}, r"messages\[1\] has the role 'robot'; known are sys"),
     ({"messages": [USER, {"content": "A"}]}, r"messages\[1\] has the role None"),
     ({"messages": [{"role": ["user"], "content": "Q"}]}, r"has the role \['user'\]"),
@@ -111,11 +120,11 @@ BAD = [
     ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),
     ({"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "sets tools, which is not a row's to set"),
     # ShareGPT
-    (turns(("human", "Q"), ("alien", "A")), r"conversations\[1\] is from 'alien'; known are system"),
-    (turns(("human", "Q"), (["gpt"], "A")), r"is from \['gpt'\]"),
+    (turns(("human", "Q"), ("alien", "A")), r"conversations\[1\] has the role 'alien'; known are system"),
+    (turns(("human", "Q"), (["gpt"], "A")), r"has the role \['gpt'\]"),
     (turns(("human", "Q"), ("gpt", None)), r"conversations\[1\] \(gpt\) has no value"),
     (turns(("human", "Q"), ("gpt", 3)), r"conversations\[1\].value is a number"),
-    ({"conversations": [{"from": "human", "value": "Q"}, BOT]}, r"conversations\[1\] is from None"),
+    ({"conversations": [{"from": "human", "value": "Q"}, BOT]}, r"conversations\[1\] \(None\) has no value"),
     ({"conversations": [{"from": "human", "value": "Q"}, "A"]}, "is a string, expected an object with from"),
     (turns(("human", "Q"), ("function_call", "f(1)")), r"\(function_call\) is a string that is not valid JSON"),
     (turns(("human", "Q"), ("function_call", "[]")), r"\(function_call\) holds no call"),
@@ -136,7 +145,7 @@ BAD = [
     ),
     ({"prompt": "", "completion": "A"}, "prompt is empty"),
     ({"prompt": "Q", "completion": ""}, "the answer is empty"),
-    ({"prompt": [USER], "completion": "A"}, "prompt is a list and completion is a string, expected two"),
+    ({"prompt": "Q", "completion": [BOT]}, "prompt is a string and completion is a list, expected two"),
     ({"prompt": [USER, BOT], "completion": [USER]}, "the assistant says nothing in the completion"),
     ({"prompt": [USER], "completion": []}, "completion is empty"),
     # tokenised

@@ -16,9 +16,11 @@ from chats import command, preprocess
 from productions import produced
 
 from megatron_sft_idx import preprocess as preprocess_rows
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.preferences import read_judged
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.training_fields import is_training_name
+from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.shard import Shard, read_header
 
 HERE = Path(__file__).parent
@@ -508,7 +510,7 @@ def test_rows_of_any_kind_are_read_or_refused_with_a_reason() -> None:
 
 
 def test_a_message_that_is_not_to_be_trained_and_an_option_that_trains_everything() -> None:
-    everything = RowOptions(require_assistant=False)
+    everything = RowOptions(train_on="all")
     row = {"messages": [USER | {"step_loss_mask": 0}, BOT | {"step_loss_mask": 0}]}
     with pytest.raises(RowError, match=r"messages\[0\] has the weight 0, but --train-on all"):
         to_sequence_source(row, everything)

@@ -171,7 +171,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"summary": 5}, "summary: 5, expected a path$"),
         ({"staging": 5}, "staging: 5, expected a path$"),
         ({"template_date": 5}, "template_date: 5, expected a string"),
-        ({"messages_key": 5}, "messages_key: 5, expected a string"),
+        ({"fields": 5}, "fields: 5, expected a dict of strings"),
         ({"chat_template_kwargs": "a"}, "chat_template_kwargs: 'a', expected a dict"),
         ({"repeat": "rows=2"}, "repeat: 'rows=2', expected a list of strings"),
         ({"loss_weight": [5]}, "loss_weight: 5, expected a string"),

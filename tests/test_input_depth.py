@@ -14,7 +14,7 @@ from chats import TOKENIZER, command, files_of, write_rows
 from productions import produced
 
 from megatron_sft_idx import preprocess
-from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.types import InputRow, Piece
 from megatron_sft_idx.chat.values import MAX_DEPTH, parse_json, refuse_deep
 from megatron_sft_idx.errors import SequenceError

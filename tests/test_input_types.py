@@ -12,7 +12,7 @@ from arrow_types import ROWS, columns, is_of_json, types, values_of
 from test_chat_tables import KINDS, PLACES, chats, data_of, prints_of, run, write
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import read_values
 from megatron_sft_idx.errors import FormatError, SequenceError

@@ -23,8 +23,8 @@ from disks import NOBODY, in_a_child
 from packs import sample_of
 from test_formats_jsonl_chunks import produced
 
-from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template.chat_template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Ack, Catalog, Deal, Limits, Stopped, Waiter, write_ack

@@ -17,9 +17,10 @@ from object_folders import serve_folder
 from productions import produced, tokens_of
 
 from megatron_sft_idx import preprocess as preprocess_rows
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.preferences import read_judged
-from megatron_sft_idx.chat.types import TokenizedRow
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import RowError, TokenizedRow
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.tokenize import row_files

@@ -13,8 +13,9 @@ from chats import TOKENIZER, command, files_of, preprocess, sequences_of, write_
 from productions import piped, produced, tokens_of
 
 from megatron_sft_idx import preprocess as preprocess_rows
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions
 from megatron_sft_idx.chat.packed_rows import UndecidedError
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.tokenize.encoding import read_row

@@ -26,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx._native import scan_json_array
+from megatron_sft_idx.chat.separated import ColumnNames, SeparatedPiece, read_column_names
 from megatron_sft_idx.chat.tables import table_pieces
 from megatron_sft_idx.chat.types import InputRow, Piece
 from megatron_sft_idx.chat.values import parse_json, read_values
@@ -40,7 +41,7 @@ from megatron_sft_idx.storage.remote.store import (
     read_ahead,
 )
 
-Kind = Literal["lines", "array", "parquet", "arrow"]
+Kind = Literal["lines", "array", "csv", "tsv", "parquet", "arrow"]
 Compression = Literal["", "gzip", "zstd"]
 # Blocks of text, each with how many bytes of the file, as it is on disk, end with it.
 Blocks = Iterator[tuple[bytes, int]]
@@ -63,8 +64,9 @@ class InputFile:
 
     Attributes:
         path: as given, or as found under the folder or glob that was given.
-        kind: JSON lines, one JSON array of objects, Parquet, or an Arrow IPC stream or file.
-        compression: of JSON files.
+        kind: JSON lines, one JSON array of objects, comma- or tab-separated values, Parquet, or an Arrow IPC stream or
+            file.
+        compression: of files of text.
         num_bytes: size on disk, or of the object.
         etag: of a remote file, which must stay the object that it was when it was found.
     """
@@ -201,7 +203,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 # ---- what kind of file ----
 
-_KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
+_KNOWN_FILES = (
+    ".json, .jsonl, .csv, .tsv (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
+)
 
 
 def _recognise(path: str) -> InputFile:
@@ -254,6 +258,8 @@ def _kind_of_text(path: str, head: bytes) -> Kind:
         return "array"
     if not text or means_lines:
         return "lines"
+    if (separated := re.search(r"\.(csv|tsv)(\.(gz|zst))?$", path, re.IGNORECASE)) and not text.startswith(b"{"):
+        return "csv" if separated[1].lower() == "csv" else "tsv"
     if not text.startswith(b"{"):
         raise FormatError(f"{path}: starts like no known file, {text[:20]!r}; expected {_KNOWN_FILES}")
     line = text.partition(b"\n")[0].rstrip()
@@ -422,7 +428,7 @@ def iter_pieces(files: Iterable[InputFile], *, piece_nbytes: int = 8 << 20) -> I
             source = open_object(file.path, file.etag) if is_remote(file.path) else None
             yield from table_pieces(file.path, file.kind, source, piece_nbytes)
         else:
-            cut = cut_array if file.kind == "array" else cut_lines
+            cut = _CUTTERS[file.kind]
             yield from cut(_read_blocks(file), path=file.path, piece_nbytes=piece_nbytes)
 
 
@@ -509,6 +515,31 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
     )
 
 
+def _cut_separated(blocks: Blocks, *, path: str, piece_nbytes: int, delimiter: str) -> Iterator[SeparatedPiece]:
+    """Cuts text of separated values into pieces at the newlines that are in no quoted field.
+
+    The header is the first record, so the first row has the number 2.
+
+    Raises:
+        FormatError: there is no header, or it is not one.
+    """
+    header: ColumnNames | None = None
+    for piece in _cut(_mark_records(blocks), path, piece_nbytes, is_array=False):
+        if header is None:
+            header = read_column_names(piece.payload[: piece.ends[0]], delimiter, path)
+        yield SeparatedPiece(path, piece.first, piece.num_bytes, piece.payload, piece.ends, header)
+
+
+def _mark_records(blocks: Blocks) -> _Marked:
+    """Marks newlines before which the number of quotes is even: a quote in a quoted field is written twice."""
+    num_quotes = 0
+    for block, at in blocks:
+        letters = np.frombuffer(block, np.uint8)
+        quotes_before = num_quotes + np.cumsum(letters == ord('"'))
+        yield block, np.flatnonzero((letters == ord("\n")) & (quotes_before % 2 == 0)), at
+        num_quotes = int(quotes_before[-1]) % 2 if len(block) else num_quotes
+
+
 def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
     """Gathers blocks in a buffer, and cuts pieces off its front as soon as they are full."""
     buffer = bytearray()
@@ -552,3 +583,11 @@ def _cut(marked: _Marked, path: str, piece_nbytes: int, *, is_array: bool) -> It
         ends = np.append(ends, end)
     while ends.size:
         yield cut_one()
+
+
+_CUTTERS: Mapping[str, Callable[..., Iterator[Piece]]] = {
+    "lines": cut_lines,
+    "array": cut_array,
+    "csv": partial(_cut_separated, delimiter=","),
+    "tsv": partial(_cut_separated, delimiter="\t"),
+}

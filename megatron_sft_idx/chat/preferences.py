@@ -2,7 +2,7 @@ r"""Rows that judge answers: which of two is better, or whether one is good.
 
 They are read only where ``RowOptions.kind`` asks for them. Read as ordinary chats they would train what is bad.
 
-``preference``: ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each one of
+``preference``: ``chosen`` and ``rejected`` (or the same with ``_response`` or ``_messages``), each one of
 
 - a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
 - one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
@@ -29,31 +29,22 @@ from functools import cache
 from typing import Any, Final
 
 from megatron_sft_idx.chat.chat_rows import (
-    CHOSEN,
-    INPUTS,
-    PROMPTS,
-    REJECTED,
-    TURNS,
-    VERDICTS,
-    RowOptions,
-    Turns,
-    any_trained,
-    first_filled,
-    first_given,
     kind_by_keys,
     preference_keys,
-    read_list,
+    prepared_row,
+    read_prepared,
     read_prompt,
     refuse_media,
-    require_object,
     to_conversation,
-    to_sequence_source,
-    turns_of_pairs,
-    without_ignored,
+    verdict_of,
 )
+from megatron_sft_idx.chat.field_names import CHOSEN, HISTORY, INPUTS, PROMPTS, REJECTED, TURNS, VERDICTS
+from megatron_sft_idx.chat.fields import first_filled, first_given
 from megatron_sft_idx.chat.packed_rows import require_one
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.training_fields import messages_of_json, refuse_row_fields
-from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
+from megatron_sft_idx.chat.turns import Turns, any_trained, read_list, turns_of_pairs
+from megatron_sft_idx.chat.types import Conversation, RowError, TextRow, TokenizedRow
 
 _BEGINNERS: Final = ("system", "developer", "user")
 _ANSWERING: Final = ("assistant", "tool")
@@ -72,15 +63,12 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
     Raises:
         RowError: with the reason alone.
     """
-    if options.ignore_fields:
-        row, notes = without_ignored(data, options)
-        sources, label = _read_judged_row(row, options)
-        return [sources[0]._replace(notes=notes), *sources[1:]], label
-    return _read_judged_row(data, options)
+    row, notes = prepared_row(data, options)
+    sources, label = _read_judged_row(row, options)
+    return [sources[0]._replace(notes=notes), *sources[1:]] if notes else sources, label
 
 
-def _read_judged_row(data: Any, options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
-    row = require_object(data)
+def _read_judged_row(row: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
     if options.kind == "kto":
         return _read_verdict(row, options)
     refuse_media(row)
@@ -99,20 +87,21 @@ def _read_judged_row(data: Any, options: RowOptions) -> tuple[list[Conversation 
 
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, int]:
     """The chosen and the rejected conversation, and how many messages both begin with; RowError if they are no pair."""
-    turns = first_filled(data, (options.messages_key or TURNS[0], *TURNS))
+    turns = first_filled(data, TURNS)
     # An empty "chosen" is a bad answer; only where the key is missing do the row's messages end with the chosen answer.
     chosen_in, rejected_in = first_filled(data, CHOSEN) or first_given(data, CHOSEN), first_filled(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
-    if (verdict := next((key for key in VERDICTS if isinstance(data.get(key), bool)), None)) is not None:
-        raise _two_verdicts([key for key in (chosen_in, rejected_in) if key], verdict, data)
+    for key in VERDICTS:
+        if verdict_of(data.get(key), is_judged=False) is not None:
+            raise _two_verdicts([name for name in (chosen_in, rejected_in) if name], key, data)
     for key in _FOR_REJECTED:
         if first_filled(data, (key,)) and data[key] != data.get(name := key.removeprefix("rejected_")):
             raise RowError(f"{key} and {name} differ: chosen and rejected must answer the same")
-    prompt, prompt_in = _prompt_of(data, turns)
-    rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in, prompt)
+    prompt, prompt_in = _prompt_of(data, turns, options)
+    rejected, rejected_is_whole = _answer(data[rejected_in], rejected_in, prompt, options)
     rejected_is_whole |= chosen_in is None and rejected_in == "rejected_messages"
-    chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in, prompt) if chosen_in else (prompt, True)
+    chosen, chosen_is_whole = _answer(data[chosen_in], chosen_in, prompt, options) if chosen_in else (prompt, True)
     if chosen_is_whole and chosen[0] == prompt[0] and chosen[0][-1]["role"] == "assistant":
         # The row's messages are the chosen conversation.
         answering = _ANSWERING[: len(rejected[0])]  # one rejected message leaves the tool's results where they are
@@ -134,16 +123,16 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
     return chosen, rejected, shared
 
 
-def _answer(value: Any, key: str, prompt: Turns) -> tuple[Turns, bool]:
+def _answer(value: Any, key: str, prompt: Turns, options: RowOptions) -> tuple[Turns, bool]:
     """The messages of an answer, and whether they are a whole conversation rather than what follows the prompt."""
     value = messages_of_json(value)
     if isinstance(value, str):
         return (_transcript(value), True) if value.startswith(_HUMAN) else (_said([("assistant", value)]), False)
     if isinstance(value, dict):
-        return read_list([value], key), False
+        return read_list([value], key, options), False
     if not (value and isinstance(value, list) and all(isinstance(turn, dict) for turn in value)):
         raise RowError(f"{key} is neither a string, nor a turn, nor a list of messages")
-    messages, weights = read_list(value, key)
+    messages, weights = read_list(value, key, options)
     begins_with_prompt = prompt[0] and messages[: len(prompt[0])] == prompt[0]
     return (messages, weights), bool(messages[0]["role"] in _BEGINNERS or begins_with_prompt)
 
@@ -155,19 +144,19 @@ def _answered(prompt: Turns, answer: Turns, prompt_in: str) -> Turns:
     return prompt[0] + answer[0], prompt[1] + answer[1]
 
 
-def _prompt_of(data: dict[str, Any], turns: str | None) -> tuple[Turns, str]:
+def _prompt_of(data: dict[str, Any], turns: str | None, options: RowOptions) -> tuple[Turns, str]:
     """The prompt of a row with its turns under the key ``turns``, or without such, and what errors call it."""
     key = turns or "prompt"
     value = messages_of_json(data.get(key))
     if isinstance(value, list):
-        return read_list(value, key) if value else ([], []), key
+        return read_list(value, key, options) if value else ([], []), key
     if turns is not None:
         raise RowError(f"{turns} is no list of messages")
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _transcript(value), key
     history, asked = read_prompt(data)
     pairs = [(each["role"], each["content"]) for each in turns_of_pairs(history)] + [("user", asked)] * bool(asked)
-    return _said(pairs), first_filled(data, (*PROMPTS, *INPUTS, "history")) or key
+    return _said(pairs), first_filled(data, (*PROMPTS, *INPUTS, HISTORY)) or key
 
 
 def _transcript(text: str) -> Turns:
@@ -189,21 +178,23 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     given = [name for name in VERDICTS if data.get(name) is not None]
     if not given:
         raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
-    for key in given:
-        if not isinstance(data[key], int) or data[key] not in (0, 1):
+    verdicts = {key: verdict_of(data[key], is_judged=True) for key in given}
+    for key, verdict in verdicts.items():
+        if verdict is None:
             raise RowError(f"{key} is {str(data[key])[:40]!r}, expected true or false")
-        if data[key] != data[given[0]]:
+        if verdict != verdicts[given[0]]:
             raise RowError(f"the row has {' and '.join(given)} that differ; keep one")
-    if names := preference_keys(data, options):
+    if names := preference_keys(data):
         raise _two_verdicts(names, given[0], data)
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
-    options = _of_any_kind(options)
-    source = to_sequence_source(rest, options)
+    source = read_prepared(rest, _of_any_kind(options))
+    if isinstance(source, TextRow):
+        raise RowError(f"the row has only text, and {given[0]} judges an answer: give its messages")
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
     else:
         # A completion is what is judged, whatever stands in it; it has weights of its own by now.
-        if kind_by_keys(rest, options) != "prompt-completion":
+        if kind_by_keys(rest) != "prompt-completion":
             answer_at = max((i + 1 for i, each in enumerate(source.messages) if each["role"] == "user"), default=0)
             source.weights[:answer_at] = [0.0] * answer_at
         is_judged = any_trained(source.messages, source.weights)
@@ -213,12 +204,12 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
             " label could judge"
         )
     require_one(source, options.system_starts, f"{given[0]} judges one answer")
-    return [source], int(data[given[0]])
+    return [source], int(bool(verdicts[given[0]]))
 
 
 @cache
 def _of_any_kind(options: RowOptions) -> RowOptions:
-    return replace(options, kind="auto")
+    return replace(options, kind="auto", mapping=replace(options.mapping, fields=()))
 
 
 def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:

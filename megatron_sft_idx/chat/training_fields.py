@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from megatron_sft_idx.chat.fields import pair_keys
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Undecoded, parse_json
 
@@ -384,7 +385,7 @@ def without_fields(data: Mapping[str, Any], names: Iterable[str], counts: Counte
 
 def _message_without(message: Any, names: frozenset[str], counts: Counter[str]) -> Any:
     """A message without these fields, its parts too; any value that is no message as it is."""
-    if not isinstance(message, dict) or ("role" not in message and "from" not in message):
+    if not isinstance(message, dict) or not _is_turn(message):
         return message
     left = _without(message, names, counts)
     for name, inner in left.items():
@@ -398,9 +399,13 @@ def messages_of_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             turns = parse_json(value.encode())
-            if turns and all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in turns):
+            if turns and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):
                 return turns
     return value
+
+
+def _is_turn(fields: Mapping[str, Any]) -> bool:
+    return "role" in fields or "from" in fields or pair_keys(fields) is not None
 
 
 def _without(fields: Mapping[str, Any], names: frozenset[str], counts: Counter[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class InputRow(NamedTuple):
     """One row as it was read.
 
     Attributes:
-        position: its line in a JSON-lines file, else its number, from 1.
+        position: its line in a JSON-lines file, its record in a file of separated values, else its number, from 1.
         data: its values (``values``), or the error of a row that cannot be read.
         notes: counts for the summary by name, of what is left out of it.
     """
@@ -42,7 +42,8 @@ class Piece(ABC):
 
     Attributes:
         path: the file, as error messages name it.
-        first: position of the first row, from 1: its line in a JSON-lines file, else the number of the row.
+        first: position of the first row, from 1: its line in a JSON-lines file, its record in a file of separated
+            values (whose header is the first one), else the number of the row.
         num_bytes: how many bytes of the file, as it is on disk, this piece was read from, for progress. Over a file
             they sum to its size or less.
         payload: the bytes that hold the rows.
@@ -96,6 +97,18 @@ class TokenizedRow(NamedTuple):
     loss_mask: NDArray[np.float32]
     notes: Mapping[str, int] = {}
     bounds: NDArray[np.int64] | None = None
+
+
+class TextRow(NamedTuple):
+    """A row of plain text, of which every token is trained on.
+
+    Attributes:
+        text: the text.
+        notes: counts for the summary by name.
+    """
+
+    text: str
+    notes: Mapping[str, int] = {}
 
 
 class Span(NamedTuple):

@@ -72,6 +72,19 @@ class Collected(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
 
 
+class Mapped(argparse.Action):
+    """Collects ``NAME=VALUE`` entries, of an option that may be repeated, in a dict."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Add the entries that were given; a name that was given before is an error."""
+        given = dict(getattr(namespace, self.dest) or {})
+        for name, value in values:
+            if name in given:
+                raise argparse.ArgumentError(self, f"{name} is given twice")
+            given[name] = value
+        setattr(namespace, self.dest, given)
+
+
 def add_verb(
     verbs: Verbs,
     name: str,
@@ -178,6 +191,14 @@ def nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
     unit: int = _UNITS[match[2]]
     return int(match[1]) * unit
+
+
+def named_value(text: str) -> tuple[str, str]:
+    """The name and the value of a ``NAME=VALUE`` entry."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
 
 
 def writable(text: str) -> str:

@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_sft_idx.chat.row_mapping import ROLES, ROW_TARGETS, TURN_TARGETS
 from megatron_sft_idx.cli.options import (
     Collected,
+    Mapped,
     Verbs,
     add_output_options,
     add_verb,
     declare,
     in_color,
     local_path,
+    named_value,
     natural,
     positive,
     preprocess_arguments,
@@ -75,13 +78,15 @@ examples:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --dry-run
 
-rows: OpenAI messages, ShareGPT and NeMo conversations, instruction/input/output fields, prompt/completion, or already
-tokenised input_ids with loss_mask or labels. A field that other trainers read as "do not train this" is read so (train,
+rows: OpenAI messages, ShareGPT and NeMo conversations, turns that are pairs or strings, instruction/input/output,
+prompt/completion, tokenised input_ids with loss_mask or labels, and text (--train-on all). --fields, --turn-fields and
+--roles read rows with other names. A field that other trainers read as "do not train this" is read so (train,
 weight, loss, step_loss_mask, masked, ...) or refused by name; --ignore-field NAME reads rows without it.
 Tokenised rows that are packed already (seq_lengths, cu_seqlens, position_ids that restart, ...) become their sequences.
 
-files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, and globs. At s3:// and msc://: objects,
-globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded whole.
+files: .json, .jsonl, .csv, .tsv (each also .gz or .zst), .parquet, save_to_disk folders, and globs. At s3:// and
+msc://: objects, globs, and PREFIX/ for all objects directly under it. Objects are read by ranges and never downloaded
+whole.
 """
 _PACK_HELP = """\
 Pack the sequences of a shard again. No text is needed, and nothing is tokenised.
@@ -93,6 +98,7 @@ examples:
   the same for context parallel size 4:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
 """
+_MAPPED = {"action": Mapped, "type": named_value}
 _WHICH_ROWS = (
     "These options are applied in this order, and the rows that each leaves out are counted. What is drawn depends"
     " on --seed and on what a row says: copies of a row are drawn alike, so they are never on both sides of"
@@ -127,7 +133,7 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
     """Add the options of the tokenizer, which is ``required`` or not, and of how rows are read."""
     declare(
         group,
-        """
+        f"""
         --tokenizer, --tokenizer-model PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
             SentencePiece model
         --tokenizer-backend  which library tokenises: gigatoken where its ids are known to be those of tokenizers, held
@@ -136,7 +142,13 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         --row-kind  what a row is (default: by its fields); a preference has a chosen and a rejected answer, which stay
             in one pack and are dropped together if one is overlong; a kto row has a label, true or false; of both,
             only what follows the prompt is trained on
-        --messages-key NAME  field that holds the turns (default: one of the usual names)
+        --fields TARGET=PATH...  where rows of other names have their fields, such as messages=data.turns; a path with
+            dots leads into objects and lists; targets: {", ".join(ROW_TARGETS)}; once one of the first seven is
+            mapped, other fields of the content are not read
+        --turn-fields TARGET=PATH...  the same for each turn, such as role=speaker content=text; targets:
+            {", ".join(TURN_TARGETS)}
+        --roles NAME=ROLE...  what roles of other names are, such as tutor=assistant; NAME in any case; ROLE is one of
+            {", ".join(ROLES)}
         --ignore-field NAME  read rows as if they, their messages and content parts had no such field; for a field that
             means something else here than to the trainers that read it as "do not train this"; may be repeated
         --system-starts  what a system message after an answer is: the start of a conversation that becomes a sequence
@@ -150,6 +162,9 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},
+        fields=_MAPPED,
+        turn_fields=_MAPPED,
+        roles=_MAPPED,
         ignore_field={"dest": "ignore_fields", "action": Collected, "default": ()},
         tokenizer_type={"choices": ("HuggingFaceTokenizer",), "help": argparse.SUPPRESS},
     )

@@ -53,6 +53,7 @@ from megatron_sft_idx.tokenize import (
     num_kept_tokens,
     remember_encoder,
     require_decided_rows,
+    require_mapped_paths,
     row_files,
     write_part,
 )
@@ -88,6 +89,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     inputs = os.path.join(catalog.folder, _INPUTS)
     with _held(catalog) as work, contextlib.closing(TakenFiles(inputs)) as taken:
         files = [] if options.watch is not None or options.from_stdin else row_files(options.inputs)
+        require_mapped_paths(files, options.encoding.rows)
         require_decided_rows(files, options.encoding.rows)
         state, cursor = find_start(catalog, options, encoder, len(files))
         if not state.published:

@@ -33,4 +33,4 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions, num_kept_tokens
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary
-from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows, row_files
+from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows, require_mapped_paths, row_files

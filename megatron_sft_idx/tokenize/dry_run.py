@@ -24,7 +24,7 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import plan_packs
 from megatron_sft_idx.tokenize.report import CorpusReport
-from megatron_sft_idx.tokenize.row_files import require_decided_rows
+from megatron_sft_idx.tokenize.row_files import require_decided_rows, require_mapped_paths
 
 # Bytes of first rows, of all files together and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
@@ -68,6 +68,7 @@ def preview(
         SFTIndexError: an input or an option that cannot be used.
     """
     files, options = options.expanded()
+    require_mapped_paths(files, options.encoding.rows, options.max_rows)
     require_decided_rows(files, options.encoding.rows, options.max_rows)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)

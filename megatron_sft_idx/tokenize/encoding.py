@@ -15,17 +15,28 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Backend, DifferentIdsError, Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Conversation, Encoded, InputRow, Piece, Rendered, RowError, TokenizedRow
+from megatron_sft_idx.chat.types import (
+    Conversation,
+    Encoded,
+    InputRow,
+    Piece,
+    Rendered,
+    RowError,
+    TextRow,
+    TokenizedRow,
+)
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
+_TEXT_TEMPLATE = "{{ messages[0].content }}"
 # The version of the way from rows to tokens and masks. It must be raised when the same row gives others, so that parts
 # which were made before are not used.
 ENCODING_VERSION = 1
@@ -135,8 +146,8 @@ class _Row(NamedTuple):
     notes: Mapping[str, int] = {}
 
 
-def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow], int | None]:
-    """What a row makes sequences of: conversations, or ids; and its label of KTO.
+def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None]:
+    """What a row makes sequences of: conversations, ids or a text; and its label of KTO.
 
     Raises:
         UndecidedError: a system message comes after an answer, and the options do not say what that means.
@@ -145,7 +156,7 @@ def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | To
     if options.kind in ("preference", "kto"):
         return read_judged(data, options)
     source = to_sequence_source(data, options)
-    if isinstance(source, TokenizedRow):
+    if not isinstance(source, Conversation):
         return [source], None
     return conversations_of(source, options.system_starts), None
 
@@ -181,6 +192,8 @@ class RowEncoder:
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
         # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
         self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
+        # A text is all that its rendering holds, so that it is trained on, and spells control tokens, as chats do.
+        self.text_template = self._template(_TEXT_TEMPLATE) if options.rows.train_on == "all" else None
         described = {**self.describe_parts(), "token_dtype": self.token_dtype.name, "version": ENCODING_VERSION}
         try:
             self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
@@ -215,6 +228,9 @@ class RowEncoder:
         options, rows = self.options, self.options.rows
         if_set = {
             "ignore_fields": [*rows.ignore_fields],
+            "fields": dict(rows.mapping.fields),
+            "turn_fields": dict(rows.mapping.turn_fields),
+            "roles": dict(rows.mapping.roles),
             "system_starts": rows.system_starts if rows.system_starts != "error" else "",
             "source": options.source,
             "loss_weights": [*options.loss_weights],
@@ -230,7 +246,6 @@ class RowEncoder:
                 **asdict(options.masks),
                 "append_eod": options.append_eod,
                 "mask_alignment": rows.mask_alignment,
-                "messages_key": rows.messages_key,
                 "on_bad_row": options.on_bad_row,
                 "row_kind": rows.kind,
                 "span_by_span": options.span_by_span,
@@ -313,7 +328,11 @@ class RowEncoder:
         if isinstance(sources[0], TokenizedRow):
             return _Row(position, label, content, [], None, sources[0], notes=notes)
         conversations = [source for source in sources if isinstance(source, Conversation)]
-        template = self.tools_template if conversations[0].tools else self.template
+        if isinstance(sources[0], TextRow):
+            conversations = [Conversation([{"role": "user", "content": sources[0].text}], [1.0])]
+            template = self.text_template
+        else:
+            template = self.tools_template if conversations[0].tools else self.template
         if template is None:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"

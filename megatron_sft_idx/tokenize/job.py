@@ -9,8 +9,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from megatron_sft_idx.arguments import require_type
-from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
+from megatron_sft_idx.chat.row_mapping import RowMapping
+from megatron_sft_idx.chat.row_options import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.tokenizer import Backend
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, brief, check_option
@@ -41,6 +42,7 @@ _EXPECTED: dict[Any, tuple[Any, str]] = {
     StrPath | None: (str | os.PathLike | None, "a path"),
     Sequence[str]: (list | tuple, "a list of strings"),
     Mapping[str, Any] | None: (Mapping | None, "a dict"),
+    Mapping[str, str] | None: (Mapping | None, "a dict of strings"),
 }
 # Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
 _MAX_INPUT_PER_OUTPUT = 256
@@ -65,7 +67,9 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     straddling: Literal["include", "exclude"] = "include",
     span_by_span: bool = False,
     row_kind: RowKind = "auto",
-    messages_key: str | None = None,
+    fields: Mapping[str, str] | None = None,
+    turn_fields: Mapping[str, str] | None = None,
+    roles: Mapping[str, str] | None = None,
     ignore_fields: Sequence[str] = (),
     system_starts: SystemStarts = "error",
     mask_alignment: MaskAlignment = "token",
@@ -176,6 +180,8 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
         require_type(name, value, hint)
     if hint == Sequence[str] and (wrong := [each for each in value if not isinstance(each, str)]):
         raise FormatError(f"{name}: {brief(wrong[0])}, expected a string")
+    if hint == Mapping[str, str] | None:
+        require_type(name, value, hint)
     check_option(name, value, hint, lowest=0 if name in FROM_ZERO else 1)
 
 
@@ -203,7 +209,10 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             train_on_tool_calls=not given["no_train_on_tool_calls"],
         ),
         rows=_options(
-            RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] not in ("markers", "all")
+            RowOptions,
+            given,
+            kind=given["row_kind"],
+            mapping=RowMapping.of(given["fields"], given["turn_fields"], given["roles"]),
         ),
     )
 

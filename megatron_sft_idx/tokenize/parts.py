@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED
+from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -121,7 +122,7 @@ class PartInfo:
         if "source" in encoded.columns:
             encoded.columns["source"][:, 1] += self.lines
         self.num_bytes += encoded.num_bytes
-        self.lines += len(piece.ends) if isinstance(piece, JsonPiece) else encoded.rows
+        self.lines += len(piece.ends) if isinstance(piece, JsonPiece | SeparatedPiece) else encoded.rows
         self.rows += encoded.rows
         self.skipped += len(encoded.bad_rows)
         listed = encoded.bad_rows[: _MAX_LISTED - len(self.bad_rows)]

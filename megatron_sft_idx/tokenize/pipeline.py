@@ -57,7 +57,7 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.plan import PlannedRun
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
-from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows
+from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows, require_mapped_paths
 from megatron_sft_idx.tokenize.selection import select_rows
 
 _AGAIN = "run the same command again to go on with them"
@@ -88,6 +88,7 @@ def make_shards(
             with _timed("preparing", seconds):
                 files, options = options.expanded()
                 options.check_outputs(files)
+                require_mapped_paths(files, options.encoding.rows, options.max_rows)
                 require_decided_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":

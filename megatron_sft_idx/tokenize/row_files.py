@@ -6,6 +6,7 @@ in Megatron's ``--sft`` lines, need a decision for the whole input, which is ask
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -13,11 +14,13 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
-from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, iter_pieces, open_object
 from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED, UndecidedError
+from megatron_sft_idx.chat.row_mapping import paths_of, shown_paths
+from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, comparing_all_texts
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.errors import FormatError, SequenceError, did_you_mean
 from megatron_sft_idx.formats import jsonl_chunks, parquet
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
@@ -26,6 +29,8 @@ from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
 # What is looked at before the work begins.
 _FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 2 << 20
 _PIECE_NBYTES = 1 << 18
+# Rows whose fields are listed where a path is in no row.
+_LISTED_ROWS = 100
 
 
 def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
@@ -107,6 +112,43 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
                 pass  # a bad row, which the run reports
     if first is not None:
         raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
+
+
+def require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+    """Require that every path of ``--fields`` and ``--turn-fields`` is in a row of the input.
+
+    The input is read until each was found: a few rows where no path is mistyped, all of them where one is.
+
+    Args:
+        files: the input.
+        options: how rows are read.
+        max_rows: no more rows than this are looked at; None for all.
+
+    Raises:
+        FormatError: no row has a path; the message lists the paths of the first rows.
+    """
+    missing = set(options.mapping.all_paths())
+    if not missing:
+        return
+    found: dict[str, None] = {}
+    count = 0
+    with closing(_rows(files)) as rows:
+        for _, _, data in islice(rows, max_rows):
+            count += 1
+            if isinstance(data, dict):
+                with contextlib.suppress(RowError):
+                    missing -= options.mapping.paths_in(data)
+                if count <= _LISTED_ROWS:
+                    found |= dict.fromkeys(paths_of(data))
+            if not missing:
+                return
+    if count:
+        option, path = min(missing)
+        where = "a turn of one" if option == "--turn-fields" else "one"
+        raise FormatError(
+            f"{option}: {path} is mapped, but not {where} of {count:,} rows has it{did_you_mean(path, found)}; the rows"
+            f" have {shown_paths(found)}"
+        )
 
 
 def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows: int | None = None) -> None:

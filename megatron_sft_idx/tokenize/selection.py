@@ -19,7 +19,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, TextRow, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import csr_rows
@@ -99,11 +99,11 @@ def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> l
     return [weights.get(n, 1.0) for n in range(len(files))]
 
 
-def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = None) -> NDArray[np.uint32]:
+def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | None = None) -> NDArray[np.uint32]:
     """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
 
     Args:
-        row: its one conversation, several, or the two of a pair.
+        row: its one conversation or text, several conversations, or the two of a pair.
         label: of KTO, the lowest bit of the hash. Lots do not depend on that bit: two rows that differ in their label
             alone are no duplicates, but share their lot.
     """
@@ -113,6 +113,8 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
             stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
             if each.bounds is not None and len(each.bounds) > 2:
                 stream.update(each.bounds.tobytes())
+        elif isinstance(each, TextRow):
+            stream.update(each.text.encode("utf-8", "surrogatepass"))
         else:
             content = [each.messages, each.weights, each.tools, each.kwargs]
             try:

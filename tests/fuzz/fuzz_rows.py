@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
-from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
+from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.chat.types import Conversation, RowError
 from megatron_sft_idx.chat.values import parse_json
 
 _KINDS = ("auto", "messages", "alpaca", "prompt-completion", "tokenized")
 _OPTIONS = [
-    RowOptions(kind=kind, mask_alignment=alignment, require_assistant=alignment == "token")  # type: ignore[arg-type]
+    RowOptions(kind=kind, mask_alignment=alignment, train_on="assistant" if alignment == "token" else "all")  # type: ignore[arg-type]
     for kind, alignment in product(_KINDS, ("token", "label"))
 ]
 

@@ -1,0 +1,36 @@
+"""Names that fields of rows have in public data sets, by what they hold; where a row has several, the first counts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+TURNS: Final = ("messages", "conversations", "conversation")
+PROMPTS: Final = ("instruction", "prompt", "query", "question")
+INPUTS: Final = ("input", "context")
+ANSWERS: Final = ("output", "response", "completion", "answer")
+HISTORY: Final = "history"
+REASONING: Final = "reasoning_content"
+SYSTEMS: Final = ("system", "system_prompt")
+TOOLS: Final = ("tools", "functions")
+CHOSEN: Final = ("chosen", "chosen_response", "chosen_messages")
+REJECTED: Final = ("rejected", "rejected_response", "rejected_messages")
+VERDICTS: Final = ("label", "kto_tag")
+# What says which tokens are trained on.
+MASKS: Final = ("loss_mask", "labels", "assistant_masks", "completion_mask", "loss_scale", "loss_weights")
+MEDIA: Final = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
+# Keys of a question and of its answer, in a turn that is both.
+PAIRS: Final = ((("human", "user"), ("assistant", "gpt", "bot")), (("input",), ("output",)))
+# Text that is trained on as it is.
+TEXT: Final = "text"
+# Answers and prompts of single data sets (``chat_rows``).
+OTHER_CONTENT: Final = (
+    "problem",
+    "generated_solution",
+    "attempt",
+    "thinking_trajectories",
+    "answers",
+    "inputs",
+    "targets",
+    "target",
+)
+TEMPLATE_VARIABLES: Final = "chat_template_kwargs"
