@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.cli.options import (
-    Collected,
     Verbs,
     add_output_options,
     add_verb,
@@ -23,6 +22,7 @@ from megatron_sft_idx.cli.options import (
     positive,
     preprocess_arguments,
 )
+from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.layout import ShardPaths
