@@ -89,7 +89,7 @@ def read_config(path: str) -> YamlMapping:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise FormatError(
-            f'{path}:{line}: byte {error.start + 1} is not UTF-8; if a file name has byte 0xff, write "\\udcff" for it'
+            f'{path}:{line}: byte {error.start + 1} is not UTF-8; for byte 0xff of a file name, write "\\udcff"'
         ) from None
     value = _parse(text, path)
     if not isinstance(value, YamlMapping):
@@ -117,7 +117,7 @@ def _parse(text: str, path: str) -> YamlValue | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         code = error.character
-        remedy = "remove it" if not code else f'escape it in double quotes, as in "\\u{code:04x}"'
+        remedy = "remove it" if not code else f'escape it in double quotes: "\\u{code:04x}"'
         raise FormatError(f"{path}:{line}: character {code:#x}, which YAML does not allow; {remedy}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape that is no character
         if isinstance(error, FormatError):
@@ -216,13 +216,14 @@ def to_json(value: YamlValue, path: str) -> str:
     return json.dumps(value.text)
 
 
-def _has_type(text: str) -> bool:
-    """Whether some version of YAML reads this text, written without quotes, as something else than a text or date."""
+def _has_type(text: str, *, or_date: bool = False) -> bool:
+    """Whether some version of YAML reads this text, written without quotes, as something else than a text."""
     import yaml
 
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers
     tags = {tag for tag, pattern in resolvers.get(text[:1], []) if pattern.match(text)}
-    return bool(tags - {"tag:yaml.org,2002:timestamp"} or _OCTAL.fullmatch(text) or _JSON_NUMBER.fullmatch(text))
+    tags -= set() if or_date else {"tag:yaml.org,2002:timestamp"}
+    return bool(tags or _OCTAL.fullmatch(text) or _JSON_NUMBER.fullmatch(text))
 
 
 # ---- writing ----
@@ -277,7 +278,7 @@ def _config_lines(entries: Iterable[tuple[str, ConfigValue]], ascii_only: bool) 
 
 
 def _scalar(text: str, ascii_only: bool) -> str:
-    return text if _PLAIN.fullmatch(text) and not _has_type(text) else _quoted(text, ascii_only)
+    return text if _PLAIN.fullmatch(text) and not _has_type(text, or_date=True) else _quoted(text, ascii_only)
 
 
 def _quoted(text: str, ascii_only: bool) -> str:

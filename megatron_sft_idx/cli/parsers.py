@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 from megatron_sft_idx.cli.config_file import (
     ConfigValue,
     YamlJson,
-    YamlNumber,
     YamlList,
     YamlMapping,
+    YamlNumber,
     YamlText,
     YamlValue,
     config_text,
@@ -207,7 +207,13 @@ class VerbParser(Parser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         before = self._texts.get(action, []) if _may_be_repeated(action) else []
         self._texts[action] = [*before, *arg_strings]
-        return super()._get_values(action, arg_strings)
+        if not action.option_strings or action.nargs == 0:
+            return super()._get_values(action, arg_strings)
+        # argparse would drop the value of --output-prefix=--, and set a list.
+        values = [self._get_value(action, text) for text in arg_strings]
+        for value in values:
+            self._check_value(action, value)
+        return values if action.nargs is not None else values[0]
 
     def _given(self, words: Sequence[str]) -> tuple[list[argparse.Action], str | None]:
         """The options on a command line, and the file of ``--config``."""
@@ -373,8 +379,9 @@ def _taken(action: argparse.Action, key: YamlText, value: YamlValue, path: str) 
     if text not in ("true", "false"):
         raise FormatError(f"{where}: {_kind(value)}, expected true or false")
     if isinstance(action, argparse.BooleanOptionalAction):
-        is_negative = (text == "false") != (f"--{key.text.replace('_', '-')}" != option)
-        return _Taken(action, action.option_strings[is_negative], [])
+        is_negative = (text == "false") != key.text.startswith(("no-", "no_"))
+        option = next(each for each in action.option_strings if each.startswith("--no-") == is_negative)
+        return _Taken(action, option, [])
     return _Taken(action, option, []) if text == "true" else None
 
 
