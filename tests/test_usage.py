@@ -16,7 +16,7 @@ from chats import command
 from megatron_sft_idx.cli.habits import _VERBS, HABITS
 from megatron_sft_idx.cli.main import build_parser
 
-# Options of the advice that belong to nothing here.
+# Options of the advice that the verbs may not have yet.
 LATER = {"--fields"}
 
 
