@@ -21,6 +21,7 @@ from test_bridge_collate import expected, packed_collate, trained
 from torch.utils.data import default_collate
 from training_twin import lone_process
 
+from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
 from megatron_sft_idx.training.rows import rows_of
@@ -127,6 +128,15 @@ def check_columns(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch
             assert found.tolist() == slow
 
 
+def check_config(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text(block.text, encoding="utf-8")
+    parsed = vars(build_parser("preprocess").parse_args(["preprocess", "--config", str(tmp_path / "run.yaml")]))
+    assert parsed["repeat"] == ["more.parquet=2"]
+    assert parsed["chat_template_kwargs"] == {"enable_thinking": False}
+    assert len(parsed["input"]) == len(parsed["ignore_fields"]) == 2
+    assert parsed["keep_corpus"] is True
+
+
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
     "python bridge": check_bridge,
     "python columns": check_columns,
@@ -134,4 +144,5 @@ CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
     "python tp_rank": check_tp_rank,
     "text files": check_files,
     "text layers": check_layers,
+    "yaml config": check_config,
 }

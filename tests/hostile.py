@@ -61,6 +61,7 @@ TO_A_BUCKET = (
 # What is free text and no path.
 WORDS = {"template_date", "chat_template_kwargs", "ray_address", "find", "row"}
 WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "sources", "repeat"}
+WORDS |= {"config"}  # a file that is read whole before a command begins
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}
 # Slots for a folder that files are put into, beside what is there.

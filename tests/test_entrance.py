@@ -193,7 +193,8 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
     options = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
     for name, option in (("inputs", "input"), ("tokenizer", "tokenizer_model")):
         options[name] = options.pop(option)
-    del options["help"], options["dry_run"], options["full"]
+    for name in ("help", "config", "print_config", "dry_run", "full"):
+        del options[name]
     parameters = inspect.signature(preprocess).parameters
     hints = get_type_hints(preprocess)
     assert options.keys() == parameters.keys()

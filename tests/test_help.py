@@ -156,26 +156,6 @@ def test_verbs_are_listed_by_what_they_are_for() -> None:
     assert sorted(verb for _, verb in groups if verb) == sorted(verbs())
 
 
-def test_arguments_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    lines = [
-        "--input",
-        str(CHATS),
-        "",
-        f"--tokenizer={TOKENIZER}",
-        "--seq-length",
-        "1024",
-        "--earlier-reasoning=drop\r",
-    ]
-    Path("some args").write_bytes("\n".join(lines).encode())
-    assert command("preprocess", "@some args", "--output-prefix", "@x", "--workers", 0).code == 0
-    assert Path("@x.seq.idx").exists()
-    # What begins with @ and is no file stays what it is: a text to be found, or a prefix.
-    found = command("inspect", "@x", "--tokenizer", TOKENIZER, "--find", "@nobody")
-    assert (found.code, found.err) == (1, "")
-    assert "not found" in found.out
-
-
 def test_the_training_script_teaches_what_it_parses() -> None:
     from training_twin import pretrain_script
 

@@ -29,7 +29,8 @@ from read_worker import (
     run_request,
 )
 
-from megatron_sft_idx.cli.options import HelpFormatter, Parser, add_log_interval, declare, local_path, positive
+from megatron_sft_idx.cli.options import add_log_interval, declare, local_path, positive
+from megatron_sft_idx.cli.parsers import HelpFormatter, Parser
 from megatron_sft_idx.cli.signals import ending_on_signals
 from megatron_sft_idx.cli.streams import message_of, standard_streams
 from megatron_sft_idx.errors import FormatError, SFTIndexError

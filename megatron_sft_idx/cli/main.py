@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli.options import HelpFormatter, Parser
+from megatron_sft_idx.cli.parsers import HelpFormatter, Parser, VerbParser
 from megatron_sft_idx.cli.signals import ending_on_signals
-from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, standard_streams
+from megatron_sft_idx.cli.streams import STDOUT, Output, message_of, print_error, program_name, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
 # By purpose: verbs, and the module of each. Only the module of the verb that runs is imported, because importing all of
@@ -34,7 +33,7 @@ example:
         --seq-length 4096 --output-prefix data/train
 
 megatron-sft-idx <verb> --help explains each verb, with examples.
-@FILE stands for the arguments in a file, one a line.
+Each verb takes its options from a YAML file too: --config FILE.yaml, which --print-config prints.
 """
 
 
@@ -56,13 +55,13 @@ class _VerbListFormatter(HelpFormatter):
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
     """The program's parser, with the options of one verb, or of all if ``verb`` is not the name of a verb."""
     parser = Parser(
-        prog="megatron-sft-idx",
+        prog=program_name(),
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
         epilog=_EXAMPLE,
         formatter_class=_VerbListFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True, parser_class=VerbParser)
     modules = {name: module for group in _VERBS.values() for name, module in group.items()}
     for module in [modules[verb]] if verb in modules else dict.fromkeys(modules.values()):
         import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
@@ -91,43 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None, output: Output) -> int:
     is_program = argv is None
-    argv = _expanded(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(*argv[:1])
     if wrong := [word for word in argv if "\0" in word]:
-        parser.error(
-            f"{wrong[0][:60]!r}: a NUL byte, which no path and no option has; remove it from the argument file"
-        )
+        parser.error(f"{wrong[0][:60]!r}: a NUL byte, which no path and no option has; remove it")
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_request:
         sys.stdout.flush()
-        if not exit_request.code and output.error is not None:  # of --help and --version
+        if not exit_request.code and output.error is not None:  # of --help, --version and --print-config
             raise output.error from None
         raise
     output.strict = arguments.product(arguments)
     if output.strict and output.error is not None:
         raise output.error
     with ending_on_signals(is_program=is_program):
-        code: int = arguments.run(arguments, parser) or 0
+        code: int = arguments.run(arguments, arguments.parser) or 0
     sys.stdout.flush()
     lost = output.error
     if lost is not None and output.strict:
         raise lost
     if lost is not None and lost.errno not in (errno.EBADF, errno.EPIPE):
-        print(f"megatron-sft-idx: {message_of(lost)}; the work itself is done", file=sys.stderr)
+        print(f"{program_name()}: {message_of(lost)}; the work itself is done", file=sys.stderr)
     return code
-
-
-def _expanded(argv: Sequence[str]) -> list[str]:
-    """The arguments, where each ``@FILE`` is replaced by the lines of that file, if there is such a file."""
-    expanded = []
-    for word in argv:
-        if word.startswith("@") and os.path.isfile(word[1:]):
-            with open(word[1:], encoding="utf-8", errors="surrogateescape", newline=None) as file:
-                expanded += [line for line in file.read().split("\n") if line.strip()]
-        else:
-            expanded.append(word)
-    return expanded
 
 
 def _fail(message: str) -> int:

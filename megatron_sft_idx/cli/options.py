@@ -11,12 +11,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from copy import copy
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
+from megatron_sft_idx.cli.parsers import HelpFormatter
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.lines import on_one_line, unescaped
 from megatron_sft_idx.packs.destination import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, require_local
 from megatron_sft_idx.storage.publish import resolve
@@ -35,56 +34,6 @@ Verbs = Any  # argparse names the type of add_subparsers() only privately
 _DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
-
-    The second name that ``--tokenizer`` has in Megatron is accepted, but not shown.
-    """
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if "--tokenizer-model" in action.option_strings:
-            action = copy(action)
-            action.option_strings = action.option_strings[:1]
-        return super()._format_action_invocation(action)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return super()._fill_text(text, width, indent)
-        return argparse.HelpFormatter._fill_text(self, text, width, indent)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose help and usage keep their line breaks, and whose errors are on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print usage and the error, and end the program with exit code 2."""
-        super().error(on_one_line(message))
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        super()._print_message(message, unescaped(file or sys.stderr))
-
-
-class Collected(argparse.Action):
-    """Collects the values of an option that may be repeated, in a tuple."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Add a value that was given."""
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
-
-
-class Mapped(argparse.Action):
-    """Collects ``NAME=VALUE`` entries, of an option that may be repeated, in a dict."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Add the entries that were given; a name that was given before is an error."""
-        given = dict(getattr(namespace, self.dest) or {})
-        for name, value in values:
-            if name in given:
-                raise argparse.ArgumentError(self, f"{name} is given twice")
-            given[name] = value
-        setattr(namespace, self.dest, given)
-
-
 def add_verb(
     verbs: Verbs,
     name: str,
@@ -101,15 +50,15 @@ def add_verb(
         name: the name of the verb.
         line: what the verb does, for the list of verbs.
         text: its help: a paragraph that says what it does, then examples.
-        run: called with the parsed arguments, and with the parser of the program, whose ``error`` is for wrong usage.
-            It returns the exit code; None means 0.
+        run: called with the parsed arguments, and with the parser of the verb, whose ``error`` is for wrong usage. It
+            returns the exit code; None means 0.
         product: whether, with these arguments, what the verb prints is its product, so that losing it is an error.
     """
     description, _, examples = text.partition("\n\n")
     parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=line, description=description.replace("\n", " "), epilog=examples, formatter_class=HelpFormatter
     )
-    parser.set_defaults(run=run, product=product)
+    parser.set_defaults(run=run, product=product, parser=parser)
     return parser
 
 

@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.row_mapping import ROLES, ROW_TARGETS, TURN_TARGETS
 from megatron_sft_idx.cli.options import (
-    Collected,
-    Mapped,
     Verbs,
     add_output_options,
     add_verb,
@@ -26,6 +24,7 @@ from megatron_sft_idx.cli.options import (
     positive,
     preprocess_arguments,
 )
+from megatron_sft_idx.cli.parsers import Collected, Mapped
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.layout import ShardPaths

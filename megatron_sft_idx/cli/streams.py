@@ -32,9 +32,15 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
+def program_name() -> str:
+    """The name by which the program was called: its short name, or else the long one."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return name if name == "sft-idx" else "megatron-sft-idx"
+
+
 def print_error(message: str) -> None:
     """Print an error to stderr, on one line."""
-    print(f"megatron-sft-idx: error: {message}", file=sys.stderr)
+    print(f"{program_name()}: error: {message}", file=sys.stderr)
 
 
 STDOUT, STDERR = "standard output", "standard error"

@@ -1,0 +1,450 @@
+"""argparse as this program uses it: exact names, short answers to wrong usage, and options from a file.
+
+``Parser`` is for every program. ``VerbParser`` adds ``--config`` and ``--print-config``, which serve every option that
+argparse knows: a file is read as if its values had been given as flags, and what is printed is such a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_sft_idx.cli.config_file import (
+    ConfigValue,
+    YamlJson,
+    YamlList,
+    YamlMapping,
+    YamlNumber,
+    YamlText,
+    YamlValue,
+    config_text,
+    read_config,
+    to_json,
+)
+from megatron_sft_idx.cli.habits import option_advice, value_advice, verb_advice
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.lines import on_one_line, print_layout, unescaped
+
+# Options of the program itself, which no file sets.
+_NOT_IN_FILES = ("help", "config", "print_config")
+_CONFIG_HELP = """\
+take options from this YAML file, one a line, such as seq-length: 4096; keys are the long options without dashes. Lists
+are several values, true and false are for switches. Options on the command line win. Relative paths are relative to the
+current folder, as on the command line"""
+_PRINT_HELP = "print all options of this run as a file for --config, and do nothing else"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
+
+    The second name that ``--tokenizer`` has in Megatron is accepted, but not shown.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if "--tokenizer-model" in action.option_strings:
+            action = copy(action)
+            action.option_strings = action.option_strings[:1]
+        return super()._format_action_invocation(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+class Collected(argparse.Action):
+    """Collects the values of an option that may be repeated, in a tuple."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Add a value that was given."""
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
+class Mapped(argparse.Action):
+    """Collects ``NAME=VALUE`` entries, of an option that may be repeated, in a dict."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Add the entries that were given; a name that was given before is an error."""
+        given = dict(getattr(namespace, self.dest) or {})
+        for name, value in values:
+            if name in given:
+                raise argparse.ArgumentError(self, f"{name} is given twice")
+            given[name] = value
+        setattr(namespace, self.dest, given)
+
+
+# ---- wrong usage ----
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of exact names, whose answer to wrong usage is what a call needs and one line that says what is wrong.
+
+    Help and usage keep their line breaks. Names are never completed, so that a name that is wrong does not pass as
+    another one.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, **keywords)
+
+    def format_usage(self) -> str:
+        """What a call needs, in a line, and where the rest is."""
+        listed = "lists all options" if self._subparsers is None else "lists all verbs"
+        return f"usage: {self._call()}\n       {self.prog} --help {listed}\n"
+
+    def error(self, message: str) -> NoReturn:
+        """Print the short usage and the error, and end the program with exit code 2."""
+        super().error(on_one_line(message))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; but an option that does not exist is what is told first, and with advice."""
+        words = list(sys.argv[1:] if args is None else args)
+        if unknown := self._unknown_option(words):
+            self.error(unknown)
+        parsed, rest = super().parse_known_args(words, namespace)
+        if rest:
+            is_input = "--input" in self._option_string_actions and not self._arguments()
+            remedy = "pass input with --input" if is_input else "quote a value that has blanks"
+            self.error(f"unexpected argument {brief(rest[0])}; {remedy}")
+        return parsed, rest
+
+    def _call(self) -> str:
+        """How the program is called, with all that it needs."""
+        return " ".join([self.prog, *map(_placeholder, self._arguments()), *self._needed(), "[options]"])
+
+    def _arguments(self) -> list[argparse.Action]:
+        """The arguments that take no flag."""
+        return [action for action in self._actions if not action.option_strings]
+
+    def _needed(self) -> Iterator[str]:
+        """The options without which nothing runs."""
+        for action in self._actions:
+            if action.option_strings and action.required:
+                yield f"{action.option_strings[0]} {_placeholder(action)}"
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                options = [f"{each.option_strings[0]} {_placeholder(each)}" for each in group._group_actions]
+                yield f"({' | '.join(options)})"
+
+    def _unknown_option(self, words: Sequence[str]) -> str:
+        """The complaint about the first option among the words that does not exist; "" if all do."""
+        before: argparse.Action | None = None
+        for word in words:
+            action = self._named(word)
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                break
+            is_value = not word.startswith("-") or len(word) == 1 or " " in word
+            if action is None and not is_value and not self._negative_number_matcher.match(word):
+                name = word.partition("=")[0]
+                complaint = f"unknown option {name[:60]}{self._advice(name)}"
+                if before is not None and before.nargs != 0 and not word.startswith("--"):
+                    complaint += f"; if it is the value, write {before.option_strings[0]}={word[:60]}"
+                return complaint
+            before = action
+        return ""
+
+    def _advice(self, name: str) -> str:
+        known = [option.lstrip("-") for option in self._option_string_actions if option.startswith("--")]
+        if self._subparsers is not None:
+            return option_advice(name.lstrip("-"), known) or ": options come after a verb"
+        arguments = self._arguments()
+        call = " ".join([self.prog, *map(_placeholder, arguments)])
+        return option_advice(name.lstrip("-"), known, [action.dest for action in arguments], call)
+
+    def _named(self, word: str) -> argparse.Action | None:
+        """The option that a word of a command line names."""
+        return self._option_string_actions.get(word) or self._option_string_actions.get(word.partition("=")[0])
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            verbs = list(action.choices)
+            advice = verb_advice(value, verbs) or f", choose one of {', '.join(verbs)}"
+            raise argparse.ArgumentError(None, f"unknown verb {brief(value)}{advice}")
+        option = action.dest.replace("_", "-")
+        advice = value_advice(option, str(value), [str(choice) for choice in action.choices])
+        raise argparse.ArgumentError(action, brief(value) + advice)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(message, unescaped(file or sys.stderr))
+
+
+def _placeholder(action: argparse.Action) -> str:
+    """What stands for the value of an option or argument in its usage."""
+    if action.nargs == 0:
+        return ""
+    shown = f"{{{','.join(map(str, action.choices))}}}" if action.choices is not None else action.dest.upper()
+    name = action.metavar if isinstance(action.metavar, str) else shown
+    return f"{name}..." if action.nargs in ("+", "*") else name
+
+
+# ---- options from a file ----
+
+
+class VerbParser(Parser):
+    """The parser of a verb, which also takes options from a file, and prints all of them as such a file."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.add_argument("--config", metavar="FILE.yaml", help=_CONFIG_HELP)
+        self.add_argument("--print-config", action="store_true", help=_PRINT_HELP)
+        # The texts that were given as values of an option, by flag or in the file.
+        self._texts: dict[argparse.Action, list[str]] = {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words, over the options that the file of ``--config`` sets."""
+        words = list(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        self._texts = {}
+        given, path = self._given(words)
+        taken: list[argparse.Action] = []
+        if path is not None and not any(action.dest == "help" for action in given):
+            try:
+                taken = self._take(read_config(path), path, given, namespace)
+            except FormatError as error:
+                self.error(str(error))
+        with self._not_required(taken):
+            parsed, rest = super().parse_known_args(words, namespace)
+        if parsed.print_config:
+            unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            print_layout(config_text(self._entries(parsed), ascii_only=not unicode))
+            self.exit()
+        return parsed, rest
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        before = self._texts.get(action, []) if _may_be_repeated(action) else []
+        self._texts[action] = [*before, *arg_strings]
+        if not action.option_strings or action.nargs == 0:
+            return super()._get_values(action, arg_strings)
+        # argparse would drop the value of --output-prefix=--, and set a list.
+        values = [self._get_value(action, text) for text in arg_strings]
+        for value in values:
+            self._check_value(action, value)
+        return values if action.nargs is not None else values[0]
+
+    def _given(self, words: Sequence[str]) -> tuple[list[argparse.Action], str | None]:
+        """The options on a command line, and the file of ``--config``."""
+        given: list[argparse.Action] = []
+        path = None
+        for i, word in enumerate(words):
+            if word == "--":
+                break
+            if (action := self._named(word)) is None:
+                continue
+            if action.dest == "config":
+                if action in given:
+                    self.error("--config is given twice; put all options into one file")
+                _, equals, value = word.partition("=")
+                following = words[i + 1] if i + 1 < len(words) else "-"
+                # Where no file follows, argparse says so.
+                path = value if equals else None if following.startswith("-") else following
+            given.append(action)
+        return given, path
+
+    def _take(
+        self, config: YamlMapping, path: str, given: Sequence[argparse.Action], namespace: argparse.Namespace
+    ) -> list[argparse.Action]:
+        """Set the options of a file, but for what the command line gives otherwise; returns the options that are set.
+
+        Raises:
+            FormatError: a key is no option of the verb, or its value cannot be taken.
+        """
+        overruled = {each.dest for action in given for each in self._rivals(action)}
+        keys: dict[argparse.Action, YamlText] = {}
+        taken: list[_Taken] = []
+        for key, value in config.entries:
+            where = f"{path}:{key.line}: {key.text[:60]}"
+            action = self._option_of(key, path)
+            if action in keys:
+                raise FormatError(
+                    f"{where}: set on line {keys[action].line} already, as {keys[action].text}; remove one"
+                )
+            keys[action] = key
+            one = _taken(action, key, value, path)
+            if one is None:
+                continue
+            for other in taken:
+                if other.action in self._rivals(action):
+                    line = keys[other.action].line
+                    raise FormatError(f"{where}: not allowed together with {keys[other.action].text} on line {line}")
+            taken.append(one)
+            if action.dest not in overruled:
+                self._set(one, namespace, where)
+        return [one.action for one in taken if one.action.dest not in overruled]
+
+    def _option_of(self, key: YamlText, path: str) -> argparse.Action:
+        """The option that a key of a file names."""
+        name = key.text.replace("_", "-")
+        action = self._option_string_actions.get(f"--{name}")
+        if action is None:
+            known = [option.lstrip("-") for option in self._option_string_actions if option.startswith("--")]
+            known = [each for each in known if each.replace("-", "_") not in _NOT_IN_FILES]
+            advice = option_advice(key.text, known, dashes="")
+            if key.text.replace("-", "_") in [each.dest for each in self._arguments()]:
+                advice = ": it takes no flag, so give it on the command line"
+            raise FormatError(f"{path}:{key.line}: unknown option {brief(key.text)}{advice}")
+        if action.dest in _NOT_IN_FILES:
+            raise FormatError(f"{path}:{key.line}: {key.text}: may only be given on the command line")
+        return action
+
+    def _rivals(self, action: argparse.Action) -> list[argparse.Action]:
+        """An option, and those that exclude it."""
+        groups = [group._group_actions for group in self._mutually_exclusive_groups]
+        return [action, *(each for group in groups if action in group for each in group)]
+
+    def _set(self, taken: _Taken, namespace: argparse.Namespace, where: str) -> None:
+        """Give an option its values, as parsing a command line does."""
+        action, values = taken.action, []
+        try:
+            for text in taken.texts:
+                values.append(self._get_value(action, text))
+                self._check_value(action, values[-1])
+        except argparse.ArgumentError as error:
+            raise FormatError(f"{where}: {error.message}") from None
+        self._texts[action] = taken.texts
+        if not hasattr(namespace, action.dest):
+            setattr(namespace, action.dest, action.default)
+        if action.nargs is None:
+            for value in values:
+                action(self, namespace, value, taken.option)
+        else:
+            action(self, namespace, values, taken.option)
+
+    @contextlib.contextmanager
+    def _not_required(self, taken: Sequence[argparse.Action]) -> Iterator[None]:
+        """Nothing that the file sets is missing on the command line meanwhile."""
+        set_by_file: list[Any] = [*taken]
+        set_by_file += [each for each in self._mutually_exclusive_groups if set(each._group_actions) & {*taken}]
+        required = [each for each in set_by_file if each.required]
+        for each in required:
+            each.required = False
+        try:
+            yield
+        finally:
+            for each in required:
+                each.required = True
+
+    def _entries(self, parsed: argparse.Namespace) -> Iterator[tuple[str, ConfigValue]]:
+        """Key and value of every option that has a value."""
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if not action.option_strings or action.dest in _NOT_IN_FILES or value is None:
+                continue
+            key = next(option for option in action.option_strings if option.startswith("--"))[2:]
+            if action.nargs == 0:
+                yield key, bool(value) if isinstance(action, argparse.BooleanOptionalAction) else value == action.const
+                continue
+            texts = self._texts.get(action) or _texts_of_default(action.default)
+            if action not in self._texts and not self._is_default(action, texts):
+                continue  # a default that no text stands for is the default of the next run too
+            if action.metavar == "JSON":
+                yield key, YamlJson(texts[0])
+            elif action.nargs is not None or _may_be_repeated(action):
+                yield key, texts
+            else:
+                yield key, texts[0] if action.type is None else YamlNumber(texts[0])
+
+    def _is_default(self, action: argparse.Action, texts: Sequence[str]) -> bool:
+        """Whether these texts stand for the default of an option."""
+        try:
+            values = [self._get_value(action, text) for text in texts]
+        except argparse.ArgumentError:
+            return False
+        is_one = action.nargs is None and not _may_be_repeated(action)
+        return bool(values) and (values[0] == action.default if is_one else values == list(action.default))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """An option as a file sets it.
+
+    Attributes:
+        action: the option.
+        option: the flag that would set it on a command line.
+        texts: the values that the flag would have, or several flags.
+    """
+
+    action: argparse.Action
+    option: str
+    texts: list[str]
+
+
+def _taken(action: argparse.Action, key: YamlText, value: YamlValue, path: str) -> _Taken | None:
+    """What a key and its value set; None where a command line would not have the option.
+
+    Raises:
+        FormatError: the value is of the wrong kind.
+    """
+    where = f"{path}:{key.line}: {key.text[:60]}"
+    option = action.option_strings[0]
+    if action.nargs != 0:
+        texts = _texts_of(action, value, where, path)
+        if any("\0" in text for text in texts):
+            raise FormatError(f"{where}: a NUL byte, which no path and no option has; remove it")
+        return _Taken(action, option, texts) if texts else None
+    text = value.text.lower() if isinstance(value, YamlText) else ""
+    if text not in ("true", "false"):
+        raise FormatError(f"{where}: {_kind(value)}, expected true or false")
+    if isinstance(action, argparse.BooleanOptionalAction):
+        is_negative = (text == "false") != key.text.startswith(("no-", "no_"))
+        option = next(each for each in action.option_strings if each.startswith("--no-") == is_negative)
+        return _Taken(action, option, [])
+    return _Taken(action, option, []) if text == "true" else None
+
+
+def _texts_of(action: argparse.Action, value: YamlValue, where: str, path: str) -> list[str]:
+    """The value of an option as the texts that a command line would have; none for an empty list of what is repeated.
+
+    Raises:
+        FormatError: the value is of the wrong kind.
+    """
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if isinstance(value, YamlText) and value.is_plain and not value.text:
+        raise FormatError(f'{where}: no value; leave the option out, or write "" for an empty text')
+    if metavar == "JSON" and not (isinstance(value, YamlText) and not value.is_plain):
+        return [to_json(value, path)]
+    if isinstance(value, YamlText):
+        return [value.text]
+    if action.nargs is None and not _may_be_repeated(action):
+        raise FormatError(f"{where}: {_kind(value)}, expected one value")
+    if isinstance(value, YamlList):
+        texts = [_text(item, where) for item in value.items]
+    elif "=" in metavar:
+        texts = [f"{name.text}={_text(one, where)}" for name, one in value.entries]
+    else:
+        raise FormatError(f"{where}: a mapping, expected one value or a list")
+    if not texts and not _may_be_repeated(action):
+        raise FormatError(f"{where}: {_kind(value)} without values; leave the option out")
+    return texts
+
+
+def _may_be_repeated(action: argparse.Action) -> bool:
+    """Whether each use of an option adds to the uses before."""
+    return isinstance(action, (Collected, Mapped, argparse._AppendAction))
+
+
+def _kind(value: YamlValue) -> str:
+    if isinstance(value, YamlText):
+        return brief(value.text)
+    return "a list" if isinstance(value, YamlList) else "a mapping"
+
+
+def _text(value: YamlValue, where: str) -> str:
+    if not isinstance(value, YamlText):
+        raise FormatError(f"{where}: {_kind(value)} inside, expected texts only")
+    if value.is_plain and not value.text:
+        raise FormatError(f'{where}: an entry without a value; remove it, or write "" for an empty text')
+    return value.text
+
+
+def _texts_of_default(default: Any) -> list[str]:
+    """Texts that a command line may give for a default; whether they stand for it is to be checked."""
+    if isinstance(default, (list, tuple)):
+        return [str(each) for each in default]
+    return [json.dumps(default) if isinstance(default, Mapping) else str(default)]
