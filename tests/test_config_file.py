@@ -35,7 +35,7 @@ from megatron_sft_idx.cli.config_file import (
     to_json,
 )
 from megatron_sft_idx.cli.main import build_parser
-from megatron_sft_idx.cli.parsers import Collected
+from megatron_sft_idx.cli.parsers import Collected, Mapped
 from megatron_sft_idx.errors import FormatError
 
 REQUIRED = ["--input", "a.jsonl", "--tokenizer", "tok", "--seq-length", "8"]
@@ -113,9 +113,12 @@ def words_of(action: argparse.Action, option: str, draw: random.Random, parser: 
     if action.nargs == 0:
         return [option]
     if action.nargs == "+":
-        values = [value_of(action, draw, parser) for _ in range(draw.randint(1, 4))]
+        last = "y=y" if "=" in str(action.metavar) else "y"
+        values = dict.fromkeys(value_of(action, draw, parser) for _ in range(draw.randint(1, 4)))
+        if isinstance(action, Mapped):  # whose names may be given once
+            values = dict.fromkeys({value.partition("=")[0]: value for value in values}.values())
         # A command line cannot give others behind a flag.
-        return [option, *(value for value in values if not value.startswith("-") or value == "-" or " " in value), "y"]
+        return [option, *(value for value in values if not value.startswith("-") or value == "-" or " " in value), last]
     return [f"{option}={value_of(action, draw, parser)}"]
 
 

@@ -16,8 +16,6 @@ from chats import command
 from megatron_sft_idx.cli.habits import _VERBS, HABITS
 from megatron_sft_idx.cli.main import build_parser
 
-# Options of the advice that the verbs may not have yet.
-
 
 @functools.cache
 def verbs() -> dict[str, argparse.ArgumentParser]:
