@@ -83,6 +83,10 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     begin = time.monotonic()
     if (kind := options.encoding.rows.kind) in ("preference", "kto"):
         raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
+    if options.packing.where or options.packing.loss_weight_column is not None or options.encoding.keep_fields:
+        raise FormatError(
+            "where, loss_weight_column, keep_fields: the shards of a catalog have no columns; leave them out"
+        )
     catalog = Catalog(options.catalog)
     encoder = RowEncoder(replace(options.encoding, source=False))
     inputs = os.path.join(catalog.folder, _INPUTS)
