@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
+from megatron_sft_idx.packs.conditions import BoundCondition, Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
@@ -118,17 +118,25 @@ def preview(
     read = CorpusReport(rows, skipped, bad_rows)
     lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
     taken = _end_to_end(lengths)
-    if conditions and len(taken):
-        values_of = {name: np.concatenate(values) for name, values in columns.items()}
-        numbers, is_pairs = np.arange(len(taken)), options.encoding.rows.kind == "preference"
-        values_of["pair"] = np.stack([numbers // 2, numbers % 2], 1).astype(np.uint32)
-        kept = holding(conditions, values_of, len(taken))
-        kept = whole_pairs(kept) if is_pairs else kept
+    if conditions:
+        kept = _kept(conditions, columns, len(taken), is_pairs=options.encoding.rows.kind == "preference")
         lines.append(f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where")
         taken = taken[kept]
     lines += _outlook(options, read, taken, full=full)
     lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
+
+
+def _kept(
+    conditions: Sequence[BoundCondition], columns: Mapping[str, Sequence[NDArray[Any]]], count: int, *, is_pairs: bool
+) -> NDArray[np.bool_]:
+    """Which sequences all conditions hold for, bool [count]; ``columns`` are values by name, end to end."""
+    if not count:
+        return np.ones(0, bool)
+    numbers, values = np.arange(count), {name: np.concatenate(some) for name, some in columns.items()}
+    values["pair"] = np.stack([numbers // 2, numbers % 2], 1).astype(np.uint32)
+    kept = holding(conditions, values, count)
+    return whole_pairs(kept) if is_pairs else kept
 
 
 def _in_the_way(job: Job) -> Iterator[str]:
