@@ -42,13 +42,13 @@ class Weights(NamedTuple):
             out: of the dtype of the values.
         """
         if self.of_sequences:
-            spread = np.repeat(self.values, lengths)
-            begins = np.cumsum(lengths) - lengths
-            _native.gather_sequences(spread, begins, lengths, places, out)
+            values, firsts, counts = np.repeat(self.values, lengths), np.cumsum(lengths) - lengths, lengths
         else:
             # None is for the last position, which predicts nothing.
-            firsts = np.minimum(starts + self.shift, len(self.values))
-            _native.gather_sequences(self.values, firsts, lengths - 1, places, out)
+            values, firsts, counts = self.values, np.minimum(starts + self.shift, len(self.values)), lengths - 1
+        # As bytes: values may be of any dtype.
+        first, nbytes, place = (each * out.itemsize for each in (firsts, counts, places))
+        _native.gather_sequences(values.view(np.uint8), first, nbytes, place, out.view(np.uint8))
 
     def are_set(self, first: int, last: int) -> NDArray[np.bool_]:
         """Of values of tokens: whether the mask values ``[first, last)`` of the file have weights above 0."""
@@ -68,13 +68,13 @@ def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] |
         bad = ~np.isfinite(weights.astype(np.float32)) | (weights < 0)
     if bad.any():
         at = int(np.argmax(bad))
-        return at, f"the weight is {weights[at]}, expected a number of 0 or more that float32 holds"
+        return at, f"the weight is {weights[at]:g}, expected a number of 0 or more that float32 holds"
     products = weighted(mask, weights)
     lost = ((products == 0) & (mask != 0) & (weights != 0)) | ~np.isfinite(products)
     if not lost.any():
         return None
     at = int(np.argmax(lost))
-    return at, f"float32 rounds {mask[at]} times {weights[at]} to {products[at]}; give another weight"
+    return at, f"float32 rounds {mask[at]:g} times {weights[at]:g} to {products[at]:g}; give another weight"
 
 
 def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
