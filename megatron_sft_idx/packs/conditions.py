@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.column import ColumnSpec, is_source
 from megatron_sft_idx.layout.files import no_column
+from megatron_sft_idx.lines import on_one_line
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.packs.source_names import find_name, listed_names
 from megatron_sft_idx.shard import Shard, pair_numbers
@@ -91,7 +92,7 @@ class Condition:
             )
         condition = cls(*match.groups())
         if condition.column == _SOURCE and condition.operator not in ("==", "!="):
-            raise FormatError(f"--where {condition}: a file is compared by == or !=")
+            raise FormatError(f"--where {on_one_line(str(condition))}: a file is compared by == or !=")
         return condition
 
     def __str__(self) -> str:
@@ -103,7 +104,7 @@ class Condition:
         Raises:
             FormatError: the column's dtype does not hold the value; or no file of ``source`` is meant, or several.
         """
-        where, compare = f"--where {self}", _COMPARE[self.operator]
+        where, compare = f"--where {on_one_line(str(self))}", _COMPARE[self.operator]
         if self.column == _SOURCE:
             if not is_source(spec):
                 raise FormatError(f"{where}: the column source names no files; that of preprocess does")
@@ -147,7 +148,8 @@ def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec],
     tests = []
     for condition in conditions:
         if condition.column not in columns:
-            raise FormatError(f"{where}: {no_column(condition.column, columns)}; --where {condition} needs it")
+            said = on_one_line(str(condition))
+            raise FormatError(f"{where}: {no_column(condition.column, columns)}; --where {said} needs it")
         tests.append(condition.bind(columns[condition.column]))
     return tests
 
