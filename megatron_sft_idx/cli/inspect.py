@@ -38,7 +38,7 @@ from megatron_sft_idx.inspect.text import (
 )
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.lines import on_one_line, print_layout, print_lines, shortened
-from megatron_sft_idx.packs.conditions import selected_sequences, tests_of
+from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.outputs import check_output, write_file
@@ -61,9 +61,8 @@ examples:
   show where a text occurs:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --find 'as an AI'
 
-  list the packs with sequences of one input file, or search only these:
+  list the packs with sequences of one input file:
     megatron-sft-idx inspect data/train --where 'source == chats.jsonl'
-    megatron-sft-idx inspect data/train --where 'source == chats.jsonl' --find 42
 
   show what differs between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
@@ -188,7 +187,7 @@ def _selected(shard: Shard, arguments: argparse.Namespace, parser: argparse.Argu
     if not arguments.where:
         return None
     try:
-        tests_of(shard, arguments.where)
+        conditions_of(shard, arguments.where)
     except FormatError as error:
         parser.error(str(error))
     with _progress(shard, arguments, "selecting") as progress:

@@ -167,7 +167,7 @@ def whole_pairs(selected: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.repeat(selected.reshape(-1, 2).all(1), 2)
 
 
-def tests_of(shard: Shard, where: Iterable[str]) -> list[BoundCondition]:
+def conditions_of(shard: Shard, where: Iterable[str]) -> list[BoundCondition]:
     """Conditions on the columns of a shard; errors as of ``Condition.parse`` and ``bind_all``."""
     conditions = [Condition.parse(text) for text in where]
     needed = {condition.column for condition in conditions} & {*shard.columns}
@@ -194,7 +194,7 @@ def selected_sequences(shard: Shard, where: Iterable[str], *, on_progress: Updat
         FormatError: a condition that cannot be, or a column that the shard does not have.
         CorruptShardError: the column ``pair`` makes no pairs.
     """
-    tests = tests_of(shard, where)
+    tests = conditions_of(shard, where)
     selected = np.ones(shard.header.num_sequences, bool)
     for window in windows(shard.files, columns={test.column: shard.columns[test.column] for test in tests}):
         last = window.first_sequence + len(window.bounds) - 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.packs.conditions import selected_sequences, tests_of
+from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
@@ -21,10 +21,10 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import show_progress
+from megatron_sft_idx.tokenize.column_weights import Weights, require_weight_column, weighted_by
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
-from megatron_sft_idx.tokenize.weights import Weights, require_weight_column, weighted_by
 
 # So much is checked between two lines of progress where there is no terminal.
 _CHECK_LOG_MIB = 1024
@@ -108,7 +108,7 @@ def check_packing(source: Shard, options: PackOptions) -> set[str]:
     Raises:
         FormatError: there is no such column, it does not hold such values, or masks were multiplied by it before.
     """
-    used, name = {test.column for test in tests_of(source, options.where)}, options.loss_weight_column
+    used, name = {test.column for test in conditions_of(source, options.where)}, options.loss_weight_column
     if name is None:
         return used
     require_weight_column(name, {each: column.spec for each, column in source.columns.items()}, source.prefix)

@@ -28,13 +28,13 @@ from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
+from megatron_sft_idx.tokenize.column_weights import WEIGHTED_BY, weighted_by
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsSoFar, PartsTable
 from megatron_sft_idx.tokenize.plan import PackOptions, PlannedRun, SequenceReader, plan_packs
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.selection import Selected
-from megatron_sft_idx.tokenize.weights import WEIGHTED_BY, weighted_by
 
 # How long a shard may be locked by an earlier attempt at it.
 _LOCK_SECONDS = 60.0

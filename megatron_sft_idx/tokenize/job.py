@@ -21,6 +21,7 @@ from megatron_sft_idx.packs.destination import STAGING, Destination
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
+from megatron_sft_idx.tokenize.column_weights import require_weight_column
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.job_input import INPUT, Rows, StrPath, downloaded, inputs_of, reads_of
@@ -30,7 +31,6 @@ from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import Overlong, PackingMethod, PackOptions
 from megatron_sft_idx.tokenize.report import Summary, check_summary
 from megatron_sft_idx.tokenize.selection import Selection
-from megatron_sft_idx.tokenize.weights import require_weight_column
 
 Options = TypeVar("Options")
 

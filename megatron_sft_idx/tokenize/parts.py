@@ -47,11 +47,11 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
+from megatron_sft_idx.tokenize.column_weights import Weights
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
 from megatron_sft_idx.tokenize.report import CorpusReport
-from megatron_sft_idx.tokenize.weights import Weights
 
 PART_MAGIC = b"SFTPART"
 _VERSIONED_MAGIC = PART_MAGIC + b"\x02"

@@ -19,8 +19,8 @@ from megatron_sft_idx.errors import FormatError, SequenceError, check_options
 from megatron_sft_idx.packing import Effort, Method, PackPlan, pack_sequences
 from megatron_sft_idx.packs.conditions import Condition
 from megatron_sft_idx.shard.writer import MaskAlignment
+from megatron_sft_idx.tokenize.column_weights import Weights, weighted, wrong_weight
 from megatron_sft_idx.tokenize.selection import Selection
-from megatron_sft_idx.tokenize.weights import Weights, weighted, wrong_weight
 
 PackingMethod: TypeAlias = Literal[Method, "none"]
 Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
