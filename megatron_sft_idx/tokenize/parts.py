@@ -263,7 +263,6 @@ class PartsTable:
         columns: names of the columns to be written.
         places: of each part, the number of its file and how many rows of the file come before it, which are added to
             the column ``source``: uint32 [parts, 2].
-        names: of the input files, for errors.
         weighted_by: name of the column that masks are multiplied by; None for none.
     """
 
@@ -272,7 +271,6 @@ class PartsTable:
     mask_dtype: str
     columns: Sequence[str] = ()
     places: NDArray[np.uint32] | None = None
-    names: Sequence[str] = ()
     weighted_by: str | None = None
 
 
@@ -281,16 +279,20 @@ class PartsReader(SequenceReader):
 
     A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
     opened at most once a window and read from its beginning to its end. Some parts stay open.
+
+    Args:
+        table: where the sequences are.
+        names: of the input files, for errors.
     """
 
     mask_alignment: MaskAlignment = "token"
 
-    def __init__(self, table: PartsTable) -> None:
+    def __init__(self, table: PartsTable, names: Sequence[str] = ()) -> None:
         # 3 to 10 bytes of memory a token, in each of two windows.
         self.window_tokens = min(max(_TOKENS_PER_OPENED_PART * len(table.paths), 1 << 22), 1 << 24)
         self.mask_dtype = np.dtype(table.mask_dtype)
         self.stored_dtype = self.mask_dtype if table.weighted_by is None else np.dtype(np.float32)
-        self.weighted_by, self.table = table.weighted_by, table
+        self.weighted_by, self.table, self._names = table.weighted_by, table, names
         self._open_parts: dict[int, Part] = {}
 
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
@@ -314,7 +316,7 @@ class PartsReader(SequenceReader):
         if "source" not in columns:
             return super().place_of(sequence)
         file, row = self._values("source", part, columns["source"][sequence - self.table.bounds[part]]).tolist()
-        return f"{self.table.names[file] if self.table.names else f'file {file}'}:{row + 1}"
+        return f"{self._names[file] if self._names else f'file {file}'}:{row + 1}"
 
     def column(self, name: str) -> NDArray[Any]:
         """One column of all sequences, [sequences] or [sequences, width]."""
@@ -502,7 +504,7 @@ class PartsSoFar:
         """Reads the sequences of all parts, with these columns; ``names`` are those of the input files, for errors."""
         places = np.array(self.places, np.uint32).reshape(-1, 2)
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
-        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places, names))
+        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places), names)
 
 
 # ---- tasks ----
