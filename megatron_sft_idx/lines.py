@@ -28,6 +28,12 @@ def on_one_line(text: str) -> str:
     return text if text.isascii() and text.isprintable() else text.translate(_LINE_PICTURES)
 
 
+def shortened(text: str, max_characters: int) -> str:
+    """A text of unknown content and length, such as a shard's metadata, on one line and cut."""
+    text = on_one_line(text[: max_characters + 1])
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
+
+
 class EscapedLines:
     """A text stream that keeps every text that is printed on one line.
 

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from megatron_sft_idx.inspect.text import GREEN, RESET, mark_pack, shortened, trained_tokens
+from megatron_sft_idx.inspect.text import GREEN, RESET, mark_pack, trained_tokens
+from megatron_sft_idx.lines import shortened
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parent.parent / "tools/demo/tokenizer/tokenizer.json"))
 

@@ -71,10 +71,6 @@ def test_of_other_formats(folder: Path, tmp_path: Path, name: str) -> None:
     ("said", "words"),
     [
         ("x: has no column source; it has late, score, topic; ", ("inspect", "x", "--row", "a.jsonl:1")),
-        (
-            "x: has no column source; it has late, score, topic; ",
-            ("pack", "x", "--source", "a.jsonl", "--seq-length", 64, "--output-prefix", "out"),
-        ),
         ("s: has no column late; it has source; x has one; ", ("merge", "s", "x", "--output-prefix", "out")),
     ],
 )
@@ -84,6 +80,25 @@ def test_of_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, said: str, w
     done = command(*words)
     assert (done.code, done.err.count("\n")) == (1, 1), done
     assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (("--where", "source == a.jsonl"), "--where source == a.jsonl needs it"),
+        (("--where", "late >= 0", "--where", "nope > 1"), "--where nope > 1 needs it"),
+        (("--loss-weight-column", "nope"), "--loss-weight-column nope needs it"),
+    ],
+)
+def test_of_commands_that_choose_or_weigh(folder: Path, tmp_path: Path, words: tuple[str, ...], more: str) -> None:
+    verbs = [("pack", folder / "x", *words, "--seq-length", 64, "--output-prefix", tmp_path / "out")]
+    verbs += [("inspect", folder / "x", *words)] if words[0] == "--where" else []
+    for verb in verbs:
+        done = command(*verb)
+        assert done.code == 2, done
+        name = more.split()[1]
+        assert f"x: has no column {name}; it has late, score, topic; {more}" in done.err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_of_batches_and_losses(folder: Path) -> None:

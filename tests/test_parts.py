@@ -92,8 +92,9 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     ]
     sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
     # Of a part, what its numbers are counted from.
-    bases = {"source": np.array([[0, 0], [0, 10], [1, 0]], np.uint32), "label": np.zeros(3, np.uint8)}
-    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", bases))
+    places = np.array([[0, 0], [0, 10], [1, 0]], np.uint32)
+    bases = {"source": places, "label": np.zeros(3, np.uint8)}
+    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", [*bases], places))
     ids, mask, columns = reader.read(PlannedRun(np.array([0, 5]), sequences, begins, lengths, 18))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
@@ -106,6 +107,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     for name, values in columns.items():
         whole = np.concatenate([part.columns[name] + base for part, base in zip(parts, bases[name], strict=True)])
         assert values.tolist() == whole[sequences].tolist()
+        assert reader.column(name).tolist() == whole.tolist()
     assert columns.keys() == bases.keys()
     with pytest.raises(FormatError, match="changed since its lengths were read"):
         reader.read(PlannedRun(np.array([0, 1]), np.array([3]), None, np.array([2]), 2))

@@ -120,6 +120,14 @@ SHAPES = {
         said("Q", "A", "R", "B"),
     ),
     "messages and a text": ({"prompt": said("Q"), "completion": "A"}, said("Q", "A"), [0, 1]),
+    "tools with the system prompt": (
+        {"messages": [{"role": "system", "content": "S", "tools": json.dumps([TOOL])}, *called("Q", CALL)]},
+        [{"role": "system", "content": "S"}, *called("Q", CALL)],
+    ),
+    "reasoning under two names": (
+        {"messages": said("Q", "<think>T</think>A"), "reasoning": "T"},
+        said("Q", "<think>T</think>A"),
+    ),
     # Columns that hold no words of the prompt or the answer.
     "a flag of reasoning": ({"prompt": "Q", "response": "A", "thinking": "off"}, said("Q", "A")),
     "a rendered copy of the prompt": (
@@ -139,7 +147,7 @@ def test_a_shape_is_read(name):
     read = [{key: value for key, value in message.items() if key != "content" or value} for message in source.messages]
     assert read == messages
     assert source.weights == (weights[0] if weights else [1] * len(messages))
-    if "tools" in row:
+    if "tools" in str(row):
         assert [tool["function"]["name"] for tool in source.tools] == ["look"]
 
 

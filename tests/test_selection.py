@@ -144,7 +144,7 @@ def test_weights_find_their_files():
     assert file_weights("--weight", ["*.jsonl=1.5"], files) == [1.5, 1.5, 1]
     assert file_weights("--weight", ["a.jsonl=2"], files) == [2, 1, 1]
     for entry, said in (
-        ("d.jsonl=2", "no file of the input is called so"),
+        ("d.jsonl=2", "no input file matches"),
         ("raw/a.jsonl", "expected FILE=WEIGHT"),
         ("raw/a.jsonl=-1", "expected FILE=WEIGHT"),
         ("raw/a.jsonl=nan", "expected FILE=WEIGHT"),
@@ -337,7 +337,7 @@ def test_what_trains_nothing_is_left_out(corpus, tmp_path):
         (("--valid-fraction", 1e-9), "no row is left to validate with"),
         (("--sample", 1e-9), "no row is left to train on"),
         (("--max-rows", 5, "--keep-corpus"), "--keep-corpus keeps all that is tokenised"),
-        (("--repeat", "other.jsonl=2"), "no file of the input is called so"),
+        (("--repeat", "other.jsonl=2"), "no input file matches"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(options, said, tmp_path):

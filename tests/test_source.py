@@ -218,7 +218,11 @@ def test_places_by_name(repeated):
 )
 def test_a_place_that_is_none(repeated, place):
     said = command("inspect", repeated, "--row", place)
-    assert (said.code, "such as a.jsonl:1; files are a.jsonl, b.jsonl" in said.err) == (1, True)
+    expected = (
+        "a file and a line of it, such as a.jsonl:1",
+        "no input file matches c.jsonl; there are a.jsonl, b.jsonl",
+    )
+    assert (said.code, expected[place == "c.jsonl:1"] in said.err) == (1, True), said
 
 
 def test_a_row_that_became_nothing(repeated):
@@ -315,7 +319,7 @@ def test_weights_of_one_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["d.jsonl=2"], "no file of the input is called so"),
+        (["d.jsonl=2"], "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
         (["a.jsonl=2", "a.jsonl=2"], "it has a weight already"),
         (["a.jsonl"], "expected FILE=WEIGHT"),
         (["a.jsonl=-1"], "expected FILE=WEIGHT"),
@@ -332,40 +336,38 @@ def test_weights_that_are_none(tmp_path, given, message):
 
 def test_a_name_that_two_files_have_is_no_name(tmp_path):
     (tmp_path / "more").mkdir()
-    some = [write_rows(folder / "a.jsonl", [ROW]) for folder in (tmp_path, tmp_path / "more")]
-    said = preprocess(tmp_path / "x", "--input", *some, "--loss-weight", "a.jsonl=2")
-    assert (said.code, "are called so, name one by its path" in said.err) == (1, True)
-    assert preprocess(tmp_path / "x", "--input", *some, "--loss-weight", f"{some[1]}=2").code == 0
+    (tmp_path / "less").mkdir()
+    some = [write_rows(tmp_path / folder / "a.jsonl", [ROW]) for folder in ("less", "more")]
+    for option in ("--loss-weight", "--repeat"):
+        said = preprocess(tmp_path / "x", "--input", *some, option, "a.jsonl=2")
+        assert (said.code, "a.jsonl is any of less/a.jsonl, more/a.jsonl; name one" in said.err) == (1, True), said
+    for number, name in enumerate((some[1], "more/a.jsonl", tmp_path / "more")):
+        done = preprocess(tmp_path / f"x{number}", "--input", *some, "--loss-weight", f"{name}=2")
+        assert done.code == 0, done
+        assert Shard(tmp_path / f"x{number}").header.metadata["options"]["loss_weights"] == [1.0, 2.0]
 
 
-# ---- pack --source ----
+# ---- sequences of some files ----
 
 
 def test_some_sources_are_packed(tmp_path):
     assert weighted(tmp_path, "--keep-corpus").code == 0
     for source in ("x", "x.unpacked"):
         said = command(
-            *("pack", tmp_path / source, "--source", "a.jsonl", "--source", "c.jsonl", "--seq-length", 2048),
-            *("--overlong", "split", "--output-prefix", tmp_path / "some", "--overwrite"),
+            *("pack", tmp_path / source, "--where", "source != b.jsonl", "--seq-length", 2048, "--overlong", "split"),
+            *("--output-prefix", tmp_path / "some", "--overwrite"),
         )
         assert said.code == 0, said
-        assert "\nleft out        30 sequences of other sources\n" in said.out
+        assert "\nleft out        30 sequences left out by --where\n" in said.out
         wanted = Counter({place: count for place, count in sources(tmp_path / "x").items() if place[0] != 1})
         assert sources(tmp_path / "some") == wanted
-        shard = Shard(tmp_path / "some")
-        assert (shard.header.metadata["packing"]["sources"], shard.header.metadata["packing"]["left_out"]) == (
-            ["a.jsonl", "c.jsonl"],
-            30,
-        )
-    other = command(
-        *("pack", tmp_path / "x", "--source", "d.jsonl", "--seq-length", 2048, "--output-prefix", tmp_path / "none")
-    )
-    assert (other.code, "--source d.jsonl: no such file in it; it has a.jsonl, b.jsonl" in other.err) == (1, True)
-    write_samples(tmp_path / "bare", demo_samples(), capacity=4096)
-    other = command(
-        *("pack", tmp_path / "bare", "--source", "a", "--seq-length", 4096, "--output-prefix", tmp_path / "none")
-    )
-    assert (other.code, "has no column source" in other.err) == (1, True)
+        packing = Shard(tmp_path / "some").header.metadata["packing"]
+        assert (packing["where"], packing["left_out"]) == (["source != b.jsonl"], 30)
+    other = ("--where", "source==d.jsonl", "--seq-length", 2048, "--output-prefix", tmp_path / "none")
+    refused = command("pack", tmp_path / "x", *other)
+    assert (refused.code, "no input file matches d.jsonl; there are a.jsonl, b.jsonl" in refused.err) == (2, True)
+    refused = weighted(tmp_path, *other)
+    assert (refused.code, "no input file matches d.jsonl" in refused.err) == (1, True), refused
 
 
 @pytest.mark.parametrize("suffix", [".source.col", ".unpacked.source.col"])

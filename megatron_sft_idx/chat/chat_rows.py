@@ -169,7 +169,7 @@ def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message])
     """RowError where a column that is not read holds words of the prompt or the answer, or calls the answer wrong."""
     refuse_bad_answer(data)
     if kind == "messages":
-        refuse_unread_of_messages(data, messages[-1]["role"])
+        refuse_unread_of_messages(data, messages)
     elif kind == "prompt-completion":
         refuse_unread_of_exchange(data, ["prompt", "completion"])
     elif (single := _single_of(data)) is not None:
@@ -182,10 +182,25 @@ def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message])
 
 def to_conversation(data: dict[str, Any], messages: list[Message], weights: list[float]) -> Conversation:
     """A conversation of these messages with the row's system prompt, tools and template variables."""
+    if not messages[0].keys().isdisjoint(TOOLS):
+        data, messages = _with_tools_of_message(data, messages)
     if data.keys().isdisjoint(_MORE):
         return Conversation(messages, weights, None, {})
     _put_system_first(data, messages, weights)
     return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
+
+
+def _with_tools_of_message(data: dict[str, Any], messages: list[Message]) -> tuple[dict[str, Any], list[Message]]:
+    """The tools of the first message as those of the row: minimind and others give them with the system prompt."""
+    first = messages[0]
+    key = first_filled(first, TOOLS)
+    if key is None or first["role"] not in ("system", "developer"):
+        return data, messages
+    of_row = first_filled(data, TOOLS)
+    if of_row is not None and data[of_row] != first[key]:
+        raise RowError(f"the row has {of_row}, and its system message has {key} that differ; keep one")
+    rest = {name: value for name, value in first.items() if name not in TOOLS}
+    return {**data, "tools": first[key]}, [rest, *messages[1:]]
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:

@@ -9,7 +9,7 @@ others count as metadata; ``--ignore-field`` leaves one out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from megatron_sft_idx.chat.field_names import ANSWERS, HISTORY, INPUTS, PROMPTS, REASONING
@@ -78,21 +78,26 @@ def _is_copy(value: Any, of: Any) -> bool:
     return bool(value == of) or (isinstance(value, str) and isinstance(of, str) and of.strip() in value)
 
 
-def refuse_unread_of_messages(row: Mapping[str, Any], last_role: str) -> None:
+def refuse_unread_of_messages(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
     """RowError where a row of messages has reasoning, earlier turns or the answer to its last message in a column."""
     for name in row:
-        if not isinstance(name, str):
-            continue
-        if _OF_REASONING.fullmatch(name.lower()) and _holds_words(row[name]):
+        is_reasoning = isinstance(name, str) and _OF_REASONING.fullmatch(name.lower())
+        if is_reasoning and _holds_words(row[name]) and not _have_reasoning(messages):
             raise _unread(name, "reasoning")
     if _holds_words(row.get(HISTORY)):
         raise _unread(HISTORY, "prompt")
     answer = first_filled(row, ANSWERS)
-    if last_role == "user" and answer is not None and _holds_words(row[answer]):
+    if messages[-1]["role"] == "user" and answer is not None and _holds_words(row[answer]):
         raise RowError(
             f"the last message is the user's, and {answer} may be the answer to it; --fields prompt=NAME"
             f" completion={answer} reads the messages as the prompt, --ignore-field {answer} reads rows without it"
         )
+
+
+def _have_reasoning(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a message has reasoning already, of which a column may be a copy."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    return any(message.get(REASONING) or "</think>" in (message.get("content") or "") for message in answers)
 
 
 def _unread(name: str, part: str) -> RowError:

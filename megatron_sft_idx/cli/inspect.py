@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.cli.options import (
     Verbs,
@@ -21,6 +22,7 @@ from megatron_sft_idx.cli.options import (
     natural,
     writable,
 )
+from megatron_sft_idx.cli.parsers import Collected
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
@@ -32,11 +34,11 @@ from megatron_sft_idx.inspect.text import (
     find_text,
     ids_as_text,
     mark_pack,
-    shortened,
     trained_tokens,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.lines import on_one_line, print_layout, print_lines
+from megatron_sft_idx.lines import on_one_line, print_layout, print_lines, shortened
+from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.outputs import check_output, write_file
@@ -59,12 +61,15 @@ examples:
   show where a text occurs:
     megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --find 'as an AI'
 
+  list the packs with sequences of one input file:
+    megatron-sft-idx inspect data/train --where 'source == chats.jsonl'
+
   show what differs between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
 Packs, sequences and tokens are counted from 0, lines of input files from 1. A larger shard takes no more memory.
 
-exit code: 0 shown; --find and --row: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
+exit code: 0 shown; --find, --row and --where: found; --diff: equal. 1 not found, not equal, or bad data. 2 wrong usage.
 """
 # The most values that are printed of one row of a column.
 _MAX_VALUES = 8
@@ -97,10 +102,14 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser,
         """
+        --where CONDITION  list the packs that hold sequences for which this holds, such as 'score >= 0.5' or
+            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; may be repeated, then all must
+            hold; with --find or --row, show only what is in these sequences
         --json  print one JSON document instead of text
         --overwrite  replace the page that is at the path of --html
-        --limit N  most matches or differences that are printed (default: %(default)s)
+        --limit N  most matches, packs or differences that are printed (default: %(default)s)
         """,
+        where={"action": Collected, "default": ()},
         limit=20,
     )
     add_log_interval(parser, "packs", default=1_000_000)
@@ -113,15 +122,20 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         parser.error("--find: an empty text is everywhere")
     if arguments.html and arguments.json:
         parser.error("--html writes a page: leave out --json, or ask for it without --html")
+    if arguments.where and (arguments.pack is not None or arguments.diff is not None or arguments.html is not None):
+        parser.error("--where goes alone, or with --find or --row")
     # ``pread``, because the pages of a map would count as this process's memory.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
+    selected = _selected(shard, arguments, parser)
     if arguments.pack is not None:
         return _show_pack(shard, arguments, decode)
     if arguments.row is not None:
-        return _show_row(shard, arguments)
+        return _show_row(shard, arguments, selected)
     if arguments.find is not None:
-        return _find(shard, arguments, decode or ids_as_text)
+        return _find(shard, arguments, decode or ids_as_text, selected)
+    if selected is not None:
+        return _show_selected(shard, arguments, selected)
     if arguments.diff is not None:
         return _diff(shard, arguments)
     if arguments.html is not None:
@@ -166,6 +180,38 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
             f" {shortened(fingerprint, 200)}; name that one, or leave --tokenizer out to see ids"
         )
     return tokenizer.decode
+
+
+def _selected(shard: Shard, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> NDArray[np.bool_] | None:
+    """For which sequences all conditions of ``--where`` hold, bool [sequences]; None without conditions."""
+    if not arguments.where:
+        return None
+    try:
+        conditions_of(shard, arguments.where)
+    except FormatError as error:
+        parser.error(str(error))
+    with _progress(shard, arguments, "selecting") as progress:
+        return selected_sequences(shard, arguments.where, on_progress=progress.update)
+
+
+def _show_selected(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.bool_]) -> int:
+    offsets = shard.sequence_offsets
+    sums = np.append(0, np.cumsum(selected))[offsets]
+    counts, sizes = np.diff(sums), np.diff(offsets)
+    packs = np.flatnonzero(counts)
+    named = [
+        {"pack": pack, "selected": int(counts[pack]), "sequences": int(sizes[pack])}
+        for pack in packs[: arguments.limit].tolist()
+    ]
+    total = int(counts.sum())
+    lines = [f"{total:,} of {counted(len(selected), 'sequence')}, in {len(packs):,} of {counted(len(sizes), 'pack')}"]
+    lines += [f"pack {one['pack']}: {one['selected']:,} of {counted(one['sequences'], 'sequence')}" for one in named]
+    is_cut_off = len(packs) > len(named)
+    lines += [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
+    nothing = [f"{shard.prefix}: no sequence is selected, of {len(selected):,}: {' --where '.join(arguments.where)}"]
+    value = {"prefix": shard.prefix, "where": [*arguments.where], "selected": total, "packs": len(packs)}
+    _print_result(arguments, value | {"stopped_at_limit": is_cut_off, "matches": named}, lines if total else nothing)
+    return 0 if total else 1
 
 
 def _progress(shard: Shard, arguments: argparse.Namespace, stage: str) -> Progress:
@@ -227,10 +273,12 @@ def _abbreviated(value: Any) -> str:
     return str(value)
 
 
-def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
+def _find(
+    shard: Shard, arguments: argparse.Namespace, decode: Decode, selected: NDArray[np.bool_] | None = None
+) -> int:
     named = []
     with _progress(shard, arguments, "searching") as progress:
-        matches = find_text(shard, arguments.find, decode, on_progress=progress.update)
+        matches = find_text(shard, arguments.find, decode, selected=selected, on_progress=progress.update)
         for match in islice(matches, arguments.limit):
             from_row = sources_of(shard, match.pack)[match.sequence : match.sequence + 1]
             named.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
@@ -242,14 +290,16 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
         is_cut_off = next(matches, None) is not None
     end = [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
-    nothing = [f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences"]
+    searched = shard.header.num_sequences if selected is None else int(selected.sum())
+    nothing = [f"{shard.prefix}: not found in any of {searched:,} sequences"]
     value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": is_cut_off, "matches": named}
     _print_result(arguments, value, end if named else nothing)
     return 0 if named else 1
 
 
-def _show_row(shard: Shard, arguments: argparse.Namespace) -> int:
-    sequences = list(islice(find_row(shard, *parse_origin(shard, arguments.row)), arguments.limit + 1))
+def _show_row(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.bool_] | None) -> int:
+    found = find_row(shard, *parse_origin(shard, arguments.row), selected=selected)
+    sequences = list(islice(found, arguments.limit + 1))
     named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
     lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
     is_cut_off = len(sequences) > len(named)

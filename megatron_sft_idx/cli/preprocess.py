@@ -36,6 +36,7 @@ from megatron_sft_idx.tokenize import (
     FROM_ZERO,
     Summary,
     available_cpus,
+    check_packing,
     check_summary,
     downloaded,
     inputs_of,
@@ -96,6 +97,10 @@ examples:
 
   the same for context parallel size 4:
     megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
+
+  pack only the sequences of one input file:
+    megatron-sft-idx pack data/train.unpacked --seq-length 4096 --where 'source == chats.jsonl' \\
+        --output-prefix data/train-chats
 """
 _MAPPED = {"action": Mapped, "type": named_value}
 _WHICH_ROWS = (
@@ -125,6 +130,22 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
         --seed N  seed of all shuffling and sampling (default: %(default)s)
         """,
         _as_argument,
+    )
+
+
+def _add_column_options(group: argparse._ActionsContainer) -> None:
+    """Add the options that choose and weigh sequences by columns."""
+    declare(
+        group,
+        """
+        --where CONDITION  take only sequences for which this holds, such as 'score >= 0.5' or
+            'source == b/train.jsonl': a column, one of == != < <= > >=, and a value; may be repeated, then all must
+            hold; of a pair, both sequences must be taken
+        --loss-weight-column NAME  multiply the loss of each sequence, or token, by its value in this column; loss masks
+            become float32 if they hold other values than 0 and 1
+        """,
+        _as_argument,
+        where={"action": Collected, "default": ()},
     )
 
 
@@ -267,6 +288,9 @@ def add_parser(verbs: Verbs) -> None:
             at the same paths; changes no byte of the output (default: %(default)s)
         --ray-address ADDRESS  address of a running cluster, HOST:PORT or auto (default: start a cluster on this
             machine, and stop it at the end)
+        --keep-field NAME[=DTYPE]  store this field of every row, a number or a boolean, as a column with one value for
+            each sequence; a row without it, or with a value that DTYPE does not hold, is a bad row (default DTYPE:
+            float64); may be repeated
         --keep-corpus  keep the tokenised corpus, an unpacked shard of all sequences, overlong ones too, at
             PREFIX.unpacked; not with options of which rows
         --source  write the column source, which says of every sequence which row of which file it was made from
@@ -275,7 +299,9 @@ def add_parser(verbs: Verbs) -> None:
             become float32 if they hold other values than 0 and 1 (default: 1)
         """,
         _as_argument,
+        keep_field={"dest": "keep_fields", "action": Collected, "default": ()},
     )
+    _add_column_options(group)
     declare(
         group,
         """
@@ -292,11 +318,10 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         parser,
         """
-        --source NAME  take only the sequences of this input file, by its name in the column source; may be repeated
         --lossy  leave out columns that have one row for each pack
         """,
-        source={"dest": "sources", "action": "append", "default": []},
     )
+    _add_column_options(parser)
     add_packing_options(parser)
     add_output_options(parser)
 
@@ -359,8 +384,12 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         summary=arguments.summary,
     )
     source = Shard(arguments.source)
-    # How much is cut off, or comes from sources left out, is not known before the plan.
-    keeps_all = options.overlong not in ("drop", "truncate") and not arguments.sources
+    try:
+        check_packing(source, options)
+    except FormatError as error:
+        parser.error(str(error))
+    # How much is cut off or left out is not known before the plan.
+    keeps_all = options.overlong not in ("drop", "truncate") and not options.where
     nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
     columns = list(source.columns)
     reads = places_of(ShardPaths.of(arguments.source).with_columns(columns), "the source")
@@ -373,7 +402,6 @@ def _pack(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
-        sources=arguments.sources,
         lossy=arguments.lossy,
     )
     seconds = {"packing": time.monotonic() - begin}

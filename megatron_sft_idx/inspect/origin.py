@@ -6,9 +6,7 @@ column's metadata gives them; lines are counted from 1, as in editors and errors
 
 from __future__ import annotations
 
-import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,32 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.inspect.tally import HashSample
-from megatron_sft_idx.inspect.text import shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.packs.run import Window, windows
+from megatron_sft_idx.packs.source_names import find_name, listed_names
 from megatron_sft_idx.shard import Shard
 
 SOURCE = "source"
 # The lowest 16 bits of a hash hold the number of the file; files of this number or above are counted together.
 _MAX_FILES = (1 << 16) - 1
-_MAX_CHARACTERS = 200
 
 
 def source_names(shard: Shard) -> list[str] | None:
-    """Names of the input files by number, equal ones as ``a.jsonl (0)``; None if no column ``source`` tells them."""
+    """Names of the input files by number, as of ``listed_names``; None if no column ``source`` tells them."""
     column = shard.columns.get(SOURCE)
     if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2):
         return None
-    files = column.spec.metadata.get("files")
-    listed = files if isinstance(files, list) else []
-    # Anybody may write anything into the metadata.
-    names = [str(one["name"] if isinstance(one, dict) and "name" in one else "a file") for one in listed]
-    names = [shortened(name, _MAX_CHARACTERS) for name in names]
-    times = Counter(names)
-    return [name if times[name] == 1 else f"{name} ({number})" for number, name in enumerate(names)]
+    return listed_names(column.spec)
 
 
 def origin_name(names: Sequence[str], origin: Sequence[int]) -> str:
@@ -59,7 +50,11 @@ def sources_of(shard: Shard, pack: int) -> list[str]:
 
 
 def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
-    """File and row of an origin as ``origin_name`` writes it. FormatError: there is no such file, or no line."""
+    """File and row of an origin such as ``chats.jsonl:1``; the file is spelled as for ``find_name``.
+
+    Raises:
+        FormatError: no file is meant, or several, or no line follows it.
+    """
     names = source_names(shard)
     if names is None and SOURCE not in shard.columns:
         raise FormatError(
@@ -68,19 +63,21 @@ def parse_origin(shard: Shard, text: str) -> tuple[int, int]:
     if not names:
         raise FormatError(f"{shard.prefix}: its column {SOURCE} names no input files to look a line up in")
     name, _, line = text.rpartition(":")
-    if name not in names:  # as it is in the file system, not as it is shown
-        name = shortened(os.fsencode(name).decode(errors="backslashreplace"), _MAX_CHARACTERS)
-    if name not in names or not re.fullmatch("[0-9]{1,18}", line) or int(line) < 1:
-        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise FormatError(f"{text}: expected a file and a line of it, such as {names[0]}:1; files are {listed}")
-    return names.index(name), int(line) - 1
+    if not name or not re.fullmatch("[0-9]{1,18}", line) or int(line) < 1:
+        raise FormatError(f"--row {brief(text)}: expected a file and a line of it, such as {names[0]}:1")
+    return find_name(name, names, f"--row {text}"), int(line) - 1
 
 
-def find_row(shard: Shard, file: int, row: int) -> Iterator[tuple[int, int]]:
-    """Pack, and number in the pack, of every sequence that was made from a row."""
+def find_row(
+    shard: Shard, file: int, row: int, *, selected: NDArray[np.bool_] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Pack, and number in the pack, of every sequence that was made from a row; of ``selected`` ones, if given."""
     for window in windows(shard.files, columns={SOURCE: shard.columns.open(SOURCE)}):
         values = window.columns[SOURCE].values
-        for number in np.flatnonzero((values[:, 0] == file) & (values[:, 1] == row)).tolist():
+        is_of_row = (values[:, 0] == file) & (values[:, 1] == row)
+        if selected is not None:
+            is_of_row &= selected[window.first_sequence : window.first_sequence + len(values)]
+        for number in np.flatnonzero(is_of_row).tolist():
             yield window.locate(number)
 
 

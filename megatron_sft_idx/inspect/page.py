@@ -30,11 +30,11 @@ from megatron_sft_idx.inspect.text import (
     counted,
     ids_as_text,
     marked_spans,
-    shortened,
     shown_nbytes,
     token_texts,
     trained_tokens,
 )
+from megatron_sft_idx.lines import shortened
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 

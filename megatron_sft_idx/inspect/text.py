@@ -44,12 +44,6 @@ def shown_nbytes(nbytes: int) -> str:
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def shortened(text: str, max_characters: int) -> str:
-    """A text of unknown content and length, such as a shard's metadata, on one line and cut."""
-    text = on_one_line(text[: max_characters + 1])
-    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
-
-
 def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
     """The ids themselves, as a ``Decode`` where there is no tokenizer."""
     return "".join(f"{number} " for number in np.asarray(ids).tolist())
@@ -220,18 +214,28 @@ class Match(NamedTuple):
     after: str
 
 
-def find_text(shard: Shard, text: str, decode: Decode, *, on_progress: Update | None = None) -> Iterator[Match]:
+def find_text(
+    shard: Shard,
+    text: str,
+    decode: Decode,
+    *,
+    selected: NDArray[np.bool_] | None = None,
+    on_progress: Update | None = None,
+) -> Iterator[Match]:
     """Yields every match of a text in the decoded sequences, in order. No match crosses the end of a sequence.
 
     Args:
         shard: the shard.
         text: looked for literally; not empty.
         decode: ids to text.
+        selected: which sequences are searched, bool [sequences]; None for all.
         on_progress: called after each window with its tokens and packs.
     """
     for window in windows(shard.files):
         ids, loss = window.content()
         for number, (start, stop) in enumerate(pairwise(window.bounds.tolist())):
+            if selected is not None and not selected[window.first_sequence + number]:
+                continue
             decoded = decode(ids[start:stop].tolist())
             at = decoded.find(text)
             while at >= 0:

@@ -6,7 +6,7 @@ Each shard holds the cursor behind it in its header, so shards and cursor can ne
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
@@ -58,7 +58,7 @@ def find_start(
     if state is None or (not state.published and not catalog.is_published(0) and catalog.end() is None):
         beat = 0 if state is None else state.beat
         return ProducerState(limits, beat, options=described, input=Cursor().to_json()), Cursor()
-    _require_same_options(catalog, state, limits, described | {"packing": asdict(options.packing)})
+    _require_same_options(catalog, state, limits, described | {"packing": options.packing.by_name()})
     cursor = Cursor.parse(os.path.join(catalog.folder, PRODUCER), state.input, f"{CURSOR}.")
     published = state.published
     while True:

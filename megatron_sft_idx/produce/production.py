@@ -49,11 +49,10 @@ from megatron_sft_idx.tokenize import (
     RowEncoder,
     ToPack,
     encode_piece,
+    look_at_rows,
     make_packs,
     num_kept_tokens,
     remember_encoder,
-    require_decided_rows,
-    require_mapped_paths,
     row_files,
     write_part,
 )
@@ -84,13 +83,16 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     begin = time.monotonic()
     if (kind := options.encoding.rows.kind) in ("preference", "kto"):
         raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
+    if options.packing.where or options.packing.loss_weight_column is not None or options.encoding.keep_fields:
+        raise FormatError(
+            "where, loss_weight_column, keep_fields: the shards of a catalog have no columns; leave them out"
+        )
     catalog = Catalog(options.catalog)
     encoder = RowEncoder(replace(options.encoding, source=False))
     inputs = os.path.join(catalog.folder, _INPUTS)
     with _held(catalog) as work, contextlib.closing(TakenFiles(inputs)) as taken:
         files = [] if options.watch is not None or options.from_stdin else row_files(options.inputs)
-        require_mapped_paths(files, options.encoding.rows)
-        require_decided_rows(files, options.encoding.rows)
+        look_at_rows(files, options.encoding.rows)
         state, cursor = find_start(catalog, options, encoder, len(files))
         if not state.published:
             taken.clear()

@@ -9,7 +9,7 @@ on disk is for the folder ``shard`` to know.
 
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, noted_differences
-from megatron_sft_idx.tokenize.corpus import pack_shard
+from megatron_sft_idx.tokenize.corpus import check_packing, pack_shard
 from megatron_sft_idx.tokenize.dry_run import preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes
@@ -33,4 +33,4 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions, num_kept_tokens
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary
-from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows, require_mapped_paths, row_files
+from megatron_sft_idx.tokenize.row_files import compare_libraries, look_at_rows, row_files

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_sft_idx.chat.inputs import InputFile
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.packs.conditions import Condition, bind_all
+from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.opening import missing_files
@@ -97,9 +100,10 @@ class PreprocessOptions:
         """The files of the input, and the options with the weights of files by their numbers.
 
         Raises:
-            FormatError: an input that is none, or holds packs.
+            FormatError: an input that is none, or holds packs; or conditions that cannot be.
         """
         files = row_files(self.inputs)
+        bind_all(map(Condition.parse, self.packing.where), self.column_specs(files), "--where")
         return files, replace(self, packing=self.packing_of(files))
 
     def check_outputs(self, files: Sequence[InputFile]) -> None:
@@ -109,6 +113,11 @@ class PreprocessOptions:
         require_outputs_apart([*outputs, corpus_prefix(self.prefix)], inputs, self.encoding.columns)
         if self.output_shards > 1:
             refuse_other_splits(self.prefix, self.output_shards)
+
+    def column_specs(self, files: Sequence[InputFile]) -> dict[str, ColumnSpec]:
+        """The columns that shards have, by name; ``source`` names these files, without fingerprints."""
+        names = shortest_names([file.path for file in files])
+        return self.encoding.column_specs([{"name": name} for name in names])
 
     @property
     def max_rows(self) -> int | None:
@@ -161,7 +170,7 @@ class Job(NamedTuple):
     @property
     def packing(self) -> dict[str, Any]:
         """How sequences become packs, as ``noted_differences`` takes it."""
-        return {"packing": asdict(self.options.packing)}
+        return {"packing": self.options.packing.by_name()}
 
     def check_outputs(self) -> None:
         """FormatError where the job may not write a shard; one that it may find to be its own is not in its way."""
@@ -223,8 +232,8 @@ def _shard_differences(header: Header, job: Job, *, packed: bool = True) -> list
         if differs := noted_differences(metadata, job.packing):
             return differs
         packing = metadata["packing"]
-        if packing.get("source") != header.source or "sources" in packing:
-            return ["it was packed from other packs, or from some of its sources"]
+        if packing.get("source") != header.source:
+            return ["it was packed from other packs"]
     elif "packing" in metadata:
         return ["it is packed"]
     return noted_differences(metadata, job.encoder.describe())

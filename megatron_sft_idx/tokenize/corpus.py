@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import no_column
+from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
@@ -21,6 +21,7 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import show_progress
+from megatron_sft_idx.tokenize.column_weights import Weights, require_weight_column, weighted_by
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
@@ -37,7 +38,6 @@ def pack_shard(
     shards: int = 1,
     overwrite: bool = False,
     log_interval: int = 0,
-    sources: Sequence[str] = (),
     lossy: bool = False,
     job: Building | None = None,
 ) -> PackReport:
@@ -48,37 +48,34 @@ def pack_shard(
     Args:
         source: a tokenised corpus, or packs.
         prefix: of the new shard, or what the prefixes of several begin with.
-        options: how the sequences are packed.
+        options: which sequences are packed, and how.
         shards: how many shards; their packs differ by one at most.
         overwrite: replace shards at the prefixes.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
-        sources: names of input files; sequences made from other files are left out. Empty for all sequences.
         lossy: leave out columns with a row a pack; without it they are an error.
         job: the building folder of the prefix, if the caller has taken it.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         CorruptShardError: the shard does not have its checksums; nothing is written.
-        FormatError: an option that cannot be, a source that the shard does not name, no sequence to pack, a column
-            with a row a pack, or ``prefix`` is that of the source.
+        FormatError: an option that cannot be, a condition or weights by a column that the shard does not have, no
+            sequence to pack, a column with a row a pack, or ``prefix`` is that of the source.
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    chosen, header = sequences_of(source, sources) if sources else None, source.header
-    reader, groups = CorpusReader(source, chosen, lossy=lossy), pair_numbers(source)
-    if chosen is not None and groups is not None:
-        groups = groups[chosen]
+    header, reader, groups = source.header, CorpusReader(source, lossy=lossy), pair_numbers(source)
+    used = check_packing(source, options)
     reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
     # Packs are read in the order of the plan, in which no checksum can be computed.
     watch = show_progress(_CHECK_LOG_MIB if log_interval else 0)
-    with watch("checking", nbytes_to_check(source.files, reader.columns)) as advance:
-        require_checksums(source.files, reader.columns, advance)
+    columns = {name: column for name, column in source.columns.items() if name in {*reader.columns, *used}}
+    with watch("checking", nbytes_to_check(source.files, columns)) as advance:
+        require_checksums(source.files, columns, advance)
     # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
-    left_out = {} if chosen is None else {"sources": sorted(sources), "left_out": header.num_sequences - len(chosen)}
     sequences = ToPack(
         reader,
         reader.lengths,
@@ -92,8 +89,9 @@ def pack_shard(
             metadata=header.metadata,
             columns={name: column.spec for name, column in reader.columns.items()},
         ),
-        {**left_out, "source": identity},
+        {"source": identity},
         groups,
+        kept=selected_sequences(source, options.where) if options.where else None,
     )
     common: dict[str, Any] = {"shards": shards, "overwrite": overwrite, "log_interval": log_interval}
     if job is not None:
@@ -104,22 +102,22 @@ def pack_shard(
     return replace(PackReport.of(made.headers), lost_columns=reader.lost_columns, found=made.found)
 
 
-def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
-    """Numbers of the sequences made from files of these names; FormatError where the column ``source`` has no such."""
-    column = source.columns.get("source")
-    if column is None:
+def check_packing(source: Shard, options: PackOptions) -> set[str]:
+    """Names of the columns of a shard that options choose or weigh sequences by.
+
+    Raises:
+        FormatError: there is no such column, it does not hold such values, or masks were multiplied by it before.
+    """
+    used, name = {test.column for test in conditions_of(source, options.where)}, options.loss_weight_column
+    if name is None:
+        return used
+    require_weight_column(name, {each: column.spec for each, column in source.columns.items()}, source.prefix)
+    if name in weighted_by(source.header.metadata):
         raise FormatError(
-            f"{source.prefix}: {no_column('source', source.columns)}; --source needs it, and preprocess writes it"
+            f"{source.prefix}: --loss-weight-column {name}: its masks were multiplied by this column already; pack the"
+            " shard that it was packed from, or attach the weights under another name"
         )
-    files = column.spec.metadata.get("files")
-    if column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
-        raise FormatError(f"{source.prefix}: its column source names no files to choose; that of preprocess does")
-    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
-    if unknown := sorted({*names} - {*listed}):
-        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
-        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
-    numbers = [number for number, name in enumerate(listed) if name in {*names}]
-    return np.flatnonzero(np.isin(column.values[:][:, 0], numbers))
+    return {*used, name}
 
 
 class CorpusReader(SequenceReader):
@@ -127,7 +125,6 @@ class CorpusReader(SequenceReader):
 
     Args:
         source: the shard.
-        chosen: numbers in the shard of the sequences that the reader calls 0, 1 and so on; None for all.
         lossy: leave out columns with a row a pack; without it they are an error.
 
     Attributes:
@@ -139,12 +136,12 @@ class CorpusReader(SequenceReader):
     mask_alignment: MaskAlignment = "label"
     window_tokens = 1 << 20
 
-    def __init__(self, source: Shard, chosen: NDArray[np.int64] | None = None, *, lossy: bool = False) -> None:
-        self._prefix, self._tokens, self._loss = source.prefix, source.files.tokens[:], source.files.loss[:]
-        self.mask_dtype = self._loss.dtype
-        self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
-        self._chosen = np.arange(len(lengths)) if chosen is None else chosen
-        self.lengths = lengths[self._chosen]
+    def __init__(self, source: Shard, *, lossy: bool = False) -> None:
+        self._source, self._prefix = source, source.prefix
+        self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
+        self.mask_dtype = self.stored_dtype = self._loss.dtype
+        self._bounds = source.sequence_bounds()
+        self.lengths = np.diff(self._bounds)
         columns = dict(source.columns)
         self.lost_columns = sorted(name for name, column in columns.items() if column.spec.per == "pack")
         if self.lost_columns and not lossy:
@@ -155,6 +152,19 @@ class CorpusReader(SequenceReader):
         self.columns = {name: column for name, column in columns.items() if name not in self.lost_columns}
         specs = {name: column.spec for name, column in self.columns.items()}
         self.window_tokens = fewer_tokens(self.window_tokens, specs)
+
+    def weigh_by(
+        self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
+    ) -> None:
+        """As ``SequenceReader.weigh_by``; columns with a row for each token or pack can be weights too."""
+        per_token = self._source.columns[column].spec.per == "token"
+        super().weigh_by(column, sequences, lengths, per_token=per_token)
+
+    def place_of(self, sequence: int) -> str:
+        """Pack and sequence in the shard."""
+        offsets = self._source.files.sequence_offsets
+        pack = int(np.searchsorted(offsets[:], sequence, "right")) - 1
+        return f"{self._prefix}: pack {pack}, sequence {sequence - int(offsets[pack : pack + 1][0])}"
 
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """As ``SequenceReader.read``; columns in the order of their names in the shard."""
@@ -168,7 +178,7 @@ class CorpusReader(SequenceReader):
             spec, values = column.spec, of_sequences.get(name)
             if values is None:
                 values = np.empty(len(ids), column.items_in_memory.dtype)
-                starts = self._bounds[self._chosen[run.sequences]] + (0 if run.begins is None else run.begins)
+                starts = self._bounds[run.sequences] + (0 if run.begins is None else run.begins)
                 # As bytes: rows may be of any width.
                 first, nbytes, place = (each * spec.row_nbytes for each in (starts, lengths, ends - lengths))
                 _native.gather_sequences(
@@ -180,8 +190,19 @@ class CorpusReader(SequenceReader):
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
         order = np.argsort(sequences, kind="stable")
         ascending = sequences[order]
-        numbers = self._chosen[ascending]
         of_sequences = {name: each for name, each in self.columns.items() if each.spec.per == "sequence"}
-        columns = {name: column.items_in_memory[numbers] for name, column in of_sequences.items()}
-        starts, lengths = self._bounds[numbers], self.lengths[ascending]
-        yield FileSequences(self._prefix, order, starts, lengths, self._tokens, self._loss, columns)
+        columns = {name: column.items_in_memory[ascending] for name, column in of_sequences.items()}
+        starts, lengths = self._bounds[ascending], self.lengths[ascending]
+        weights = None if self.weighted_by is None else self._weights(ascending)
+        yield FileSequences(self._prefix, order, starts, lengths, self._tokens, self._loss, columns, weights)
+
+    def _weights(self, sequences: NDArray[np.int64]) -> Weights:
+        assert self.weighted_by is not None
+        column = self._source.columns[self.weighted_by]
+        values, spec = column.items_in_memory, column.spec
+        if spec.per == "token":
+            # Value j of a mask of labels is about token j + 1, and so is row j of a column of labels.
+            return Weights(values, of_sequences=False, shift=spec.alignment == "token")
+        if spec.per == "pack":
+            sequences = np.searchsorted(self._source.files.sequence_offsets[:], sequences, "right") - 1
+        return Weights(values[sequences])

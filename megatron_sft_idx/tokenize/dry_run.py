@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.packs.conditions import BoundCondition, Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
@@ -24,7 +25,7 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import plan_packs
 from megatron_sft_idx.tokenize.report import CorpusReport
-from megatron_sft_idx.tokenize.row_files import require_decided_rows, require_mapped_paths
+from megatron_sft_idx.tokenize.row_files import look_at_rows
 
 # Bytes of first rows, of all files together and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
@@ -43,12 +44,14 @@ class _Looked(NamedTuple):
         part: what would be the part of these rows; it is not written.
         trained_tokens: how many of the tokens are trained on.
         first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
+        columns: values of the columns that conditions are on, by name.
     """
 
     stretch: Stretch
     part: MadePart
     trained_tokens: int
     first: Marked | None
+    columns: Mapping[str, NDArray[Any]]
 
 
 def preview(
@@ -68,13 +71,15 @@ def preview(
         SFTIndexError: an input or an option that cannot be used.
     """
     files, options = options.expanded()
-    require_mapped_paths(files, options.encoding.rows, options.max_rows)
-    require_decided_rows(files, options.encoding.rows, options.max_rows)
+    look_at_rows(files, options.encoding.rows, options.max_rows)
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
     by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
     trained, first, missing = [0] * len(files), None, options.max_rows
-    shared = encoder.options, job.cutting, missing
+    conditions = bind_all(map(Condition.parse, options.packing.where), options.column_specs(files), "--where")
+    names = tuple({condition.column for condition in conditions} - {"pair"})
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+    shared = encoder.options, job.cutting, missing, names
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
     if full:
         workers = available_cpus() if options.workers is None else options.workers
@@ -90,13 +95,15 @@ def preview(
                 looked, number = each, each.stretch.number
                 if missing is not None:
                     if not looked.part.info.has_rows_for(missing):
-                        looked = _look((encoder.options, job.cutting, missing), looked.stretch)
+                        looked = _look((encoder.options, job.cutting, missing, names), looked.stretch)
                     missing -= looked.part.info.usable
                 info = looked.part.info
                 progress.update(info.num_bytes, info.rows)
                 parts = by_file[number]
                 parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
                 trained[number] += looked.trained_tokens
+                for name, values in looked.columns.items():
+                    columns[name].append(values)
                 first = first or looked.first
                 if missing == 0:
                     break
@@ -109,9 +116,27 @@ def preview(
     lines += [f"bad row         {error}" for error in bad_rows[:_MAX_SHOWN]]
     rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
     read = CorpusReport(rows, skipped, bad_rows)
-    lines += _outlook(options, read, _end_to_end(lengths), full=full)
+    lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
+    taken = _end_to_end(lengths)
+    if conditions:
+        kept = _kept(conditions, columns, len(taken), is_pairs=options.encoding.rows.kind == "preference")
+        lines.append(f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where")
+        taken = taken[kept]
+    lines += _outlook(options, read, taken, full=full)
     lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
+
+
+def _kept(
+    conditions: Sequence[BoundCondition], columns: Mapping[str, Sequence[NDArray[Any]]], count: int, *, is_pairs: bool
+) -> NDArray[np.bool_]:
+    """Which sequences all conditions hold for, bool [count]; ``columns`` are values by name, end to end."""
+    if not count:
+        return np.ones(0, bool)
+    numbers, values = np.arange(count), {name: np.concatenate(some) for name, some in columns.items()}
+    values["pair"] = np.stack([numbers // 2, numbers % 2], 1).astype(np.uint32)
+    kept = holding(conditions, values, count)
+    return whole_pairs(kept) if is_pairs else kept
 
 
 def _in_the_way(job: Job) -> Iterator[str]:
@@ -161,14 +186,19 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
             yield Stretch(file, file.path, number, dealt=dealt)
 
 
-def _look(shared: tuple[EncodingOptions, Cutting, int | None], stretch: Stretch) -> _Looked:
+def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], stretch: Stretch) -> _Looked:
     """The task that encodes a stretch, up to so many usable rows; it keeps the tokens of the first sequence alone."""
-    encoding, cutting, max_rows = shared
+    encoding, cutting, max_rows, names = shared
+    columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
     for piece in read_pieces(stretch, cutting):
         encoded = encode_piece(encoding, piece, stretch.number, None if max_rows is None else max_rows - info.usable)
         info.add(piece, encoded)
         lengths.append(encoded.lengths.astype(np.uint32))
+        if "source" in columns:
+            encoded.columns["source"][:, 0] = stretch.number
+        for name, values in columns.items():
+            values.append(encoded.columns[name])
         # As labels: nothing predicts a first token.
         labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
         labels[np.cumsum(encoded.lengths) - 1] = 0
@@ -181,7 +211,9 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None], stretch: Stretch)
             break
     part = MadePart("", info, np.concatenate(lengths))
     # The pieces of the last stretch may be needed again.
-    return _Looked(stretch if max_rows is not None else replace(stretch, dealt=()), part, trained_tokens, first)
+    stretch = stretch if max_rows is not None else replace(stretch, dealt=())
+    joined = {name: np.concatenate(values) for name, values in columns.items() if values}
+    return _Looked(stretch, part, trained_tokens, first, joined)
 
 
 def _outlook(

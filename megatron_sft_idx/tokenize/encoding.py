@@ -21,6 +21,7 @@ from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Backend, DifferentIdsError, Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.training_fields import training_names
 from megatron_sft_idx.chat.types import (
     Conversation,
     Encoded,
@@ -33,6 +34,8 @@ from megatron_sft_idx.chat.types import (
 )
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
+from megatron_sft_idx.tokenize.kept_fields import arrays_of, dtype_of, values_of
 from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
@@ -65,6 +68,7 @@ class EncodingOptions:
         source: make the column ``source``.
         loss_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
+        keep_fields: dtypes of the fields of rows that become columns, by name, as of ``read_keep_fields``.
     """
 
     tokenizer: str
@@ -81,12 +85,23 @@ class EncodingOptions:
     source: bool = False
     loss_weights: tuple[float, ...] = ()
     content: bool = False
+    keep_fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def columns(self) -> list[str]:
         """Names of the columns that shards have; not ``content``, which only parts have."""
-        judged = {"preference": ["pair"], "kto": ["label"]}.get(self.rows.kind, [])
-        return [*(["source"] if self.source else []), *judged]
+        return [*self.column_specs([])]
+
+    def column_specs(self, files: Sequence[Mapping[str, str]]) -> dict[str, ColumnSpec]:
+        """The columns that shards have, by name; ``files`` are those that ``source`` names, a dict each."""
+        specs: dict[str, ColumnSpec] = {}
+        if self.source:
+            specs["source"] = ColumnSpec("sequence", np.uint32, 2, metadata={"files": [*files]})
+        if self.rows.kind == "preference":
+            specs["pair"] = PAIR
+        if self.rows.kind == "kto":
+            specs["label"] = ColumnSpec("sequence", np.uint8)
+        return specs | {name: ColumnSpec("sequence", dtype_of(dtype)) for name, dtype in self.keep_fields.items()}
 
 
 @dataclass(slots=True)
@@ -107,7 +122,7 @@ class EncodedPiece:
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
             2]: 0, and the number of the row (of JSON lines, the line), counted from the first of the piece. ``label``
             is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``),
-            and the number of the sequence in the row.
+            and the number of the sequence in the row. Fields that are kept have their names and dtypes.
     """
 
     input_ids: NDArray[Any]
@@ -134,6 +149,7 @@ class _Row(NamedTuple):
         tokenized: the row that came tokenised, else None.
         rendered: its rendered texts: one, one for each turn or conversation, or the two of a pair.
         notes: counts for the summary by name, of how the row was read.
+        kept: values of the fields that become columns, in the order of ``EncodingOptions.keep_fields``.
     """
 
     position: int
@@ -144,6 +160,7 @@ class _Row(NamedTuple):
     tokenized: TokenizedRow | None = None
     rendered: Sequence[Rendered] = ()
     notes: Mapping[str, int] = {}
+    kept: Sequence[int | float] = ()
 
 
 def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None]:
@@ -179,6 +196,7 @@ class RowEncoder:
         if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
             options = replace(options, chat_template=generated, template_name=options.tokenizer)
         self.options = options
+        self._kept_flags = frozenset(training_names(options.keep_fields))
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
@@ -235,6 +253,7 @@ class RowEncoder:
             "source": options.source,
             "loss_weights": [*options.loss_weights],
             "content": options.content,
+            "keep_fields": dict(options.keep_fields),
         }
         return {
             "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
@@ -295,6 +314,7 @@ class RowEncoder:
             source[:, 1] = np.repeat(positions - piece.first, each)
         if options.rows.kind == "kto":
             done.columns["label"] = np.repeat(np.array([row.label for row, _ in made], np.uint8), each)
+        done.columns |= arrays_of([row.kept for row, _ in made], options.keep_fields, each)
         if options.content:
             done.columns["content"] = content = np.zeros((int(each.sum()), 5), np.uint32)
             hashes = np.array([row.content for row, _ in made], np.uint32).reshape(-1, 4)
@@ -321,12 +341,17 @@ class RowEncoder:
         options, position = self.options, row.position
         if isinstance(row.data, SequenceError):
             raise row.data
-        sources, label = read_row(row.data, options.rows)
+        data = row.data
+        if self._kept_flags and isinstance(data, dict):
+            # A field that is kept is read, also where its name speaks of what is trained on.
+            data = {name: value for name, value in data.items() if name not in self._kept_flags}
+        sources, label = read_row(data, options.rows)
+        kept = values_of(row.data, options.keep_fields)
         content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
         if row.notes:
             notes = Counter(notes) + Counter(row.notes)
         if isinstance(sources[0], TokenizedRow):
-            return _Row(position, label, content, [], None, sources[0], notes=notes)
+            return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
         conversations = [source for source in sources if isinstance(source, Conversation)]
         if isinstance(sources[0], TextRow):
             conversations = [Conversation([{"role": "user", "content": sources[0].text}], [1.0])]
@@ -337,7 +362,7 @@ class RowEncoder:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(position, label, content, conversations, template, notes=notes)
+        return _Row(position, label, content, conversations, template, notes=notes, kept=kept)
 
     def _rendered(
         self, piece: Piece, read: Sequence[tuple[int, _Row | ValueError]], bad_rows: list[SequenceError]

@@ -28,6 +28,7 @@ from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
+from megatron_sft_idx.tokenize.column_weights import WEIGHTED_BY, weighted_by
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsSoFar, PartsTable
@@ -165,6 +166,7 @@ class ToPack:
             come from, or the fingerprint of the input.
         groups: numbers of pairs, int64 [sequences]; None where sequences are no pairs.
         selected: the sequences of selected rows; None for all.
+        kept: which sequences all conditions of ``PackOptions.where`` hold for, bool [sequences]; None without any.
     """
 
     reader: SequenceReader
@@ -174,6 +176,7 @@ class ToPack:
     origin: Mapping[str, Any]
     groups: NDArray[np.integer[Any]] | None = None
     selected: Selected | None = None
+    kept: NDArray[np.bool_] | None = None
 
     @classmethod
     def of_parts(
@@ -197,7 +200,11 @@ class ToPack:
             metadata: more that headers say.
         """
         columns = columns or {}
-        reader, lengths = parts.reader(columns), np.concatenate(parts.lengths).astype(np.int64)
+        files = columns["source"].metadata["files"] if "source" in columns else []
+        reader, lengths = (
+            parts.reader(columns, [file["name"] for file in files]),
+            np.concatenate(parts.lengths).astype(np.int64),
+        )
         parts.lengths.clear()  # gigabytes in a large job
         build = BuildOptions(
             encoder.token_dtype,
@@ -210,6 +217,16 @@ class ToPack:
         )
         groups = np.arange(len(lengths)) // 2 if "pair" in columns else None
         return cls(reader, lengths, name, build, {"source": sources["fingerprint"]}, groups)
+
+    def weighted(self, column: str) -> ToPack:
+        """The same, with masks multiplied by a column; errors as of ``SequenceReader.weigh_by``."""
+        sequences = np.arange(len(self.lengths)) if self.kept is None else np.flatnonzero(self.kept)
+        if self.selected is not None:
+            chosen = np.unique(np.concatenate([self.selected.train, self.selected.valid]))
+            sequences = np.intersect1d(sequences, chosen, assume_unique=True)
+        self.reader.weigh_by(column, sequences, self.lengths[sequences])
+        metadata = {**self.build.metadata, WEIGHTED_BY: [*weighted_by(self.build.metadata), column]}
+        return replace(self, build=replace(self.build, mask_dtype=self.reader.mask_dtype, metadata=metadata))
 
     def planned(
         self,
@@ -225,6 +242,16 @@ class ToPack:
 
         Arguments and errors as of ``make_packs`` and ``plan_packs``.
         """
+        left_out = {}
+        if self.kept is not None:
+            numbers = np.arange(len(self.lengths)) if chosen is None else chosen
+            chosen = numbers[self.kept[numbers]]
+            left_out = {"left_out": len(numbers) - len(chosen)}
+            if not len(chosen):
+                raise FormatError(
+                    f"{self.name}: no sequence is left to pack, of {len(numbers):,}: --where"
+                    f" {' --where '.join(options.where)}"
+                )
         packing = plan_packs(
             self.lengths,
             options,
@@ -239,7 +266,7 @@ class ToPack:
         for number, path in enumerate(output_prefixes(prefix, shards)):
             first, last = packs * number // shards, packs * (number + 1) // shards
             share = {"part": number, "parts": shards, "first_pack": first, "num_packs": last - first}
-            described = {**packing.metadata, **self.origin, **({"part": share} if shards > 1 else {})}
+            described = {**packing.metadata, **left_out, **self.origin, **({"part": share} if shards > 1 else {})}
             build = replace(
                 self.build,
                 capacity=options.capacity,
@@ -284,6 +311,9 @@ def make_packs(
     Raises:
         SequenceError, FormatError: as of ``plan_packs`` and ``publish_outputs``.
     """
+    assert (sequences.kept is not None) == bool(options.where)
+    if options.loss_weight_column is not None:
+        sequences = sequences.weighted(options.loss_weight_column)
     reader, selected, prefix = sequences.reader, sequences.selected, job.output
     chosen = None if selected is None else selected.train
     common: dict[str, Any] = {"work": work, "overwrite": overwrite}

@@ -17,13 +17,16 @@ from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMa
 from megatron_sft_idx.errors import FormatError, brief, check_option
 from megatron_sft_idx.lines import log_line
 from megatron_sft_idx.packing import Effort
+from megatron_sft_idx.packs.conditions import Condition, bind_all
 from megatron_sft_idx.packs.destination import STAGING, Destination
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
+from megatron_sft_idx.tokenize.column_weights import require_weight_column
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.job_input import INPUT, Rows, StrPath, downloaded, inputs_of, reads_of
+from megatron_sft_idx.tokenize.kept_fields import read_keep_fields
 from megatron_sft_idx.tokenize.local import available_cpus
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import Overlong, PackingMethod, PackOptions
@@ -71,6 +74,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     turn_fields: Mapping[str, str] | None = None,
     roles: Mapping[str, str] | None = None,
     ignore_fields: Sequence[str] = (),
+    keep_fields: Sequence[str] = (),
     system_starts: SystemStarts = "error",
     mask_alignment: MaskAlignment = "token",
     on_bad_row: Literal["error", "skip"] = "error",
@@ -82,6 +86,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     sequence_multiple: int = 1,
     max_sequences_per_pack: int | None = None,
     drop_untrained: bool = False,
+    where: Sequence[str] = (),
+    loss_weight_column: str | None = None,
     seed: int = 0,
     max_rows: int | None = None,
     sample: float = 1.0,
@@ -151,6 +157,12 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
             "--keep-corpus keeps all that is tokenised, for pack, which knows no rows: it does not go with --max-rows,"
             " --sample, --dedup, --valid-fraction, --repeat or --shuffle"
         )
+    columns = encoding.column_specs([])
+    # Which files there are is known later.
+    unnamed = [condition for condition in map(Condition.parse, packing.where) if condition.column != "source"]
+    bind_all(unnamed, columns, "--where")
+    if packing.loss_weight_column is not None:
+        require_weight_column(packing.loss_weight_column, columns, "preprocess")
     return _options(
         PreprocessOptions,
         given,
@@ -202,6 +214,7 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
         chat_template=template,
         template_name=os.fspath(path or "chat template"),
         template_kwargs=given["chat_template_kwargs"] or {},
+        keep_fields=read_keep_fields(given.get("keep_fields", ())),
         masks=_options(
             MaskOptions,
             given,
@@ -227,6 +240,7 @@ def packing_options(given: Mapping[str, Any]) -> PackOptions:
         method=given["packing"],
         effort=given["packing_effort"],
         selection=None if selection == Selection() else selection,
+        where=tuple(given.get("where", ())),
     )
 
 

@@ -9,7 +9,8 @@
     lengths            uint32 [sequences], from the next multiple of 64 bytes on
     ids                uint16 or int32 [tokens], likewise
     masks              token-aligned, uint8 or float32 [tokens], likewise
-    columns            values of each sequence [sequences, width], likewise, in the order of their names
+    columns            values of each sequence [sequences, width], likewise, in the order of their names, to each of
+                       which the JSON adds a suffix
 
 A part has the name of a digest: of its pieces and of the options that decide over its tokens and masks. So a later job,
 or a second attempt at a task, finds the part that it would make, and no other. It uses the part if the file is whole
@@ -28,9 +29,9 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
+from megatron_sft_idx.tokenize.column_weights import Weights
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
@@ -58,6 +60,8 @@ _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
 _SUFFIX = ".part"
+# What the names of columns have behind them among the arrays of a part, so that a column may have any name.
+_COLUMN = ".col"
 # Bad rows whose messages are kept, and those that are logged as they come.
 _MAX_LISTED, _MAX_SHOWN = 10_000, 20
 # Parts that stay open while packs are gathered from them.
@@ -185,11 +189,12 @@ class Part:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
             raise self._broken("its bytes have another checksum")
-        self.columns: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for offset, (name, (dtype, shape)) in zip(offsets, info.arrays.items(), strict=False):
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            self.columns[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
-        self.lengths, self.ids, self.mask = map(self.columns.pop, ("lengths", "ids", "masks"))
+            arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
+        self.lengths, self.ids, self.mask = map(arrays.pop, ("lengths", "ids", "masks"))
+        self.columns = {name.removesuffix(_COLUMN): values for name, values in arrays.items()}
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.starts = ends - self.lengths
         if not int(self.lengths.sum(dtype=np.int64)) == len(self.ids) == len(self.mask) or not self.lengths.all():
@@ -214,7 +219,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
         "lengths": [piece.lengths.astype("<u4") for piece in encoded],
         "ids": [piece.input_ids for piece in encoded],
         "masks": [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
-        **{name: [piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)},
+        **{name + _COLUMN: [piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)},
     }
     info.arrays = {
         name: (chunks[0].dtype.name, [sum(map(len, chunks)), *chunks[0].shape[1:]]) for name, chunks in arrays.items()
@@ -256,15 +261,18 @@ class PartsTable:
         paths: of the parts.
         bounds: number of the first sequence of each part, and at the end the count of all, int64 [parts + 1].
         mask_dtype: of the masks to be written: float32 where any part has float32.
-        bases: by name of a column to be written, what is added to the values of each part, [parts] or [parts, width].
-        pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` then says.
+        columns: names of the columns to be written.
+        places: of each part, the number of its file and how many rows of the file come before it, which are added to
+            the column ``source``: uint32 [parts, 2].
+        weighted_by: name of the column that masks are multiplied by; None for none.
     """
 
     paths: Sequence[str]
     bounds: NDArray[np.int64]
     mask_dtype: str
-    bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    pairs: bool = False
+    columns: Sequence[str] = ()
+    places: NDArray[np.uint32] | None = None
+    weighted_by: str | None = None
 
 
 class PartsReader(SequenceReader):
@@ -272,30 +280,55 @@ class PartsReader(SequenceReader):
 
     A plan takes sequences from anywhere, so any window of it touches most parts. So windows are large, and each part is
     opened at most once a window and read from its beginning to its end. Some parts stay open.
+
+    Args:
+        table: where the sequences are.
+        names: of the input files, for errors.
     """
 
     mask_alignment: MaskAlignment = "token"
 
-    def __init__(self, table: PartsTable) -> None:
+    def __init__(self, table: PartsTable, names: Sequence[str] = ()) -> None:
         # 3 to 10 bytes of memory a token, in each of two windows.
         self.window_tokens = min(max(_TOKENS_PER_OPENED_PART * len(table.paths), 1 << 22), 1 << 24)
         self.mask_dtype = np.dtype(table.mask_dtype)
-        self.table = table
+        self.stored_dtype = self.mask_dtype if table.weighted_by is None else np.dtype(np.float32)
+        self.weighted_by, self.table, self._names = table.weighted_by, table, names
         self._open_parts: dict[int, Part] = {}
 
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """As ``SequenceReader.read``, and the column ``pair`` where sequences are pairs."""
         ids, mask, columns = super().read(run)
-        if self.table.pairs:
-            columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
+        if "pair" in self.table.columns:
+            columns["pair"] = _pairs_of(run.sequences)
         return ids, mask, columns
 
-    def column(self, name: str, width: int) -> NDArray[np.uint32]:
-        """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
-        values = np.empty((int(self.table.bounds[-1]), width), np.uint32)
-        for number, (first, last) in enumerate(pairwise(self.table.bounds.tolist())):
-            values[first:last] = self._part(number).columns[name]
-        return values
+    def weigh_by(
+        self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
+    ) -> None:
+        """As ``SequenceReader.weigh_by``; readers of the same ``table`` give these masks too."""
+        super().weigh_by(column, sequences, lengths, per_token=per_token)
+        self.table = replace(self.table, mask_dtype=self.mask_dtype.name, weighted_by=column)
+
+    def place_of(self, sequence: int) -> str:
+        """The line of the input that a sequence was made from, where the parts know it."""
+        part = int(np.searchsorted(self.table.bounds, sequence, "right")) - 1
+        columns = self._part(part).columns
+        if "source" not in columns:
+            return super().place_of(sequence)
+        file, row = self._values("source", part, columns["source"][sequence - self.table.bounds[part]]).tolist()
+        return f"{self._names[file] if self._names else f'file {file}'}:{row + 1}"
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column of all sequences, [sequences] or [sequences, width]."""
+        if name == "pair":
+            return _pairs_of(np.arange(self.table.bounds[-1]))
+        parts = len(self.table.paths)
+        return np.concatenate([self._values(name, number, self._part(number).columns[name]) for number in range(parts)])
+
+    def _values(self, name: str, number: int, values: NDArray[Any]) -> NDArray[Any]:
+        """Rows of a column of a part, as they are written."""
+        return values + self.table.places[number] if name == "source" and self.table.places is not None else values
 
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
         order = np.argsort(sequences, kind="stable")
@@ -304,9 +337,11 @@ class PartsReader(SequenceReader):
         for number in np.flatnonzero(np.diff(bounds)).tolist():
             first, last = bounds[number : number + 2].tolist()
             part, in_part = self._part(number), ascending[first:last] - self.table.bounds[number]
-            columns = {name: part.columns[name][in_part] + base[number] for name, base in self.table.bases.items()}
+            names = [name for name in self.table.columns if name != "pair"]
+            columns = {name: self._values(name, number, part.columns[name][in_part]) for name in names}
             starts, lengths = part.starts[in_part], part.lengths[in_part]
-            yield FileSequences(part.path, order[first:last], starts, lengths, part.ids, part.mask, columns)
+            weights = None if self.weighted_by is None else Weights(part.columns[self.weighted_by][in_part])
+            yield FileSequences(part.path, order[first:last], starts, lengths, part.ids, part.mask, columns, weights)
 
     def _part(self, number: int) -> Part:
         if (part := self._open_parts.get(number)) is not None:
@@ -317,6 +352,11 @@ class PartsReader(SequenceReader):
         if len(self._open_parts) < _MAX_OPEN_PARTS:
             self._open_parts[number] = part
         return part
+
+
+def _pairs_of(sequences: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The rows of the column ``pair`` of sequences with these numbers, uint32 [sequences, 2]."""
+    return np.stack([sequences // 2, sequences % 2], 1).astype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,13 +501,11 @@ class PartsSoFar:
         """Counts by name, but for those of 0."""
         return {name: count for name, count in sorted(self._notes.items()) if count}
 
-    def reader(self, columns: Collection[str] = ()) -> PartsReader:
-        """Reads the sequences of all parts, with the columns of these names."""
+    def reader(self, columns: Collection[str] = (), names: Sequence[str] = ()) -> PartsReader:
+        """Reads the sequences of all parts, with these columns; ``names`` are those of the input files, for errors."""
         places = np.array(self.places, np.uint32).reshape(-1, 2)
-        bases: dict[str, NDArray[Any]] = {"source": places, "label": np.zeros(len(places), np.uint8)}
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
-        chosen = {name: bases[name] for name in columns if name in bases}
-        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, chosen, "pair" in columns))
+        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places), names)
 
 
 # ---- tasks ----

@@ -27,7 +27,9 @@ import numpy as np
 from megatron_sft_idx.chat.inputs import total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import PAIR, ColumnSpec
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
+from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 from megatron_sft_idx.storage.building import Building, holds_packs_of_program
 from megatron_sft_idx.storage.progress import Progress
@@ -57,7 +59,7 @@ from megatron_sft_idx.tokenize.parts import (
 from megatron_sft_idx.tokenize.plan import PlannedRun
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary
-from megatron_sft_idx.tokenize.row_files import compare_libraries, require_decided_rows, require_mapped_paths
+from megatron_sft_idx.tokenize.row_files import compare_libraries, look_at_rows
 from megatron_sft_idx.tokenize.selection import select_rows
 
 _AGAIN = "run the same command again to go on with them"
@@ -88,8 +90,7 @@ def make_shards(
             with _timed("preparing", seconds):
                 files, options = options.expanded()
                 options.check_outputs(files)
-                require_mapped_paths(files, options.encoding.rows, options.max_rows)
-                require_decided_rows(files, options.encoding.rows, options.max_rows)
+                look_at_rows(files, options.encoding.rows, options.max_rows)
                 local: Local | None = None
                 if options.engine == "local":
                     # Workers import their modules while this process goes on.
@@ -277,34 +278,36 @@ def _tokenize(job: Job, building: Building, engine: Local | Cluster, parts: Part
 
 def _columns(job: Job, parts: PartsSoFar) -> dict[str, ColumnSpec]:
     """The columns that shards will have."""
-    # Names without folders, as text also where a name's bytes are none.
-    names = (os.fsencode(os.path.basename(file.path)) for file in job.files)
+    names = shortest_names([file.path for file in job.files])
     files = [
-        {"name": name.decode(errors="backslashreplace"), "fingerprint": fingerprint.hex()}
+        {"name": name, "fingerprint": fingerprint.hex()}
         for name, fingerprint in zip(names, parts.file_fingerprints, strict=True)
     ]
-    known = {
-        "source": lambda: ColumnSpec("sequence", np.uint32, 2, metadata={"files": files}),
-        "label": lambda: ColumnSpec("sequence", np.uint8),
-        "pair": lambda: PAIR,
-    }
-    return {name: known[name]() for name in job.encoder.options.columns}
+    return job.encoder.options.column_specs(files)
 
 
 def _to_pack(job: Job, parts: PartsSoFar) -> ToPack:
-    """The sequences of all parts, and which of them are selected."""
+    """The sequences of all parts, and which of them are packed."""
     options, selection = job.options, job.options.packing.selection
     sources: dict[str, Any] = {"fingerprint": parts.fingerprint.hex()}
     sources |= {"rows": parts.report.rows, "skipped": parts.report.skipped}
     if selection is not None and selection.max_rows is not None:
         sources["pieces"] = parts.num_pieces
-    sequences = ToPack.of_parts(parts, job.encoder, options.prefix, sources, columns=_columns(job, parts))
-    if selection is None or not selection.of_rows or options.keep_corpus:
+    columns = _columns(job, parts)
+    sequences = ToPack.of_parts(parts, job.encoder, options.prefix, sources, columns=columns)
+    if options.keep_corpus:  # which has all sequences
         return sequences
     reader = sequences.reader
     assert isinstance(reader, PartsReader)
+    if options.packing.where:
+        tests = bind_all(map(Condition.parse, options.packing.where), columns, "--where")
+        values = {test.column: reader.column(test.column) for test in tests}
+        kept = holding(tests, values, len(sequences.lengths))
+        sequences = replace(sequences, kept=kept if sequences.groups is None else whole_pairs(kept))
+    if selection is None or not selection.of_rows:
+        return sequences
     files = np.repeat(np.array(parts.places)[:, 0], np.diff(reader.table.bounds))
-    selected = select_rows(reader.column("content", 5), files, selection, options.packing.seed)
+    selected = select_rows(reader.column("content"), files, selection, options.packing.seed)
     return replace(sequences, selected=selected)
 
 

@@ -17,12 +17,16 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
 from megatron_sft_idx.packing import Effort, Method, PackPlan, pack_sequences
+from megatron_sft_idx.packs.conditions import Condition
 from megatron_sft_idx.shard.writer import MaskAlignment
+from megatron_sft_idx.tokenize.column_weights import Weights, weighted, wrong_weight
 from megatron_sft_idx.tokenize.selection import Selection
 
 PackingMethod: TypeAlias = Literal[Method, "none"]
 Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 
+# Options that headers have only where they are set.
+_IF_SET = ("selection", "where", "loss_weight_column")
 # A mask is summed in windows of about this many tokens, 8 bytes of memory each.
 _SUMMED_TOKENS = 1 << 20
 
@@ -40,10 +44,12 @@ class PackOptions:
         max_sequences_per_pack: None for no limit.
         seed: of every shuffle and lot.
         selection: of rows and sequences; None takes all.
+        where: conditions on columns that all hold for the sequences that are packed, such as ``score >= 0.5``.
+        loss_weight_column: name of a column that loss masks are multiplied by; None for none.
 
     Raises:
-        FormatError: an option is none of its choices or out of range, no sequence would fit a pack, or ``effort`` does
-            not go with ``method``.
+        FormatError: an option is none of its choices or out of range, no sequence would fit a pack, ``effort`` does
+            not go with ``method``, or a condition cannot be read.
     """
 
     capacity: int
@@ -54,9 +60,12 @@ class PackOptions:
     max_sequences_per_pack: int | None = None
     seed: int = 0
     selection: Selection | None = None
+    where: tuple[str, ...] = ()
+    loss_weight_column: str | None = None
 
     def __post_init__(self) -> None:
         check_options(self, seed=(0, 2**64 - 1), max_sequences_per_pack=(1, 2**63 - 1))
+        object.__setattr__(self, "where", tuple(str(Condition.parse(text)) for text in self.where))
         if self.sequence_multiple > self.capacity:
             raise FormatError(
                 f"--seq-length {self.capacity} is below --sequence-multiple {self.sequence_multiple}: no sequence fits;"
@@ -66,8 +75,13 @@ class PackOptions:
             raise FormatError(f"--packing-effort high goes with --packing auto, not {self.method}: leave one out")
 
     def describe(self) -> dict[str, Any]:
-        """All attributes for headers; ``selection`` only where there is one."""
-        return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
+        """All attributes for headers; those that choose or weigh sequences only where they do."""
+        described = asdict(self) | {"where": [*self.where]}
+        return {name: value for name, value in described.items() if name not in _IF_SET or value}
+
+    def by_name(self) -> dict[str, Any]:
+        """As ``describe``, with None for what it leaves out."""
+        return dict.fromkeys(_IF_SET) | self.describe()
 
     @property
     def longest_sequence(self) -> int:
@@ -114,6 +128,7 @@ class FileSequences(NamedTuple):
         starts, lengths: where each sequence begins among the tokens of the file, and its number of tokens, [n].
         ids, mask: of all tokens of the file.
         columns: values of each sequence, by name, [n] or [n, width].
+        weights: what masks are multiplied by; None for nothing.
     """
 
     path: str
@@ -123,6 +138,7 @@ class FileSequences(NamedTuple):
     ids: NDArray[Any]
     mask: NDArray[Any]
     columns: Mapping[str, NDArray[Any]]
+    weights: Weights | None = None
 
 
 class SequenceReader(ABC):
@@ -130,37 +146,94 @@ class SequenceReader(ABC):
 
     Attributes:
         mask_alignment, mask_dtype: of the masks that ``read`` gives.
+        stored_dtype: of the masks before they are weighted; that of the masks in files, or a wider one.
         window_tokens: about how many tokens to read at a time.
+        weighted_by: name of the column that masks are multiplied by; None for none.
     """
 
     mask_alignment: MaskAlignment
     mask_dtype: np.dtype[Any]
+    stored_dtype: np.dtype[Any]
     window_tokens: int
+    weighted_by: str | None = None
 
     @abstractmethod
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
         """The sequences of these numbers, in any order and some more than once, file by file."""
 
+    def place_of(self, sequence: int) -> str:
+        """What errors call a sequence."""
+        return f"sequence {sequence}"
+
     def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token."""
+        ids, mask, weights, columns = self._gather(run)
+        if weights is not None:
+            mask = weighted(mask, weights)
+        return ids, mask.astype(self.mask_dtype, copy=False), columns
+
+    def weigh_by(
+        self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
+    ) -> None:
+        """Multiply masks by a column from now on. ``mask_dtype`` becomes uint8 if only 0 and 1 come of it.
+
+        Args:
+            column: its name.
+            sequences: numbers of the sequences that will be read.
+            lengths: tokens of each of them.
+            per_token: whether the column has a row for each token.
+
+        Raises:
+            FormatError: a value is negative or not finite, or float32 does not hold a product.
+        """
+        self.weighted_by, ends, first, only_flags = column, np.cumsum(lengths), 0, True
+        while first < len(sequences):
+            tokens = self.window_tokens + int(ends[first] - lengths[first])
+            last = max(first + 1, int(np.searchsorted(ends, tokens, "right")))
+            some = slice(first, last)
+            run = PlannedRun(
+                np.arange(last - first + 1), sequences[some], None, lengths[some], int(lengths[some].max())
+            )
+            _, mask, weights, _ = self._gather(run, masks_alone=True)
+            assert weights is not None
+            if wrong := wrong_weight(mask, weights):
+                at, what = wrong
+                ends_of_run = np.cumsum(run.lengths)
+                number = int(np.searchsorted(ends_of_run, at, "right"))
+                token = at - int(ends_of_run[number] - run.lengths[number]) + (self.mask_alignment == "label")
+                place = self.place_of(int(run.sequences[number])) + f", token {token}" * per_token
+                raise FormatError(f"{place}: --loss-weight-column {column}: {what}")
+            product = weighted(mask, weights)
+            only_flags = only_flags and bool(((product == 0) | (product == 1)).all())
+            first = last
+        self.mask_dtype = np.dtype(np.uint8 if only_flags else np.float32)
+
+    def _gather(
+        self, run: PlannedRun, *, masks_alone: bool = False
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, dict[str, NDArray[Any]]]:
+        """As ``read``, with masks that are not weighted, and weights of each of their values; None for no weights."""
         cuts, lengths = len(run.sequences), run.lengths.astype(np.int64)
         begins = np.zeros(cuts, np.int64) if run.begins is None else run.begins
         ends = np.cumsum(lengths)
         places, columns = ends - lengths, dict[str, NDArray[Any]]()
-        ids, mask = np.empty(0), np.empty(ends[-1], self.mask_dtype)
+        ids, mask, weights = np.empty(0), np.empty(ends[-1], self.stored_dtype), None
         for number, file in enumerate(self._by_file(run.sequences)):
-            if not number:
+            if not number and not masks_alone:
                 ids = np.empty(ends[-1], file.ids.dtype)
                 columns = {name: np.empty((cuts, *of.shape[1:]), of.dtype) for name, of in file.columns.items()}
             begin, length, place = (each[file.indices] for each in (begins, lengths, places))
             if (begin + length > file.lengths).any():
                 raise changed_error(file.path)
             starts = file.starts + begin
-            _native.gather_sequences(file.ids, starts, length, place, ids)
-            _native.gather_sequences(file.mask.astype(self.mask_dtype, copy=False), starts, length, place, mask)
-            for name, values in file.columns.items():
-                columns[name][file.indices] = values
-        return ids, mask, columns
+            _native.gather_sequences(file.mask.astype(self.stored_dtype, copy=False), starts, length, place, mask)
+            if file.weights is not None:
+                weights = np.ones(ends[-1], file.weights.values.dtype) if weights is None else weights
+                file.weights.gather(starts, length, place, weights)
+            if not masks_alone:
+                _native.gather_sequences(file.ids, starts, length, place, ids)
+                for name, values in file.columns.items():
+                    columns[name][file.indices] = values
+        return ids, mask, weights, columns
 
     def count_trained(
         self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
@@ -178,9 +251,14 @@ class SequenceReader(ABC):
             ends = starts + lengths[file.indices]
             windows = np.flatnonzero(np.diff(starts // _SUMMED_TOKENS)) + 1
             for some in filter(len, np.split(np.arange(len(starts)), windows)):
-                low = starts[some].min()
-                sums = np.cumsum(np.append(0, file.mask[low : ends[some].max()] != 0))
+                low, high = int(starts[some].min()), int(ends[some].max())
+                trained = file.mask[low:high] != 0
+                if file.weights is not None and not file.weights.of_sequences:
+                    trained &= file.weights.are_set(low, high)
+                sums = np.cumsum(np.append(0, trained))
                 counts[file.indices[some]] = sums[ends[some] - low] - sums[starts[some] - low]
+                if file.weights is not None and file.weights.of_sequences:
+                    counts[file.indices[some]] *= file.weights.values[some] != 0
         return counts
 
     def are_trained(

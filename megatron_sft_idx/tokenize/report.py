@@ -138,7 +138,7 @@ class PackReport:
         dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
         lost_trained_tokens: trained tokens lost to ``--overlong``: those of dropped sequences, those behind a cut, and
             those that begin a cut, which nothing predicts there.
-        left_out: sequences that were made from files which were not chosen.
+        left_out: sequences that were left out by ``--where``.
         selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
         lost_columns: columns of the source that were left out, with leave.
         found: all shards were there already.
@@ -255,7 +255,7 @@ class Summary:
             f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
         ]
         if_any = {
-            f"left out        {packing.left_out:,} sequences of other sources": packing.left_out,
+            f"left out        {packing.left_out:,} sequences left out by --where": packing.left_out,
             f"overlong        {packing.describe_overlong()}": packing.overlong,
             f"lost            columns {', '.join(packing.lost_columns)}: they have a row a pack of the source": (
                 packing.lost_columns
@@ -269,6 +269,8 @@ class Summary:
                 f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
                 f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
             )
+            if valid.left_out:
+                lines.append(f"  left out      {valid.left_out:,} sequences left out by --where")
             if valid.overlong:
                 lines.append(f"  overlong      {valid.describe_overlong()}")
         for name, count in (corpus.notes if corpus else {}).items():

@@ -80,7 +80,24 @@ def _schema_metadata(file: InputFile) -> Mapping[bytes, bytes]:
         return {}
 
 
-def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+def look_at_rows(files: Sequence[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+    """Look at rows before the work begins: whether mapped paths are there, and whether a decision is missing.
+
+    Args:
+        files: the input.
+        options: how rows are read.
+        max_rows: how many usable rows are taken; None for all.
+
+    Raises:
+        FormatError: no row has a path of ``--fields`` or ``--turn-fields``; the message lists the paths of the rows.
+        SequenceError: one of the first 1,000 rows has a system message after an answer, and the options do not say what
+            that means.
+    """
+    _require_mapped_paths(files, options, max_rows)
+    _require_decided_rows(files, options, max_rows)
+
+
+def _require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
     """Look at the first 1,000 rows of the input, unless the options decide what a system message after an answer is.
 
     Args:
@@ -114,7 +131,7 @@ def require_decided_rows(files: Iterable[InputFile], options: RowOptions, max_ro
         raise SequenceError(*first, f"{UNDECIDED}, the first of {undecided:,} among the first {count:,} rows; {DECIDE}")
 
 
-def require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None = None) -> None:
+def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_rows: int | None) -> None:
     """Require that every path of ``--fields`` and ``--turn-fields`` is in a row of the input.
 
     The input is read until each was found: a few rows where no path is mistyped, all of them where one is.
@@ -160,7 +177,7 @@ def compare_libraries(encoder: RowEncoder, files: Iterable[InputFile], max_rows:
     Args:
         encoder: what makes sequences of the rows.
         files: the input.
-        max_rows: as of ``require_decided_rows``.
+        max_rows: as of ``look_at_rows``.
 
     Raises:
         DifferentIdsError: gigatoken and tokenizers give different ids for a row.

@@ -8,7 +8,6 @@ does not change as other rows are added; and equal rows share it, so that no cop
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -23,6 +22,7 @@ from megatron_sft_idx.chat.types import Conversation, TextRow, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import csr_rows
+from megatron_sft_idx.packs.source_names import find_name, shortest_names
 
 _MAX_WEIGHT = 1000
 
@@ -68,13 +68,14 @@ def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> l
 
     Args:
         option: name of the option in errors.
-        entries: ``FILE=WEIGHT``, where FILE is a path as it is in the input, a glob, a folder, or the name of one file.
+        entries: ``FILE=WEIGHT``, where FILE is a glob or a folder as in the input, or one file as for ``find_name``.
         files: paths of the input.
 
     Raises:
-        FormatError: an entry that is no such weight, or names no file, several of one name, or a file a second time.
+        FormatError: an entry that is no such weight, or means no file, one of several files, or a file a second time.
     """
     weights: dict[int, float] = {}
+    names = shortest_names(files)
     for entry in entries:
         name, _, number = entry.rpartition("=")
         try:
@@ -86,13 +87,7 @@ def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> l
             raise FormatError(f"{option} {entry}: expected {form}")
         folder = name.rstrip("/") + "/"
         matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
-        if not matching:
-            matching = [n for n, path in enumerate(files) if os.path.basename(path) == name]
-            if len(matching) > 1:
-                several = ", ".join(files[n] for n in matching)
-                raise FormatError(f"{option} {entry}: {several} are called so, name one by its path")
-        if not matching:
-            raise FormatError(f"{option} {entry}: no file of the input is called so; they are {', '.join(files)}")
+        matching = matching or [find_name(name, names, f"{option} {entry}")]
         if weighted := next((files[n] for n in matching if n in weights), None):
             raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
         weights |= dict.fromkeys(matching, weight)

@@ -1,0 +1,215 @@
+"""Conditions on columns, such as ``score >= 0.5``, and the sequences of a shard for which they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout.column import ColumnSpec, is_source
+from megatron_sft_idx.layout.files import no_column
+from megatron_sft_idx.lines import on_one_line
+from megatron_sft_idx.packs.run import Window, windows
+from megatron_sft_idx.packs.source_names import find_name, listed_names
+from megatron_sft_idx.shard import Shard, pair_numbers
+from megatron_sft_idx.storage.progress import Update
+
+_FORM = re.compile(r"\s*([a-z][a-z0-9_]*)\s*(==|!=|<=|>=|<|>)\s*(.*\S)\s*", re.DOTALL)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,6})?|[+-]?inf")
+_BOOLEANS = {"true": "1", "false": "0"}
+_COMPARE: dict[str, Callable[[Any, Any], NDArray[np.bool_]]] = {
+    "==": np.equal,
+    "!=": np.not_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+}
+_SOURCE = "source"
+
+
+class BoundCondition(NamedTuple):
+    """A condition on a column whose kind is known.
+
+    Attributes:
+        column: its name.
+        compare: the comparison, a function of numpy.
+        value: what rows are compared with, of the column's dtype; of ``source``, the number of a file.
+        of_files: whether the column is ``source``, of whose rows only the number of the file is compared.
+    """
+
+    column: str
+    compare: Callable[[Any, Any], NDArray[np.bool_]]
+    value: Any
+    of_files: bool = False
+
+    def holds(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether the condition holds for all values of each row, bool [rows]. NaN is equal to nothing."""
+        holds: NDArray[np.bool_] = self.compare(rows[:, 0] if self.of_files else rows, self.value)
+        if holds.ndim > 1:
+            holds = np.logical_and.reduce(holds, 1)
+        return holds
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of a column with a value.
+
+    Attributes:
+        column: name of the column.
+        operator: one of ``==``, ``!=``, ``<``, ``<=``, ``>``, ``>=``.
+        value: the text behind the operator.
+    """
+
+    column: str
+    operator: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """The condition that a text such as ``score>=0.5`` states; spaces between its three words are optional.
+
+        Raises:
+            FormatError: it is no such text, or orders the files of ``source``.
+
+        Example:
+            >>> Condition.parse("score>=0.5")
+            Condition(column='score', operator='>=', value='0.5')
+            >>> str(Condition.parse("source == b/train.jsonl"))
+            'source == b/train.jsonl'
+        """
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise FormatError(
+                f"--where {brief(text)}: expected 'NAME OP VALUE' with one of {', '.join(_COMPARE)}, such as"
+                " 'score >= 0.5'"
+            )
+        condition = cls(*match.groups())
+        if condition.column == _SOURCE and condition.operator not in ("==", "!="):
+            raise FormatError(f"--where {on_one_line(str(condition))}: a file is compared by == or !=")
+        return condition
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.operator} {self.value}"
+
+    def bind(self, spec: ColumnSpec) -> BoundCondition:
+        """The condition for a column of this kind.
+
+        Raises:
+            FormatError: the column's dtype does not hold the value; or no file of ``source`` is meant, or several.
+        """
+        where, compare = f"--where {on_one_line(str(self))}", _COMPARE[self.operator]
+        if self.column == _SOURCE:
+            if not is_source(spec):
+                raise FormatError(f"{where}: the column source names no files; that of preprocess does")
+            file = find_name(self.value, listed_names(spec), where)
+            return BoundCondition(self.column, compare, np.uint32(file), of_files=True)
+        text = _BOOLEANS.get(self.value, self.value)
+        if spec.dtype.kind == "f":
+            return BoundCondition(self.column, compare, _float_of(text, spec.dtype, where))
+        limits = np.iinfo(spec.dtype)
+        if not _WHOLE.fullmatch(text) or not limits.min <= int(text) <= limits.max:
+            raise FormatError(
+                f"{where}: the column is {spec.dtype}, expected a whole number from {limits.min} to {limits.max}"
+            )
+        return BoundCondition(self.column, compare, spec.dtype.type(int(text)))
+
+
+def _float_of(text: str, dtype: np.dtype[Any], where: str) -> Any:
+    if not _NUMBER.fullmatch(text):
+        raise FormatError(f"{where}: the column is {dtype}, expected a number")
+    exact = float(text)
+    with np.errstate(over="ignore", under="ignore"):
+        value = dtype.type(exact)
+    is_inf = text.endswith("inf")
+    is_zero = not text.lower().partition("e")[0].strip("+-0.")
+    if np.isinf(value) != is_inf or (value == 0) != is_zero:
+        raise FormatError(f"{where}: {dtype} has no such number, it would become {value}")
+    return value
+
+
+def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec], where: str) -> list[BoundCondition]:
+    """All conditions, for columns of these kinds.
+
+    Args:
+        conditions: all of them are to hold.
+        columns: the columns that there are, by name.
+        where: what errors call that which has these columns.
+
+    Raises:
+        FormatError: there is no such column, or as of ``Condition.bind``.
+    """
+    tests = []
+    for condition in conditions:
+        if condition.column not in columns:
+            said = on_one_line(str(condition))
+            raise FormatError(f"{where}: {no_column(condition.column, columns)}; --where {said} needs it")
+        tests.append(condition.bind(columns[condition.column]))
+    return tests
+
+
+def holding(tests: Sequence[BoundCondition], columns: Mapping[str, NDArray[Any]], num_rows: int) -> NDArray[np.bool_]:
+    """For which rows all conditions hold, bool [rows]; ``columns`` are values by name, all with a row for each."""
+    holds = np.ones(num_rows, bool)
+    for test in tests:
+        holds &= test.holds(columns[test.column])
+    return holds
+
+
+def whole_pairs(selected: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of sequences 2k and 2k + 1, which are a pair, both where both are selected, else none: bool [sequences]."""
+    return np.repeat(selected.reshape(-1, 2).all(1), 2)
+
+
+def conditions_of(shard: Shard, where: Iterable[str]) -> list[BoundCondition]:
+    """Conditions on the columns of a shard; errors as of ``Condition.parse`` and ``bind_all``."""
+    conditions = [Condition.parse(text) for text in where]
+    needed = {condition.column for condition in conditions} & {*shard.columns}
+    specs = {name: shard.columns[name].spec for name in needed}
+    if missing := [condition for condition in conditions if condition.column not in needed]:
+        specs = {name: column.spec for name, column in shard.columns.items()}  # all are listed
+        return bind_all(missing, specs, shard.prefix)
+    return bind_all(conditions, specs, shard.prefix)
+
+
+def selected_sequences(shard: Shard, where: Iterable[str], *, on_progress: Update | None = None) -> NDArray[np.bool_]:
+    """Which sequences of a shard all conditions hold for, bool [sequences].
+
+    A condition on a column with a row for each pack holds for the sequences of the pack; one on a column with a row for
+    each token holds where it does for all tokens of the sequence. Of a row with several values, it holds for all. A
+    pair is selected where both of its sequences are.
+
+    Args:
+        shard: the shard; all kinds of columns count, attached ones too.
+        where: conditions as ``Condition.parse`` reads them.
+        on_progress: called after each window with its tokens and packs.
+
+    Raises:
+        FormatError: a condition that cannot be, or a column that the shard does not have.
+        CorruptShardError: the column ``pair`` makes no pairs.
+    """
+    tests = conditions_of(shard, where)
+    selected = np.ones(shard.header.num_sequences, bool)
+    for window in windows(shard.files, columns={test.column: shard.columns[test.column] for test in tests}):
+        last = window.first_sequence + len(window.bounds) - 1
+        for test in tests:
+            selected[window.first_sequence : last] &= _of_sequences(test, window)
+        if on_progress:
+            on_progress(window.num_tokens, len(window))
+    return selected if pair_numbers(shard) is None else whole_pairs(selected)
+
+
+def _of_sequences(test: BoundCondition, window: Window) -> NDArray[np.bool_]:
+    column = window.columns[test.column]
+    holds = test.holds(column.values)
+    if column.spec.per == "pack":
+        return np.repeat(holds, np.diff(window.sequence_offsets))
+    if column.spec.per == "token":
+        return np.logical_and.reduceat(holds, window.bounds[:-1])
+    return holds

@@ -1,0 +1,91 @@
+"""Loss masks multiplied by the values of a column (``--loss-weight-column``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import no_column
+
+# The key of a shard's JSON block that names these columns.
+WEIGHTED_BY = "loss_weight_columns"
+
+
+class Weights(NamedTuple):
+    """What the masks of some sequences of a file are multiplied by.
+
+    Attributes:
+        values: one for each of the sequences, or for each token of the file, of any numeric dtype.
+        of_sequences: whether there is one for each sequence.
+        shift: of values of tokens, mask value j is multiplied by value j + shift.
+    """
+
+    values: NDArray[Any]
+    of_sequences: bool = True
+    shift: int = 0
+
+    def gather(
+        self, starts: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], out: NDArray[Any]
+    ) -> None:
+        """Write the weight of each mask value of sequences to ``out``; a value that has none there keeps what it is.
+
+        Args:
+            starts: where each sequence begins among the tokens of the file.
+            lengths: of the sequences, in tokens.
+            places: where each begins in ``out``.
+            out: of the dtype of the values.
+        """
+        if self.of_sequences:
+            values, firsts, counts = np.repeat(self.values, lengths), np.cumsum(lengths) - lengths, lengths
+        else:
+            # None is for the last position, which predicts nothing.
+            values, firsts, counts = self.values, np.minimum(starts + self.shift, len(self.values)), lengths - 1
+        # As bytes: values may be of any dtype.
+        first, nbytes, place = (each * out.itemsize for each in (firsts, counts, places))
+        _native.gather_sequences(values.view(np.uint8), first, nbytes, place, out.view(np.uint8))
+
+    def are_set(self, first: int, last: int) -> NDArray[np.bool_]:
+        """Of values of tokens: whether the mask values ``[first, last)`` of the file have weights above 0."""
+        known = self.values[first + self.shift : last + self.shift] != 0
+        return np.append(known, np.ones(last - first - len(known), bool))
+
+
+def weighted(mask: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float32]:
+    """The products of mask values and weights, float32."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.multiply(mask.astype(np.float32), weights.astype(np.float32))
+
+
+def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] | None:
+    """The first value whose weight cannot be, and what is wrong with it; None where all can be."""
+    with np.errstate(over="ignore", under="ignore"):
+        bad = ~np.isfinite(weights.astype(np.float32)) | (weights < 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        return at, f"the weight is {weights[at]:g}, expected a number of 0 or more that float32 holds"
+    products = weighted(mask, weights)
+    lost = ((products == 0) & (mask != 0) & (weights != 0)) | ~np.isfinite(products)
+    if not lost.any():
+        return None
+    at = int(np.argmax(lost))
+    return at, f"float32 rounds {mask[at]:g} times {weights[at]:g} to {products[at]:g}; give another weight"
+
+
+def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
+    """The columns by which the masks of a shard were multiplied, as its JSON block names them."""
+    names = metadata.get(WEIGHTED_BY)
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def require_weight_column(name: str, columns: Mapping[str, ColumnSpec], where: str) -> None:
+    """FormatError where there is no column of this name among those of ``where``, or it holds no weights."""
+    if name not in columns:
+        raise FormatError(f"{where}: {no_column(name, columns)}; --loss-weight-column {name} needs it")
+    if (width := columns[name].width) != 1:
+        raise FormatError(f"{where}: column {name} has {width} values in each row; --loss-weight-column needs one")

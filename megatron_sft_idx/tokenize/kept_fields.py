@@ -1,0 +1,116 @@
+"""Fields of rows that become columns, with one value for each sequence of the row (``--keep-field``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import Undecoded
+from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.layout.column import COLUMN_DTYPES
+from megatron_sft_idx.layout.files import check_column_name
+
+_DTYPES = {dtype.name: dtype for dtype in COLUMN_DTYPES.values()}
+# The one that holds every number that JSON commonly has. It does not depend on what the rows hold.
+_DEFAULT = "float64"
+# A number as JSON writes it; not so long that Python would refuse it.
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d{0,99})(?:\.\d{1,99})?(?:[eE][-+]?\d{1,3})?")
+# Names of columns that rows of some kind, or parts, have already.
+_TAKEN = ("source", "pair", "label", "content")
+
+
+def read_keep_fields(entries: Iterable[str]) -> dict[str, str]:
+    """Dtypes of the fields to be kept, by name.
+
+    Args:
+        entries: ``NAME`` or ``NAME=DTYPE`` each.
+
+    Raises:
+        FormatError: a column cannot have this name or dtype, or a field is kept twice.
+
+    Example:
+        >>> read_keep_fields(["score", "rank=int16"])
+        {'rank': 'int16', 'score': 'float64'}
+    """
+    fields: dict[str, str] = {}
+    for entry in entries:
+        name, has_dtype, dtype = entry.partition("=")
+        dtype = dtype if has_dtype else _DEFAULT
+        try:
+            check_column_name(name)
+        except FormatError as error:
+            raise FormatError(f"--keep-field {brief(entry)}: {error}") from None
+        if name in _TAKEN:
+            raise FormatError(f"--keep-field {entry}: preprocess has a column of this name; rename the field")
+        if dtype not in _DTYPES:
+            raise FormatError(f"--keep-field {brief(entry)}: expected a dtype of {', '.join(sorted(_DTYPES))}")
+        if name in fields:
+            raise FormatError(f"--keep-field {entry}: the field is kept already")
+        fields[name] = dtype
+    return dict(sorted(fields.items()))
+
+
+def values_of(row: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[int | float, ...]:
+    """The values of a row's fields, in the order of ``fields``, each as its dtype stores it.
+
+    Whole numbers and booleans are held exactly. Text of a number counts as that number. Fractions are rounded to the
+    nearest number of a float dtype.
+
+    Raises:
+        RowError: a field is missing, or is no finite number that its dtype holds.
+    """
+    return tuple(_value_of(row.get(name), name, dtype) for name, dtype in fields.items())
+
+
+def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None:
+        raise RowError(f"the row has no {name}, which --keep-field stores")
+    if isinstance(value, Undecoded):
+        raise value.error("a number")
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # all values of a .csv file are text
+        value = json.loads(value)
+    dtype = _DTYPES[dtype_name]
+    if not isinstance(value, (bool, int, float)) or not (isinstance(value, int) or math.isfinite(value)):
+        raise RowError(f"{name} is {brief(value)}, expected a finite number to store as {dtype_name}")
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if value != int(value) or not limits.min <= value <= limits.max:
+            raise RowError(
+                f"{name} is {brief(value)}, which {dtype_name} does not hold: expected a whole number from {limits.min}"
+                f" to {limits.max}; name another dtype (--keep-field {name}=DTYPE)"
+            )
+        return int(value)
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            stored = float(dtype.type(value))
+    except OverflowError:
+        stored = math.inf
+    is_exact = stored == value
+    if math.isinf(stored) or (isinstance(value, int) and not is_exact) or (value and not stored):
+        remedy = f"name another dtype (--keep-field {name}=DTYPE)"
+        raise RowError(f"{name} is {brief(value)}, which {dtype_name} does not hold; {remedy}")
+    return stored
+
+
+def arrays_of(
+    rows: Sequence[Sequence[int | float]], fields: Mapping[str, str], repeats: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """Columns of the fields by name: the value of each row, as often as it makes sequences."""
+    return {
+        name: np.repeat(np.array([row[number] for row in rows], _DTYPES[dtype]), repeats)
+        for number, (name, dtype) in enumerate(fields.items())
+    }
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of this name, in which values are stored."""
+    return _DTYPES[name]
