@@ -365,7 +365,7 @@ def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
         with ShardWriter(str(tmp_path / str(number)), mask_dtype=np.float32) as writer:
             writer.add_pack(np.array([7, 8, 9], np.int32), np.array([0, weight, 0], np.float32), [0])
     assert as_torch(str(tmp_path / "0"))[0]["labels"].tolist() == [-100, -100, 9]
-    with pytest.raises(FormatError, match=r"pack 0: weights other than 0 and 1.*loss_mask"):
+    with pytest.raises(FormatError, match=r"pack 0: its loss mask has weights.*loss_weights=True"):
         as_torch(str(tmp_path / "1"))[0]
     with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
         as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def test_judged_answers_have_no_place_in_labels(tmp_path: Path, opened: Callable
     prefix = str(tmp_path / "x")
     with ShardWriter(prefix, columns={"pair": PAIR}) as writer:
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
-    with pytest.raises(FormatError, match="x: its answers are judged, by the column pair; as_torch hands out none"):
+    with pytest.raises(FormatError, match=r"x: holds preference pairs .*; pass preferences=True and use dpo_loss"):
         as_torch(opened(prefix))
 
 
@@ -394,7 +394,7 @@ def test_answers_are_judged_still_where_nothing_says_of_which_kind_the_rows_were
     merge([tmp_path / "x0", tmp_path / "x1"], tmp_path / "merged")
     convert(tmp_path / "merged", tmp_path / "chunks", "jsonl-chunks")
     convert(tmp_path / "x0", tmp_path / "rows", "memmap")
-    refused = "its answers are judged, by the column label"
+    refused = "holds KTO labels"
     for name in ("merged", "chunks", "rows"):
         with pytest.raises(FormatError, match=refused):
             as_torch(str(tmp_path / name))
@@ -428,7 +428,7 @@ def test_answers_are_judged_still_where_the_header_was_made_anew(tmp_path: Path,
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={column: values})
     (tmp_path / "x.seq.idx").unlink()
     rebuild(tmp_path / "x")
-    with pytest.raises(FormatError, match=f"x: its answers are judged, by the column {column}; "):
+    with pytest.raises(FormatError, match=f"x: holds .* .column '{column}'"):
         as_torch(str(tmp_path / "x"))
 
 

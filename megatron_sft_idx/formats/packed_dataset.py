@@ -213,6 +213,11 @@ class PackedDataset:
         return self._files.shards.headers if isinstance(self._files, JoinedShards) else []
 
     @property
+    def spec(self) -> PackedSpec:
+        """Counts, dtypes and metadata of all files together. FormatError where they come from different tokenizers."""
+        return self._files.spec
+
+    @property
     def capacity(self) -> int:
         """Most token positions a pack may hold: the largest of all files."""
         return self._files.spec.capacity

@@ -268,7 +268,7 @@ class LiveChunks(LiveShards):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
         if self.encoding is None:
-            instead = "chunks hand none on: make a shard of them (convert), and train on that"
+            instead = "make a shard of the chunks (megatron-sft-idx convert), and train on that"
             specs = read_column_specs(self.folder, None)
             require_judged(path, specs, specs.__getitem__, {}, columns, instead)
         chunk = self._opened(number)

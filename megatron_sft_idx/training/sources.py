@@ -105,7 +105,8 @@ class PackSource(Protocol):
 
 # The column of KTO's labels, as preprocess writes it. A column ``label`` of another kind is anybody's.
 _KTO_LABEL = ColumnSpec("sequence", np.uint8)
-_IN_COLUMNS = "ask for it in columns, and take a loss that goes by it, such as training.losses.dpo_losses"
+_JUDGED = {"pair": "preference pairs", "label": "KTO labels"}
+_IN_COLUMNS = "ask for it in columns, and use a loss that takes it, such as training.losses.dpo_losses"
 
 
 def require_judged(
@@ -114,9 +115,9 @@ def require_judged(
     spec_of: Callable[[str], ColumnSpec],
     metadata: Mapping[str, Any],
     columns: Collection[str],
-    remedy: str = _IN_COLUMNS,
+    remedy: str | Mapping[str, str] = _IN_COLUMNS,
 ) -> None:
-    """FormatError where a column judges the answers, and is not among those that are asked for.
+    """FormatError where a column says that answers are bad, and is not among those that are asked for.
 
     Args:
         where: the shard or file, for the error.
@@ -125,28 +126,31 @@ def require_judged(
         metadata: of its header. Where they do not say of which kind its rows were, as those of a merged shard may not,
             a column ``label`` of the kind that KTO's is of is taken to be that.
         columns: names of those that are asked for.
-        remedy: what to do about it.
+        remedy: what to do about it; or that by the name of the column.
     """
     options = metadata.get("options")
     row_kind = options.get("row_kind", "kto") if isinstance(options, dict) else "kto"
-    missing = {"pair", "label"}.intersection(names).difference(columns)
+    missing = {*_JUDGED}.intersection(names).difference(columns)
     if "label" in missing and (row_kind != "kto" or spec_of("label").kind != _KTO_LABEL.kind):
         missing.remove("label")
     if missing:
+        name = min(missing)
         raise FormatError(
-            f"{where}: its answers are judged, by the column {min(missing)}; {remedy}; else the rejected ones are"
-            " learnt too"
+            f"{where}: holds {_JUDGED[name]} (column '{name}'), so a plain loss would also train on the"
+            f" rejected answers; {remedy if isinstance(remedy, str) else remedy[name]}"
         )
 
 
-def require_shard_judged(prefix: str, header: Header, columns: Collection[str], remedy: str = _IN_COLUMNS) -> None:
+def require_shard_judged(
+    prefix: str, header: Header, columns: Collection[str], remedy: str | Mapping[str, str] = _IN_COLUMNS
+) -> None:
     """As ``require_judged``, for a shard and the columns that it was written with.
 
     A header that was rebuilt does not list these any more, so those that lie beside it count.
     """
     paths, names = ShardPaths.of(prefix), {*listed_columns(header.metadata)}
     if header.rebuilt:
-        names |= {name for name in ("pair", "label") if has_column(paths, header, name)}
+        names |= {name for name in _JUDGED if has_column(paths, header, name)}
 
     def spec_of(name: str) -> ColumnSpec:
         return open_column(paths, name, header, "reopen").spec
