@@ -70,7 +70,7 @@ def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
         texts = []
         for name in names:
             try:
-                texts.append(f"{name}={_value_text(getattr(self, name))}")
+                texts.append(f"{name}={value_text(getattr(self, name))}")
             except Exception:  # a field that was not set yet, or whose own repr fails
                 texts.append(f"{name}=?")
         return on_one_line(f"{type(self).__name__}({', '.join(texts)})")
@@ -79,7 +79,8 @@ def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
     return kind
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as ``shown_by_fields`` shows it."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, (Mapping, Sequence, Set)) and len(text := repr(value)) > 80:

@@ -24,6 +24,7 @@ from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.columns import open_column
@@ -43,6 +44,7 @@ Arrays: TypeAlias = tuple[Array, ...]
 Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Segments:
     """The sequences of some packs, in order.
@@ -174,11 +176,14 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 # ---- packs of shards ----
 
 
-class _ShardPacks:
+class _ShardPacks(Shown):
     """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
 
     They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
     """
+
+    num_packs: int
+    capacity: int
 
     def __init__(self, shards: ShardSet, unit: str, total: int, first: int, last: int | None, **options: Any) -> None:
         end = total if last is None else last
@@ -189,6 +194,11 @@ class _ShardPacks:
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
         chosen = [shards.fingerprint, {unit: [first, end], **options}]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(chosen, sort_keys=True).encode())
+
+    def _shown(self) -> str:
+        more = f" and {len(self.shards.prefixes) - 1:,} more" if len(self.shards.prefixes) > 1 else ""
+        counts = f"{self.num_packs:,} packs of up to {self.capacity:,} tokens"
+        return f"{self.shards.prefixes[0]}{more}: {counts}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, self.state()
@@ -304,6 +314,7 @@ class StoredPacks(_ShardPacks):
         return total
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """How sequences are packed when training starts: the arguments of ``pack_sequences``.
@@ -410,7 +421,7 @@ class PlannedPacks(_ShardPacks):
         return int(self.plan.lengths.sum(dtype=np.int64))
 
 
-class JoinedPacks:
+class JoinedPacks(Shown):
     """A ``PackSource`` of several sources, for a blend; its packs are theirs, numbered one source after the other.
 
     Stored packs are found in one call, however many sources there are; planned ones are asked of each source.
@@ -433,6 +444,9 @@ class JoinedPacks:
             self._stored = StoredPacks(ShardSet.joined(sets))
             begins = running_sums(map(len, sets))[:-1] + np.array([source.first for source in sources], np.int64)
             self._shift: NDArray[np.int64] = begins - self.packs_before[:-1]
+
+    def _shown(self) -> str:
+        return f"{len(self._sources)} sources: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
@@ -550,7 +564,7 @@ def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 # ---- packs of a legacy file ----
 
 
-class LegacySource:
+class LegacySource(Shown):
     """A ``PackSource`` of the packs of a legacy ``.npy``, all of which are in memory.
 
     Args:
@@ -563,7 +577,7 @@ class LegacySource:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:
-        self._packs = packs = read_legacy(path)
+        self.path, self._packs = os.fspath(path), (packs := read_legacy(path))
         self._starts = packs.seq_starts.astype(np.uint32)
         self.num_packs = len(packs)
         self.capacity = int(packs.pack_lengths.max(initial=0)) if capacity is None else capacity
@@ -575,6 +589,9 @@ class LegacySource:
         for array in (packs.tokens, packs.loss_mask, packs.token_offsets, packs.sequence_offsets, self._starts):
             content.update(array)
         self.fingerprint = content.hex()
+
+    def _shown(self) -> str:
+        return f"{self.path}: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
