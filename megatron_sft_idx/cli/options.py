@@ -72,6 +72,25 @@ class Collected(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
 
 
+class ByFile(argparse.Action):
+    """Collects values of the form FILE=W in a dict from FILE to a number."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Add the values that were given."""
+        weights = dict(getattr(namespace, self.dest) or {})
+        for entry in values:
+            file, _, number = entry.rpartition("=")
+            try:
+                weight = float(number)
+            except ValueError:
+                file = ""
+            if not file or file in weights:
+                reason = f"{file} has a weight already" if file else "expected FILE=WEIGHT, such as chats.jsonl=0.5"
+                raise argparse.ArgumentError(self, f"{entry}: {reason}")
+            weights[file] = weight
+        setattr(namespace, self.dest, weights)
+
+
 def add_verb(
     verbs: Verbs,
     name: str,

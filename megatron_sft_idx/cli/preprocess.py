@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.cli.options import (
+    ByFile,
     Collected,
     Verbs,
     add_output_options,
@@ -204,6 +205,8 @@ def _as_argument(name: str) -> dict[str, Any]:
         keywords["type"] = float
     elif hint == Mapping[str, Any] | None:
         keywords["type"] = _json_object
+    elif hint == Mapping[str, float] | None:
+        keywords["action"] = ByFile
     return keywords
 
 

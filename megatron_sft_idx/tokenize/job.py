@@ -41,6 +41,7 @@ _EXPECTED: dict[Any, tuple[Any, str]] = {
     StrPath | None: (str | os.PathLike | None, "a path"),
     Sequence[str]: (list | tuple, "a list of strings"),
     Mapping[str, Any] | None: (Mapping | None, "a dict"),
+    Mapping[str, float] | None: (Mapping | None, "a dict of weights by file"),
 }
 # Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
 _MAX_INPUT_PER_OUTPUT = 256
@@ -83,7 +84,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     sample: float = 1.0,
     dedup: Literal["none", "exact"] = "none",
     valid_fraction: float = 0.0,
-    repeat: Sequence[str] = (),
+    repeat: Mapping[str, float] | None = None,
     shuffle: bool = False,
     workers: int | None = None,
     engine: Literal["local", "ray"] = "local",
@@ -92,7 +93,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     staging: str = STAGING,
     keep_corpus: bool = False,
     source: bool = True,
-    loss_weight: Sequence[str] = (),
+    loss_weight: Mapping[str, float] | None = None,
     overwrite: bool = False,
     summary: StrPath | None = None,
     log_interval: int = 10_000,
@@ -105,7 +106,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 
     Args:
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
-            or any iterable of rows.
+            any iterable of rows; or a list that mixes these. In the column ``source`` a data set or table is called
+            ``dataset-0``, ``dataset-1``, ..., or as a dict calls it: ``{"math": dataset}``.
 
     Returns:
         Counts of what was made; its ``str`` is what the command prints.
@@ -154,9 +156,9 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         prefix=prefix,
         encoding=replace(encoding, content=of_rows),
         packing=packing,
-        loss_weights=tuple(given["loss_weight"]),
+        loss_weights=dict(given["loss_weight"] or {}),
         max_bad_rows=BadRowLimit.of(given),
-        repeats=tuple(given["repeat"]),
+        repeats=dict(given["repeat"] or {}),
     )
 
 
@@ -260,7 +262,7 @@ def run_job(
     output.publish(found=report.found)
     if report.corpus is not None:
         report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
-    report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
+    report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=[*map(as_given, inputs)])))
     if path is not None:
         report.write(path, overwrite=options.overwrite)
     return report

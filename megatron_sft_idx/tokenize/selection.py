@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.packing import csr_rows
 
 _MAX_WEIGHT = 1000
@@ -63,27 +64,25 @@ class Selection:
         return replace(self, drop_untrained=False) != Selection()
 
 
-def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> list[float]:
+def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]) -> list[float]:
     """A weight for each file of the input; 1 for files that no entry names.
 
     Args:
         option: name of the option in errors.
-        entries: ``FILE=WEIGHT``, where FILE is a path as it is in the input, a glob, a folder, or the name of one file.
+        by_file: weights by FILE: a path as it is in the input, a glob, a folder, or the name of one file.
         files: paths of the input.
 
     Raises:
-        FormatError: an entry that is no such weight, or names no file, several of one name, or a file a second time.
+        FormatError: a weight is not a number from 0 to 1,000, or a FILE matches no file, several of one name, or a file
+            that has a weight already.
     """
     weights: dict[int, float] = {}
-    for entry in entries:
-        name, _, number = entry.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = -1.0
-        if not name or not 0 <= weight <= _MAX_WEIGHT:
+    for name, weight in by_file.items():
+        entry = f"{name}={weight}"
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+        if not isinstance(name, str) or not name or not is_number or not 0 <= weight <= _MAX_WEIGHT:
             form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
-            raise FormatError(f"{option} {entry}: expected {form}")
+            raise FormatError(f"{option} {brief(entry)}: expected {form}")
         folder = name.rstrip("/") + "/"
         matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
         if not matching:
@@ -95,7 +94,7 @@ def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> l
             raise FormatError(f"{option} {entry}: no file of the input is called so; they are {', '.join(files)}")
         if weighted := next((files[n] for n in matching if n in weights), None):
             raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
-        weights |= dict.fromkeys(matching, weight)
+        weights |= dict.fromkeys(matching, float(weight))
     return [weights.get(n, 1.0) for n in range(len(files))]
 
 

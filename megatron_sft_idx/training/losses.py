@@ -18,14 +18,18 @@ the model gives to the trained tokens of a sequence, and ref what the reference 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, pad
 
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import brief
 from megatron_sft_idx.layout.files import RESERVED_NAMES, no_column
 from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.training.batch import Tensors, segments_of
@@ -222,6 +226,7 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor |
     return total / divisor
 
 
+@checked
 def dpo_loss(
     policy_logits: Tensor, reference_logits: Tensor, batch: Mapping[str, Any], *, beta: float = 0.1
 ) -> DpoLoss:
@@ -251,6 +256,9 @@ def dpo_loss(
         >>> found.loss, found.metrics["rewards/accuracies"]
         (tensor(0.6263), tensor(1.))
     """
+    if not isinstance(beta, Real) or not -sys.float_info.max <= beta <= sys.float_info.max:
+        raise ValueError(f"beta: {brief(beta)}, expected a number")
+    beta = float(beta)
     if "pair" not in batch:
         raise ValueError("batch: has no preference pairs; make it with as_torch(..., preferences=True)")
     pair = batch["pair"].to(torch.int64)
@@ -275,6 +283,8 @@ def _trained_logp(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Ten
     if "loss_weights" not in batch:
         raise ValueError("batch: has no loss_weights; make it with as_torch(..., loss_weights=True)")
     ids, weights = batch["input_ids"], batch["loss_weights"]
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"logits: {brief(logits)}, expected a tensor")
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise ValueError(f"logits: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
     is_trained = weights[:, 1:] != 0
