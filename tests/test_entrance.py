@@ -258,7 +258,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"seq_length": True}, "seq_length: True, expected a whole number from 1"),
         ({"seq_length": "1024"}, "seq_length: '1024', expected a whole number"),
         ({"overwrite": "no"}, "overwrite: 'no', expected True or False"),
-        ({"tokenizer": object()}, r"tokenizer: a object, expected a path; .*save_pretrained\(FOLDER\)"),
+        ({"tokenizer": object()}, "tokenizer: a object, expected a path, or a tokenizer that transformers has loaded"),
         ({"chat_template": 123}, "chat_template: 123, expected a path$"),
         ({"summary": 5}, "summary: 5, expected a path$"),
         ({"staging": 5}, "staging: 5, expected a path$"),

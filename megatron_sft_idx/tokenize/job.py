@@ -12,6 +12,7 @@ from megatron_sft_idx.arguments import require_type
 from megatron_sft_idx.chat.chat_rows import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.tokenizer import Backend
+from megatron_sft_idx.chat.tokenizer.loaded import LoadedTokenizer, folder_of_loaded
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, brief, check_option
 from megatron_sft_idx.lines import log_line
@@ -37,7 +38,8 @@ FROM_ZERO = ("workers", "seed", "log_interval")
 _EXPECTED: dict[Any, tuple[Any, str]] = {
     str: (str | os.PathLike, "a path"),
     str | None: (str | None, "a string"),
-    StrPath: (str | os.PathLike, "a path; an object that was loaded is saved by its save_pretrained(FOLDER)"),
+    StrPath: (str | os.PathLike, "a path"),
+    StrPath | LoadedTokenizer: (str | os.PathLike, "a path, or a tokenizer that transformers has loaded"),
     StrPath | None: (str | os.PathLike | None, "a path"),
     Sequence[str]: (list | tuple, "a list of strings"),
     Mapping[str, Any] | None: (Mapping | None, "a dict"),
@@ -50,7 +52,7 @@ _MAX_INPUT_PER_OUTPUT = 256
 def preprocess(  # noqa: D417 (--help of the command says what each option is for)
     inputs: Rows,
     *,
-    tokenizer: StrPath,
+    tokenizer: StrPath | LoadedTokenizer,
     tokenizer_backend: Backend = "auto",
     output_prefix: StrPath,
     seq_length: int,
@@ -108,6 +110,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
             any iterable of rows; or a list that mixes these. In the column ``source`` a data set or table is called
             ``dataset-0``, ``dataset-1``, ..., or as a dict calls it: ``{"math": dataset}``.
+        tokenizer: its folder or file; or what transformers has loaded from a folder or the hub's cache, if it has not
+            been changed since.
 
     Returns:
         Counts of what was made; its ``str`` is what the command prints.
@@ -120,6 +124,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     given = dict(locals())
     inputs = given.pop("inputs")
     check_option("download", download, bool)
+    if isinstance(tokenizer, LoadedTokenizer):
+        given["tokenizer"] = folder_of_loaded(tokenizer)
     inputs = downloaded(given, inputs) if download else inputs
     return run_job(inputs, preprocess_options(given), staging=staging, summary=summary)
 
@@ -172,7 +178,7 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
     """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
     kinds, expected = _EXPECTED.get(hint, (object, ""))
     if not isinstance(value, kinds):
-        found = f"a {type(value).__name__}" if hint is StrPath else brief(value)
+        found = f"a {type(value).__name__}" if name in ("tokenizer", "output_prefix") else brief(value)
         raise FormatError(f"{name}: {found}, expected {expected}")
     if isinstance(value, str | os.PathLike):
         require_type(name, value, hint)
