@@ -111,6 +111,12 @@ def test_a_folder_that_is_gone_or_broken_is_refused(tmp_path: Path) -> None:
         folder_of_loaded(tokenizer)
 
 
+def test_what_is_no_tokenizer_is_not_loaded_again(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    with pytest.raises(FormatError, match=r"a LlamaForCausalLM without a backend_tokenizer.*; pass its folder"):
+        run(transformers.LlamaForCausalLM(config), tmp_path / "x")
+
+
 def test_one_from_the_cache_of_the_hub_is_found_offline(tmp_path: Path) -> None:
     repository = tmp_path / "hub/models--owner--name"
     shutil.copytree(TOKENIZER, repository / "snapshots/0123456789")

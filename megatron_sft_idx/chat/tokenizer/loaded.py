@@ -36,6 +36,9 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
         FormatError: there is no such folder, or the tokenizer was changed after it was loaded: its backend, special
             tokens or chat template are not what the folder holds.
     """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        kind = type(tokenizer).__name__
+        raise FormatError(f"tokenizer: a {kind} without a backend_tokenizer, by which it is compared; pass its folder")
     name = str(tokenizer.name_or_path)
     folder = name if os.path.isdir(name) else _cached(name)
     if folder is None:
