@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
     from megatron_sft_idx.shard import write_column as write_column
     from megatron_sft_idx.tokenize import preprocess as preprocess
+    from megatron_sft_idx.training.losses import dpo_loss as dpo_loss
     from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
     from megatron_sft_idx.training.torch_packs import as_torch as as_torch
@@ -69,6 +70,7 @@ _HOMES = {
     "StorageError": "errors",
     "UnsupportedVersionError": "errors",
     "as_torch": "training.torch_packs",
+    "dpo_loss": "training.losses",
     "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
     "preprocess": "tokenize",

@@ -14,11 +14,12 @@ from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.writer import MaskAlignment
 
 
-class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
+class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[misc]
     """Builds a shard pack by pack, in bounded memory, published all at once or not at all.
 
     Use it as a context manager: a clean exit finalizes, an exception publishes nothing. The parent's constructor is
@@ -75,6 +76,9 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
             metadata=metadata,
             columns=columns,
         )
+
+    def _shown(self) -> str:
+        return repr(self.writer).removeprefix("<ShardWriter ").removesuffix(">")
 
     def __enter__(self) -> SFTIndexedDatasetBuilder:
         return self

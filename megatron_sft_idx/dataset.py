@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
@@ -53,7 +54,7 @@ class _Index:
         return np.int64(start * self.dtype_size), np.int32(stop - start), None
 
 
-class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
+class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     """A packed SFT shard, read by pointer arithmetic over memory maps.
 
     ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``: ids in the on-disk dtype and the
@@ -155,8 +156,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.shard)
 
-    def __repr__(self) -> str:
-        return repr(self.shard).replace("Shard", type(self).__name__, 1)
+    def _shown(self) -> str:
+        return repr(self.shard).removeprefix("<Shard ").removesuffix(">")
 
     @overload
     def __getitem__(self, idx: int | np.integer[Any]) -> Pack: ...

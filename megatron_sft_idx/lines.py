@@ -3,15 +3,19 @@
 A name or a text of the data can hold line ends, escape sequences that command a terminal, characters that reorder or
 break a line unseen, and bytes that are no UTF-8. ``on_one_line`` shows these as pictures or numbers. ``EscapedLines``
 does that to all that is printed to a stream, so that a verb just prints. ``print_layout`` is for text in which line
-breaks, tabs and colours are layout and the data are escaped already.
+breaks, tabs and colours are layout and the data are escaped already. ``Shown`` and ``shown_by_fields`` make
+the ``repr`` of the classes of this package.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from typing import Any, TextIO, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 # A control character is shown as its picture, and a character that reorders or breaks lines unseen (bidirectional
 # controls, Unicode's own line ends) by its number. PICTURES leaves line ends and tabs alone.
@@ -32,6 +36,62 @@ def shortened(text: str, max_characters: int) -> str:
     """A text of unknown content and length, such as a shard's metadata, on one line and cut."""
     text = on_one_line(text[: max_characters + 1])
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
+
+
+class Shown:
+    """An object whose ``repr`` is one short line: ``<Name WHAT>``, where ``_shown`` gives WHAT.
+
+    It never raises. An object that is closed, or whose constructor failed, is shown as far as it is known.
+    """
+
+    __slots__ = ()
+
+    def _shown(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        try:
+            what = on_one_line(self._shown())
+        except Exception:  # a debugger or a traceback must be able to show the object
+            what = "not open"
+        return f"<{type(self).__name__} {what}>"
+
+
+def shown_by_fields(kind: type[_Kind]) -> type[_Kind]:
+    """Give a dataclass or named tuple a ``repr`` on one line, with arrays and long collections by their sizes alone.
+
+    Example:
+        >>> import numpy as np
+        >>> from typing import NamedTuple
+        >>> @shown_by_fields
+        ... class Places(NamedTuple):
+        ...     starts: np.ndarray
+        ...     names: list[str]
+        >>> Places(np.zeros((2, 3)), ["a", "b"])
+        Places(starts=float64 [2, 3], names=['a', 'b'])
+    """
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
+
+    def show(self: Any) -> str:
+        texts = []
+        for name in names:
+            try:
+                texts.append(f"{name}={value_text(getattr(self, name))}")
+            except Exception:  # a field that was not set yet, or whose own repr fails
+                texts.append(f"{name}=?")
+        return on_one_line(f"{type(self).__name__}({', '.join(texts)})")
+
+    kind.__repr__ = show  # type: ignore[method-assign]
+    return kind
+
+
+def value_text(value: Any) -> str:
+    """A value as ``shown_by_fields`` shows it."""
+    if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (Mapping, Sequence, Set)) and len(text := repr(value)) > 80:
+        return f"'{value[:60]}...'" if isinstance(value, str) else f"{type(value).__name__} of {len(value):,}"
+    return text if isinstance(value, (Mapping, Sequence, Set)) else repr(value)
 
 
 class EscapedLines:

@@ -45,7 +45,7 @@ def collected() -> Iterator[None]:
 # What a base install lacks. Where that is so, a test that needs it is skipped; where all is there, nothing is.
 _EXTRAS = (
     *("torch", "megatron", "pyarrow", "transformers", "zstandard", "boto3", "botocore", "multistorageclient"),
-    *("tiktoken", "sentencepiece"),
+    *("tiktoken", "sentencepiece", "accelerate"),
 )
 _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 
@@ -53,7 +53,8 @@ _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 def _skip_if_missing(report: Any, place: str, complaint: object) -> None:
     """Turn the report of a failure into that of a skip where Python, or our own message, names what is missing."""
     ours = r"(?:needs? ([\w-]+)[^\n]*|by ([\w-]+), which is not installed:) pip install 'megatron-sft-idx\["
-    named = re.findall(rf"No module named '(\w+)|{ours}", str(complaint))
+    theirs = r"requires `([\w-]+)"  # transformers, of what its Trainer needs
+    named = re.findall(rf"No module named '(\w+)|{ours}|{theirs}", str(complaint))
     if report.failed and (missing := _MISSING.intersection(name.replace("-", "") for pair in named for name in pair)):
         report.outcome, report.longrepr = "skipped", (place, 0, f"{min(missing)} is not installed")
 

@@ -39,6 +39,14 @@ USUAL: dict[str, Any] = {
 }
 
 
+# Rows of one form, which tables can hold.
+PLAIN = [
+    {"messages": row["messages"]}
+    for row in ROWS
+    if all(message.keys() == {"role", "content"} and isinstance(message["content"], str) for message in row["messages"])
+]
+
+
 # ---- preprocess ----
 
 
@@ -82,17 +90,97 @@ def test_files_and_rows_make_the_bytes_of_the_command(
     assert made.packing.tokens == made.to_dict()["packing"]["tokens"] > 0
 
 
-def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_folder(tmp_path: Path) -> None:
+def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_file(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    chats = [row for row in ROWS if all(message.keys() == {"role", "content"} for message in row["messages"])]
-    plain = [row for row in chats if all(isinstance(message["content"], str) for message in row["messages"])]
-    saved = datasets.Dataset.from_list([{"messages": row["messages"]} for row in plain]).select(range(0, 90, 2))
+    saved = datasets.Dataset.from_list(PLAIN).select(range(0, 90, 2))
     saved.save_to_disk(tmp_path / "saved")
-    assert run_command(tmp_path / "there/x", "--input", tmp_path / "saved").code == 0
+    (data,) = (tmp_path / "saved").glob("*.arrow")
+    data.rename(tmp_path / "dataset-0")
+    assert run_command(tmp_path / "there/x", "--input", tmp_path / "dataset-0").code == 0
     preprocess(saved, output_prefix=tmp_path / "here/x", **USUAL)
     assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
-    with pytest.raises(FormatError, match=r"rows: a DatasetDict, expected .* one split of a dataset"):
+    with pytest.raises(FormatError, match=r"inputs: a DatasetDict, expected .* one split of a dataset"):
         preprocess(datasets.DatasetDict(train=saved), output_prefix=tmp_path / "other", **USUAL)
+    streamed = saved.to_iterable_dataset()
+    assert streamed_names(preprocess_to(tmp_path / "stream", [streamed, {"more": streamed}])) == ["dataset-0", "more"]
+
+
+def preprocess_to(prefix: Path, inputs: Any, **options: Any) -> Path:
+    preprocess(inputs, output_prefix=prefix, **{**USUAL, **options})
+    return prefix
+
+
+def streamed_names(prefix: Path) -> list[str]:
+    """The names of the input files in the column ``source``."""
+    return [file["name"] for file in Shard(prefix).columns["source"].spec.metadata["files"]]
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> Any:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(path, table.schema) as file:
+        file.write_table(table)
+    return table
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_list_that_mixes_inputs_makes_the_bytes_of_their_files(workers: int, tmp_path: Path) -> None:
+    first, second, third = PLAIN[:40], PLAIN[40:90], PLAIN[90:130]
+    (tmp_path / "files").mkdir()
+    path = write_rows(tmp_path / "files/a.jsonl", first)
+    table = write_table(tmp_path / "files/dataset-0", second)
+    write_rows(tmp_path / "files/dataset-1", third)
+    write_rows(tmp_path / "files/math", second[:7])
+    options = {"workers": workers, "seed": 3, "repeat": {"dataset-0": 2, "math": 0.5}, "loss_weight": {"a.jsonl": 0.25}}
+    on_disk = [path, *(tmp_path / "files" / name for name in ("dataset-0", "dataset-1", "math"))]
+    wanted = preprocess_to(tmp_path / "there/x", on_disk, **options)
+    mixed = [str(path), table, iter(third), {"math": iter(second[:7])}]
+    found = preprocess_to(tmp_path / "here/x", mixed, **options)
+    assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
+    assert streamed_names(found) == ["a.jsonl", "dataset-0", "dataset-1", "math"]
+    by_command = run_command(
+        tmp_path / "command/x", "--input", *on_disk, "--seed", 3, "--repeat", "dataset-0=2", "math=0.5",
+        "--loss-weight", "a.jsonl=0.25",
+    )  # fmt: skip
+    assert by_command.code == 0
+    assert all_in(tmp_path / "command") == all_in(tmp_path / "there")
+    assert Shard(wanted).header.mask_dtype == np.float32
+
+
+def test_several_named_tables_are_told_apart(tmp_path: Path) -> None:
+    one, other = write_table(tmp_path / "one", PLAIN[:5]), write_table(tmp_path / "other", PLAIN[5:9])
+    assert streamed_names(preprocess_to(tmp_path / "x", {"one": one, "other": other})) == ["one", "other"]
+    assert streamed_names(preprocess_to(tmp_path / "y", [one, other])) == ["dataset-0", "dataset-1"]
+    for inputs, reason in (
+        ([{"one": one}, {"one": other}], "two data sets are called 'one'"),
+        ([one, {"dataset-0": other}], "two data sets are called 'dataset-0'"),
+        *(({name: one}, "expected the name of a data set") for name in ("", "a/b", "..", 7, "a\nb", "x" * 201)),
+        ({"one": one, "messages": []}, "put a single row in a list"),
+        ([one, PLAIN[0]], "a dict among inputs"),
+        ([one, "-"], "takes everything from the pipe"),
+    ):
+        with pytest.raises(FormatError, match=reason):
+            preprocess(inputs, output_prefix=tmp_path / "z", **USUAL)
+    with pytest.raises(SequenceError, match=r"^dataset-1:2: messages is empty"):
+        preprocess([one, [PLAIN[0], {"messages": []}]], output_prefix=tmp_path / "z", **USUAL)
+    assert not list(tmp_path.glob("z*"))
+
+
+def test_rows_are_written_one_by_one(tmp_path: Path) -> None:
+    """However many a generator gives, few are in memory."""
+    alive, most = [0], [0]
+
+    class Row(dict[str, Any]):
+        def __init__(self) -> None:
+            super().__init__(PLAIN[0])
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+    preprocess_to(tmp_path / "x", [(Row() for _ in range(500)), {"more": (Row() for _ in range(500))}], max_rows=1)
+    assert most[0] <= 3
 
 
 @pytest.mark.parametrize("by_command", ["stdin"], indirect=True)
@@ -133,15 +221,19 @@ class Splits(dict[str, Any]):
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ({"messages": []}, FormatError, "rows: a dict, expected paths, an iterable of rows.*single row in a list"),
-        (7, FormatError, "rows: a int, expected paths"),
-        (Splits(), FormatError, "rows: a Splits, expected .* one split of a dataset"),
+        ({"messages": []}, FormatError, "inputs: a dict, expected paths, an iterable of rows.*single row in a list"),
+        (7, FormatError, "inputs: a int, expected paths"),
+        (Splits(), FormatError, "inputs: a Splits, expected .* one split of a dataset"),
         ([ROWS[0], "chats.jsonl"], SequenceError, "rows:2: is a str, expected a dict"),
         ([{"messages": [{"role": "user", "content": "x", "weight": float("nan")}]}], SequenceError, "rows:1: .*float"),
         ([{"messages": object()}], SequenceError, "rows:1: .* a value of type object"),
         (np.zeros((2, 3)), SequenceError, "rows:1: .* a ndarray, expected a dict"),
         ([], FormatError, "no input"),
-        (["chats.jsonl", ROWS[0]], FormatError, "rows: a dict among paths"),
+        (
+            ["chats.jsonl", ROWS[0]],
+            FormatError,
+            "inputs: a dict among inputs, expected paths, data sets",
+        ),
     ],
 )
 def test_what_are_no_rows_is_said(rows: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -166,15 +258,17 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"seq_length": True}, "seq_length: True, expected a whole number from 1"),
         ({"seq_length": "1024"}, "seq_length: '1024', expected a whole number"),
         ({"overwrite": "no"}, "overwrite: 'no', expected True or False"),
-        ({"tokenizer": object()}, r"tokenizer: a object, expected a path; .*save_pretrained\(FOLDER\)"),
+        ({"tokenizer": object()}, "tokenizer: a object, expected a path, or a tokenizer that transformers has loaded"),
         ({"chat_template": 123}, "chat_template: 123, expected a path$"),
         ({"summary": 5}, "summary: 5, expected a path$"),
         ({"staging": 5}, "staging: 5, expected a path$"),
         ({"template_date": 5}, "template_date: 5, expected a string"),
         ({"fields": 5}, "fields: 5, expected a dict of strings"),
         ({"chat_template_kwargs": "a"}, "chat_template_kwargs: 'a', expected a dict"),
-        ({"repeat": "rows=2"}, "repeat: 'rows=2', expected a list of strings"),
-        ({"loss_weight": [5]}, "loss_weight: 5, expected a string"),
+        ({"repeat": ["rows=2"]}, "repeat: a list, expected a dict of weights by file"),
+        ({"loss_weight": {"rows.jsonl": "2x"}}, "--loss-weight 'rows.jsonl=2x': expected FILE=WEIGHT"),
+        ({"repeat": {"other": 2}}, "--repeat other=2: no file of the input is called so"),
+        ({"repeat": {5: 2}}, "--repeat '5=2': expected FILE=WEIGHT"),
         ({"workers": -1}, "workers: -1, expected a whole number from 0"),
         ({"packing": "best"}, "packing: 'best', choose one of auto, "),
         ({"engine": "ray", "workers": 0}, "--workers 1"),
@@ -366,7 +460,7 @@ def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
         with ShardWriter(str(tmp_path / str(number)), mask_dtype=np.float32) as writer:
             writer.add_pack(np.array([7, 8, 9], np.int32), np.array([0, weight, 0], np.float32), [0])
     assert as_torch(str(tmp_path / "0"))[0]["labels"].tolist() == [-100, -100, 9]
-    with pytest.raises(FormatError, match=r"pack 0: weights other than 0 and 1.*loss_mask"):
+    with pytest.raises(FormatError, match=r"pack 0: its loss mask has weights.*loss_weights=True"):
         as_torch(str(tmp_path / "1"))[0]
     with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
         as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]
@@ -378,7 +472,7 @@ def test_judged_answers_have_no_place_in_labels(tmp_path: Path, opened: Callable
     prefix = str(tmp_path / "x")
     with ShardWriter(prefix, columns={"pair": PAIR}) as writer:
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={"pair": [[0, 0], [0, 1]]})
-    with pytest.raises(FormatError, match="x: its answers are judged, by the column pair; as_torch hands out none"):
+    with pytest.raises(FormatError, match=r"x: holds preference pairs .*; pass preferences=True and use dpo_loss"):
         as_torch(opened(prefix))
 
 
@@ -395,7 +489,7 @@ def test_answers_are_judged_still_where_nothing_says_of_which_kind_the_rows_were
     merge([tmp_path / "x0", tmp_path / "x1"], tmp_path / "merged")
     convert(tmp_path / "merged", tmp_path / "chunks", "jsonl-chunks")
     convert(tmp_path / "x0", tmp_path / "rows", "memmap")
-    refused = "its answers are judged, by the column label"
+    refused = "holds KTO labels"
     for name in ("merged", "chunks", "rows"):
         with pytest.raises(FormatError, match=refused):
             as_torch(str(tmp_path / name))
@@ -429,7 +523,7 @@ def test_answers_are_judged_still_where_the_header_was_made_anew(tmp_path: Path,
         writer.add_pack([1, 2, 3, 4], [1, 0, 1, 0], [0, 2], columns={column: values})
     (tmp_path / "x.seq.idx").unlink()
     rebuild(tmp_path / "x")
-    with pytest.raises(FormatError, match=f"x: its answers are judged, by the column {column}; "):
+    with pytest.raises(FormatError, match=f"x: holds .* .column '{column}'"):
         as_torch(str(tmp_path / "x"))
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,23 @@ def test_lines_of_progress_are_escaped(capsys: pytest.CaptureFixture[str], monke
     assert "\r" in bar  # which moves the cursor
     assert on_one_line(EVIL) in bar
     require_safe(bar.replace("\r", ""))
+
+
+def test_a_notebook_shows_a_bar_where_it_has_widgets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tqdm.auto
+    from tqdm import autonotebook
+
+    def shown() -> str:
+        with Progress("packing", 9, unit="B", log_interval=1, items="rows") as progress:
+            progress.update(9, 1)
+        return capsys.readouterr().err
+
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert shown().startswith("packing: 1 rows, 100.0%")  # tqdm finds no widgets here
+    monkeypatch.setattr(autonotebook, "tqdm", type("Widget", (tqdm.auto.tqdm,), {}))
+    assert "\r" in shown()
 
 
 def test_a_handler_of_logging_ends_its_lines() -> None:

@@ -204,7 +204,7 @@ def test_a_row_that_makes_several_sequences_gives_its_value_to_each(tmp_path: Pa
     [
         (300, "rank is 300, which int8 does not hold: expected a whole number from -128 to 127"),
         (1.5, "rank is 1.5, which int8 does not hold"),
-        ("7", "rank is '7', expected a finite number to store as int8"),
+        ("seven", "rank is 'seven', expected a finite number to store as int8"),
         (None, "the row has no rank, which --keep-field stores"),
         ([7], "rank is a list, expected a finite number"),
         ({"a": 1}, "rank is a dict, expected a finite number"),

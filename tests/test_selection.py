@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -140,19 +141,29 @@ def test_a_shuffle_is_a_permutation_of_whole_rows():
 
 def test_weights_find_their_files():
     files = ["raw/a.jsonl", "raw/b.jsonl", "c.parquet"]
-    assert file_weights("--weight", ["raw=2", "c.parquet=0.5"], files) == [2, 2, 0.5]
-    assert file_weights("--weight", ["*.jsonl=1.5"], files) == [1.5, 1.5, 1]
-    assert file_weights("--weight", ["a.jsonl=2"], files) == [2, 1, 1]
-    for entry, said in (
-        ("d.jsonl=2", "no input file matches"),
-        ("raw/a.jsonl", "expected FILE=WEIGHT"),
-        ("raw/a.jsonl=-1", "expected FILE=WEIGHT"),
-        ("raw/a.jsonl=nan", "expected FILE=WEIGHT"),
+    assert file_weights("--weight", {"raw": 2, "c.parquet": 0.5}, files) == [2, 2, 0.5]
+    assert file_weights("--weight", {"*.jsonl": 1.5}, files) == [1.5, 1.5, 1]
+    assert file_weights("--weight", {"a.jsonl": np.float32(2)}, files) == [2, 1, 1]
+    for name, weight, said in (
+        ("d.jsonl", 2, "no input file matches"),
+        ("", 2, "expected FILE=WEIGHT"),
+        ("raw/a.jsonl", -1, "expected FILE=WEIGHT"),
+        ("raw/a.jsonl", float("nan"), "expected FILE=WEIGHT"),
+        ("raw/a.jsonl", 1001, "expected FILE=WEIGHT"),
+        ("raw/a.jsonl", True, "expected FILE=WEIGHT"),
+        ("raw/a.jsonl", "2", "expected FILE=WEIGHT"),
     ):
         with pytest.raises(FormatError, match=said):
-            file_weights("--weight", [entry], files)
+            file_weights("--weight", {name: weight}, files)
     with pytest.raises(FormatError, match=r"it has a weight already: raw/a\.jsonl"):
-        file_weights("--weight", ["raw=2", "raw/a.jsonl=3"], files)
+        file_weights("--weight", {"raw": 2, "raw/a.jsonl": 3}, files)
+
+
+@pytest.mark.parametrize("entry", ["a.jsonl", "=2", "a.jsonl=x", "a.jsonl=1 a.jsonl=2"])
+def test_a_weight_of_the_command_that_is_none(entry: str, tmp_path: Path) -> None:
+    refused = preprocess(tmp_path / "x", "--repeat", *entry.split(), rows=[])
+    assert refused.code == 2
+    assert re.search(r"argument --repeat: .*(expected FILE=WEIGHT|is given twice)", refused.err)
 
 
 def test_rows_say_the_same_whatever_they_are_called():

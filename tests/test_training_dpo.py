@@ -178,7 +178,7 @@ def test_torn_pairs_are_told(script: ModuleType, sequences: list[Pair], tmp_path
     assert (plan.sequences[1::2] != plan.sequences[::2] + 1).any()
     batch = batch_from(tmp_path, ("pair",))
     batch["ref_logp"] = torch.zeros(batch["pair"].shape[:2])
-    with pytest.raises(ValueError, match=r"row \d+: sequence \d+ \(pair \d+\) is not beside its partner"):
+    with pytest.raises(ValueError, match=r"row \d+: sequence \d+ \(pair \d+\) is not next to its partner"):
         losses_of(script, batch)
 
 
@@ -260,7 +260,7 @@ def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -
         writer.finalize()
     train, *_ = build(config_of(str(tmp_path / "x"), sequence_length=LENGTH, columns=("pair",)))
     assert {"pair", "cu_seqlens"} <= train[0].keys()
-    with pytest.raises(FormatError, match="its answers are judged, by the column pair; ask for it in columns"):
+    with pytest.raises(FormatError, match=r"holds preference pairs .column 'pair'.*; ask for it in columns"):
         build(config_of(str(tmp_path / "x"), sequence_length=LENGTH))
 
 

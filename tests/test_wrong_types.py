@@ -22,6 +22,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 _PACK: dict[str, Any] = {"tokens": [1, 2, 3], "loss_mask": [1, 1, 0], "seq_starts": [0]}
@@ -72,6 +73,10 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         parameters = inspect.signature(function).parameters
         return {name: None if name in names else each.default for name, each in parameters.items()}
 
+    logits = torch.zeros(2, 2, 4)
+    ids, weights = torch.tensor([[1, 2], [1, 3]]), torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    pairs = {"batch": {"input_ids": ids, "loss_weights": weights, "pair": torch.tensor([[0, 0], [0, 1]])}}
+
     return {
         "ColumnSpec": (package.ColumnSpec, {"per": "token", "dtype": "u1", "width": 1, "alignment": "token", "metadata": {}}),
         "ShardWriter": (abandons(ShardWriter, "prefix"), defaults(ShardWriter, "prefix")),
@@ -91,7 +96,8 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"source": prefix, "format": None, "mask_alignment": "label", "max_open": 4, "columns": (), "copy": False},
         ),
         "PackedDataset": (reads(package.PackedDataset), {"files": None}),
-        "as_torch": (reads(package.as_torch), {"source": prefix, "layout": "flattened"}),
+        "as_torch": (reads(package.as_torch), defaults(package.as_torch) | {"source": prefix}),
+        "dpo_loss": (package.dpo_loss, {**pairs, "policy_logits": logits, "reference_logits": logits, "beta": 0.1}),
         "pack_sequences": (package.pack_sequences, {**defaults(package.pack_sequences), "lengths": [1, 2], "capacity": 8}),
         "verify_shard": (package.verify_shard, {"prefix": prefix, "full": False, "vocab_size": None}),
         "show_pack": (package.show_pack, {"pack": Shard(prefix)[0], "tokenizer": None}),
@@ -122,7 +128,10 @@ def test_no_public_function_is_left_out(folder: Path) -> None:
 
 _TESTED = [*sorted({*package.__all__} - _NOT_CALLED), "ShardWriter.add_pack"]
 # What these raise of numbers and lists is in their documentation.
-_DOCUMENTED: dict[str, tuple[type[Exception], ...]] = {"pack_sequences": (TypeError, ValueError)}
+_DOCUMENTED: dict[str, tuple[type[Exception], ...]] = {
+    "pack_sequences": (TypeError, ValueError),
+    "dpo_loss": (ValueError,),
+}
 
 
 @pytest.mark.parametrize("name", _TESTED)
@@ -222,7 +231,7 @@ def test_weights_whose_product_would_become_0_are_refused(tmp_path: Path) -> Non
         package.preprocess([tiny], **given)
     source = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "loss_weights": [0, 1e-30]}])
     with pytest.raises(FormatError, match="--loss-weight: float32 rounds"):
-        package.preprocess(source, loss_weight=["a.jsonl=1e-30"], **given)
+        package.preprocess(source, loss_weight={"a.jsonl": 1e-30}, **given)
 
 
 @pytest.mark.parametrize("verb", ["verify", "inspect", "preprocess", "convert"])

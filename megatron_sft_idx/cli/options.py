@@ -150,6 +150,18 @@ def named_value(text: str) -> tuple[str, str]:
     return name, value
 
 
+def file_weight(text: str) -> tuple[str, float]:
+    """The file and the number of a ``FILE=WEIGHT`` entry."""
+    file, _, number = text.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        file, weight = "", 0.0
+    if not file:
+        raise argparse.ArgumentTypeError(f"{text}: expected FILE=WEIGHT, such as chats.jsonl=0.5")
+    return file, weight
+
+
 def writable(text: str) -> str:
     """The path of a file that can be written; checked before the work whose results the file will hold."""
     try:

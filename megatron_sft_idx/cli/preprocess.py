@@ -17,6 +17,7 @@ from megatron_sft_idx.cli.options import (
     add_output_options,
     add_verb,
     declare,
+    file_weight,
     in_color,
     local_path,
     named_value,
@@ -102,7 +103,6 @@ examples:
     megatron-sft-idx pack data/train.unpacked --seq-length 4096 --where 'source == chats.jsonl' \\
         --output-prefix data/train-chats
 """
-_MAPPED = {"action": Mapped, "type": named_value}
 _WHICH_ROWS = (
     "These options are applied in this order, and the rows that each leaves out are counted. What is drawn depends"
     " on --seed and on what a row says: copies of a row are drawn alike, so they are never on both sides of"
@@ -182,9 +182,6 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},
-        fields=_MAPPED,
-        turn_fields=_MAPPED,
-        roles=_MAPPED,
         ignore_field={"dest": "ignore_fields", "action": Collected, "default": ()},
         tokenizer_type={"choices": ("HuggingFaceTokenizer",), "help": argparse.SUPPRESS},
     )
@@ -239,6 +236,10 @@ def _as_argument(name: str) -> dict[str, Any]:
         keywords["type"] = float
     elif hint == Mapping[str, Any] | None:
         keywords["type"] = _json_object
+    elif hint == Mapping[str, float] | None:
+        keywords |= {"action": Mapped, "type": file_weight}
+    elif hint == Mapping[str, str] | None:
+        keywords |= {"action": Mapped, "type": named_value}
     return keywords
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SequenceError, StorageError
 from megatron_sft_idx.layout.column import ColumnSpec, num_rows_in
 from megatron_sft_idx.layout.files import MAX_CAPACITY, check_column_name, no_column, vocab_size_of
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import (
     MASK_ALIGNMENTS,
     MaskAlignment,
@@ -246,7 +247,7 @@ class PackedReader(ABC):
         return PackedSpec(*counts, *self._dtypes, columns=self.columns, **(said | fields))
 
 
-class PackedWriter(ABC):
+class PackedWriter(Shown, ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
     A format implements ``_begin``, which is given the spec and calls ``_make_output`` once it has checked its options,
@@ -310,6 +311,10 @@ class PackedWriter(ABC):
         except BaseException:
             self.abandon()
             raise
+
+    def _shown(self) -> str:
+        state = "published" if self._is_published else "complete" if self._is_complete else "open"
+        return f"{self._path}: {self._counts.num_packs:,} packs, {self._counts.num_tokens:,} tokens; {state}"
 
     @abstractmethod
     def _begin(self, *spec: Any, **options: Any) -> None:

@@ -20,6 +20,7 @@ from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, jo
 from megatron_sft_idx.formats.sft_idx import spec_of
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import counts_text
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import MaskAlignment
 from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
@@ -167,7 +168,7 @@ def open_dataset(
     )
 
 
-class PackedDataset:
+class PackedDataset(Shown):
     """Packs by number, in whichever format they are stored; ``open_dataset`` makes one.
 
     ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
@@ -213,6 +214,11 @@ class PackedDataset:
         return self._files.shards.headers if isinstance(self._files, JoinedShards) else []
 
     @property
+    def spec(self) -> PackedSpec:
+        """Counts, dtypes and metadata of all files together. FormatError where they come from different tokenizers."""
+        return self._files.spec
+
+    @property
     def capacity(self) -> int:
         """Most token positions a pack may hold: the largest of all files."""
         return self._files.spec.capacity
@@ -230,13 +236,13 @@ class PackedDataset:
     def __len__(self) -> int:
         return self._first_packs[-1]
 
-    def __repr__(self) -> str:
+    def _shown(self) -> str:
         more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
         try:
             counts = counts_text(self._files.spec)
         except SFTIndexError:  # the files are of different tokenizers, or are gone
             counts = f"{len(self):,} packs"
-        return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {counts}>"
+        return f"{self.format} {self.paths[0]}{more}: {counts}"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...

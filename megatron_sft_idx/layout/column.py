@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, plain_array, require_dtype
+from megatron_sft_idx.lines import shown_by_fields
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
@@ -58,6 +59,7 @@ COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class ColumnSpec:
     """What a column is, without its values.

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.live.catalog import ACKS, Catalog
 from megatron_sft_idx.live.documents import Positive, Record, look_at_document, write_document
 from megatron_sft_idx.live.live_order import Deal, RankState
@@ -41,6 +42,7 @@ _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Ack(Record):
     """What one rank of a consumer has trained on.
@@ -239,7 +241,7 @@ def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
     return [shard for shard in (*leftovers, *fresh) if not is_completed(shard)]
 
 
-class ConsumerAcks:
+class ConsumerAcks(Shown):
     """One rank's side of the acknowledgements: those of its own consumer, and what it writes itself.
 
     Args:
@@ -256,6 +258,9 @@ class ConsumerAcks:
         require_consumer(consumer)
         self.folder, self._consumer, self._epochs = folder, consumer, epochs
         self.is_writable: bool | None = None
+
+    def _shown(self) -> str:
+        return f"{self.folder}: consumer {self._consumer}"
 
     def of(self, state: RankState) -> Ack:
         """The acknowledgement to be written once the checkpoint that holds ``state`` is durable."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.live.documents import Positive, Record, read_document, write_document
 from megatron_sft_idx.live.waiting import listed, patiently, status_of
 from megatron_sft_idx.shard import read_header
@@ -40,6 +41,7 @@ def default_max_sequences(capacity: int) -> int:
     return max(64, capacity // 32)
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Limits(Record):
     """What all shards of a catalog keep to, also those still to come, and how far the producer may run ahead.
@@ -70,6 +72,7 @@ class Limits(Record):
         return (self.max_ahead_shards, self.max_ahead_nbytes, self.keep_recent) != (None, None, None)
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class ProducerState(Record):
     """The content of ``_producer.json``: whether the producer is alive, what it promises, and how far it is.
@@ -115,7 +118,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}"
 
 
-class Catalog:
+class Catalog(Shown):
     """A catalog's folder; every call looks at the disk anew.
 
     Args:
@@ -125,6 +128,9 @@ class Catalog:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         require_local(folder, "a live catalog", _REMEDY)
         self.folder = os.fspath(folder)
+
+    def _shown(self) -> str:
+        return self.folder
 
     def shard_prefix(self, number: int) -> str:
         """The path that the five files of a shard share."""

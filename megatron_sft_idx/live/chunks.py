@@ -37,7 +37,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     recognise,
     run_of_lines,
 )
-from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.lines import get_logger, shown_by_fields
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
@@ -66,6 +66,7 @@ def _ends_with_whole_line(path: str) -> bool:
     return patiently(path, lambda: ends_with_whole_line(path))
 
 
+@shown_by_fields
 @dataclass
 class LiveChunks(LiveShards):
     """Chunks as ``LiveShards``: pre-packed lines are parsed; raw chats are tokenised, each into a pack of its own.
@@ -268,7 +269,7 @@ class LiveChunks(LiveShards):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")
         if self.encoding is None:
-            instead = "chunks hand none on: make a shard of them (convert), and train on that"
+            instead = "make a shard of the chunks (megatron-sft-idx convert), and train on that"
             specs = read_column_specs(self.folder, None)
             require_judged(path, specs, specs.__getitem__, {}, columns, instead)
         chunk = self._opened(number)

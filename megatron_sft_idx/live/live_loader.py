@@ -30,7 +30,7 @@ import numpy as np
 from megatron_sft_idx.arguments import checked, require_fields
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.files import check_column_name
-from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.lines import Shown, get_logger, shown_by_fields
 from megatron_sft_idx.live.acks import ConsumerAcks, ack_folder, uncompleted
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_shards import CatalogShards
@@ -50,6 +50,7 @@ from megatron_sft_idx.training import BatchAssembler, BatchIterator, BatchLoader
 logger = get_logger("megatron_sft_idx.live")
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class LiveConfig:
     """How one data-parallel rank reads live data.
@@ -132,7 +133,7 @@ class LiveConfig:
         return self.micro_batch_size * self.micro_batches
 
 
-class LiveLoader(Iterator[Tensors]):
+class LiveLoader(Shown, Iterator[Tensors]):
     """The micro-batches of a rank, prepared ahead by a thread. It is a context manager that closes itself.
 
     On each of several ranks::
@@ -188,6 +189,11 @@ class LiveLoader(Iterator[Tensors]):
         self._limits: Limits | None = None
         self._begun: tuple[Walk, BatchIterator] | None = None
         self._closed = False
+
+    def _shown(self) -> str:
+        state, config = "closed" if self._closed else "open", self.config
+        size = f"{config.micro_batch_size} x {config.seq_length:,} tokens"
+        return f"{self.shards.folder}: rank {config.rank} of {config.size}, {size}; {state}"
 
     # ---- batches ----
 

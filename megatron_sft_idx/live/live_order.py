@@ -53,6 +53,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.live.documents import Positive, Record, require_version
 from megatron_sft_idx.packing.permutation import shuffled
 
@@ -65,6 +66,7 @@ _MOST_SKIPPED = 10_000_000
 # ---- how shards are dealt out ----
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Item(Record):
     """What one rank reads as a whole: an untouched shard, or the rest of a group that an earlier deal began.
@@ -78,6 +80,7 @@ class Item(Record):
     packs_read: int = 0
 
 
+@shown_by_fields
 class Group(NamedTuple):
     """Items that a rank reads together, in one permutation of their packs.
 
@@ -92,6 +95,7 @@ class Group(NamedTuple):
     num_items: int
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Deal(Record):
     """How the shards of one epoch are dealt out to ranks, and how their packs are shuffled.
@@ -194,6 +198,7 @@ class Deal(Record):
 # ---- where a rank stands ----
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class RankState(Record):
     """How far one data-parallel rank has come. Checkpoints hold it.

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.live.catalog import Limits
 from megatron_sft_idx.live.waiting import Waiter
 from megatron_sft_idx.shard.shard_set import require_alike_columns
 from megatron_sft_idx.training import Arrays, Index, Segments, located
 
 
+@shown_by_fields
 class ShardSpecs(NamedTuple):
     """The columns that were asked for, as one of the shards has them: its number, and their specs by name."""
 
@@ -28,6 +30,7 @@ class ShardSpecs(NamedTuple):
     specs: dict[str, ColumnSpec]
 
 
+@shown_by_fields
 class OpenPacks(NamedTuple):
     """One open shard. Only one thread may use it.
 
@@ -50,10 +53,13 @@ class OpenPacks(NamedTuple):
     broken: Callable[[str], Exception]
 
 
-class LiveShards(ABC):
+class LiveShards(Shown, ABC):
     """A folder of numbered shards, some of which are not there yet."""
 
     folder: str
+
+    def _shown(self) -> str:
+        return self.folder
 
     @abstractmethod
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
@@ -122,11 +128,11 @@ class LiveShards(ABC):
         """What log messages call a shard."""
         return f"shard {number}"
 
-    def committed(self) -> None:  # noqa: B027 - most need not do anything
+    def committed(self) -> None:
         """Called after an acknowledgement was written, so that files can be derived from it."""
 
 
-class OpenShards:
+class OpenShards(Shown):
     """A ``PackSource`` whose shards are opened and let go; a pack is named by its shard's number and its own in it.
 
     Args:
@@ -149,6 +155,9 @@ class OpenShards:
         self._open: dict[int, OpenPacks] = {}
         self._numbers = np.zeros(0, np.int64)
         self._in_memory: list[tuple[Index, Arrays] | None] = []
+
+    def _shown(self) -> str:
+        return f"{len(self._open)} open shards of {self._shards!r}"
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Open these shards, and let all others go."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.live.live_order import Group, RankState
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.live.waiting import Waiter
@@ -32,7 +33,7 @@ Wait: TypeAlias = Callable[[int], bool]
 _NO_PACKS = np.zeros((0, 2), np.int64)
 
 
-class Walk:
+class Walk(Shown):
     """Iterates over the micro-batches of one rank from a state on, through all epochs, and waits for shards.
 
     Each is a ``Wanted`` whose packs are int64 [rows, 2], the number of a shard and of a pack in it, with the state of
@@ -64,6 +65,9 @@ class Walk:
         self._shards, self._epochs, self._at_end = shards, epochs, at_end
         self._acknowledged, self._waiter = acknowledged, waiter
         self.state = state
+
+    def _shown(self) -> str:
+        return f"{self._shards!r}, rank {self.state.rank} of {self.state.deal.size}"
 
     def __iter__(self) -> Iterator[Wanted]:
         while True:
@@ -155,7 +159,7 @@ class Walk:
         return self._shards.wait(shard, self._waiter, unacknowledged)
 
 
-class OwnPacks:
+class OwnPacks(Shown):
     """The packs of one rank in one epoch, group by group.
 
     Args:
@@ -169,6 +173,9 @@ class OwnPacks:
         # The open group, and its packs in order: int64 [packs, 2]. The state says how many of them are read.
         self._group: Group | None = None
         self._packs = _NO_PACKS
+
+    def _shown(self) -> str:
+        return f"{len(self._packs):,} packs in the open group of {self._shards!r}"
 
     def take(self, state: RankState, count: int) -> tuple[NDArray[np.int64], RankState]:
         """The next packs behind a state, int64 [packs, 2], and the state behind them.
@@ -246,7 +253,7 @@ class OwnPacks:
         )
 
 
-class RankCounts:
+class RankCounts(Shown):
     """How many packs each rank has in an epoch, counted item by item in the order in which shards appear.
 
     The header of a shard says how many packs it has. A shard that was removed was completed, so the acknowledgement of
@@ -269,6 +276,9 @@ class RankCounts:
         self.packs = [0] * state.deal.size
         self._items[state.rank], self.packs[state.rank] = state.items, state.packs_of_items
         self._next_item = 0
+
+    def _shown(self) -> str:
+        return f"{self._shards!r}, packs by rank {self.packs}"
 
     def count_up_to(self, packs: int) -> bool:
         """Count until every rank is known to have so many packs; False where some rank has fewer in all."""

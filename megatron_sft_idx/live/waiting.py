@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.lines import Shown, get_logger, shown_by_fields
 
 logger = get_logger("megatron_sft_idx.live")
 
@@ -63,6 +63,7 @@ def looks(
         seconds = min(2 * seconds, longest)
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class Waiter:
     """Somebody who waits, and how.
@@ -86,7 +87,7 @@ class Waiter:
         )
 
 
-class Stopwatch:
+class Stopwatch(Shown):
     """A clock that goes on only inside ``with``; several threads may read it.
 
     >>> seconds = iter([10.0, 13.0, 14.0])
@@ -106,6 +107,9 @@ class Stopwatch:
         # The seconds that are over, and since when it is going on, None where it stands: one value, for other threads.
         self._state: tuple[float, float | None] = (0.0, None)
 
+    def _shown(self) -> str:
+        return f"{self():.1f} s"
+
     def __call__(self) -> float:
         """The seconds that were counted so far."""
         seconds, since = self._state
@@ -121,7 +125,7 @@ class Stopwatch:
 # ---- how long something has been the same ----
 
 
-class Unchanged:
+class Unchanged(Shown):
     """How long something has been the same, as somebody sees it who looks now and then.
 
     >>> times = iter([0.0, 1.0, 4.0, 6.0, 9.0])
@@ -142,6 +146,9 @@ class Unchanged:
         self._since = self._looked = clock()
         self.sight: Any = None
 
+    def _shown(self) -> str:
+        return f"seen {self.sight!r}"
+
     def seconds(self, sight: Any) -> float:
         """For how long it has been ``sight``, in seconds: 0 where it was something else at the last look."""
         now = self._clock()
@@ -153,7 +160,7 @@ class Unchanged:
         return now - self._since
 
 
-class Settling:
+class Settling(Shown):
     """The newest file of a writer who does not say when it is whole: it is taken as whole once it no longer changes.
 
     The writer may only have paused. So the caller must compare the size of a file that was taken for this reason alone,
@@ -179,6 +186,9 @@ class Settling:
     def __init__(self, settle: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._settle, self._unchanged = settle, Unchanged(clock)
         self.nbytes = 0
+
+    def _shown(self) -> str:
+        return f"{self.nbytes:,} bytes, whole after {self._settle} s without a change"
 
     def is_whole(self, name: str, status: os.stat_result | None) -> bool:
         """Take note of a file's status, None where it is not there any more; returns whether it is whole by now."""

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.packing.linear_program import Patterns, plan_by_linear_program
 
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
@@ -41,6 +42,7 @@ _MAX_SHUFFLED: Final = 100_000
 _GAP: Final = 1e-4
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True, eq=False)
 class PackPlan:
     """Packs as CSR arrays: pack ``p`` holds ``sequences[offsets[p]:offsets[p + 1]]``.

@@ -17,6 +17,7 @@ from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.columns import ShardColumns
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
@@ -45,7 +46,7 @@ class Pack(TypedDict):
     seq_boundaries: NDArray[np.int32]
 
 
-class Shard:
+class Shard(Shown):
     """One shard, opened for reading.
 
     Opening takes the same time for any number of packs: the header is read and the sizes of the five files are checked.
@@ -157,9 +158,9 @@ class Shard:
     def __len__(self) -> int:
         return self.files.num_packs
 
-    def __repr__(self) -> str:
+    def _shown(self) -> str:
         counts = f": {counts_text(self._files.header)}" if self._files is not None else ""
-        return f"<{type(self).__name__} {self.prefix}{counts}; backend {self.backend}>"
+        return f"{self.prefix}{counts}; backend {self.backend}"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...

@@ -23,6 +23,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import BUILDING, SUFFIXES, check_column_name, column_of
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.at_prefix import holds_shard_files, is_building
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import read_header, require_same
@@ -178,7 +179,7 @@ class ArraysInMemory:
     is_read: bytearray
 
 
-class ShardSet:
+class ShardSet(Shown):
     """Shards read as one: their packs are numbered through all shards, in order.
 
     The constructor reads the header of each shard. The other files of a shard are opened when they are first needed:
@@ -449,8 +450,9 @@ class ShardSet:
     def __len__(self) -> int:
         return int(self.packs_before[-1])
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.prefixes)!r})"
+    def _shown(self) -> str:
+        more = f" and {len(self.prefixes) - 1:,} more" if len(self.prefixes) > 1 else ""
+        return f"{self.prefixes[0]}{more}: {len(self):,} packs"
 
     def __getitem__(self, index: int | np.integer[Any]) -> Pack:
         """One pack; negative indices count from the end of the last shard. IndexError: there is no such pack."""

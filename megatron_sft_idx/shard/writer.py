@@ -31,6 +31,7 @@ from megatron_sft_idx.layout.files import (
     token_array,
     vocab_size_of,
 )
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.shard.build_options import BuildOptions, GrowingFile
 from megatron_sft_idx.shard.opening import read_header
@@ -54,7 +55,7 @@ STAGE_TOKENS = 1 << 18
 _LONG_RUN = STAGE_TOKENS // 4
 
 
-class ShardWriter:
+class ShardWriter(Shown):
     """Writes a shard pack by pack.
 
     It is a context manager. When its block ends, the files are published together; when an exception ends the block,
@@ -105,6 +106,10 @@ class ShardWriter:
         paths = ShardPaths.of(prefix).with_columns(options.columns)
         content = {"work": PROGRAM, "shard": options.encode()}
         self._begin(Publication(paths, content, overwrite=overwrite, durable=durable), options)
+
+    def _shown(self) -> str:
+        stage, state = self._stage, "finalized" if self._header is not None else "open"
+        return f"{self.prefix}: {stage.num_packs:,} packs, {stage.num_tokens:,} tokens; {state}"
 
     @classmethod
     def begin(

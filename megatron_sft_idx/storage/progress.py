@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, lines of text elsewhere, both with the rate and the time left."""
+"""Progress of long work: a bar on a terminal or in a notebook, else lines of text, with the rate and the time left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def unwatched(_stage: str, _total: int) -> Iterator[Advance]:
     yield lambda units: None
 
 
+def _bar_kind() -> Any:
+    """The class of bars for a person who looks on: of a terminal, or of a notebook that shows widgets; else None."""
+    is_terminal = sys.stderr.isatty()
+    if not is_terminal and "ipykernel" not in sys.modules:
+        return None
+    from tqdm import auto, autonotebook, std  # not needed by those who only name the types
+
+    return auto.tqdm if is_terminal or autonotebook.tqdm is not std.tqdm else None
+
+
 class Progress:
     """Shows the progress of one stage.
 
@@ -33,8 +43,8 @@ class Progress:
         what: the stage, as a verb: ``tokenising``.
         total: units in all.
         unit: their name; ``B`` is shown in powers of 1024, others of 1000.
-        log_interval: items between two lines if stderr is no terminal; 0 to show nothing.
-        items: the name of the items, which are counted beside the units.
+        log_interval: items between two lines where there is no terminal or notebook; 0 to show nothing.
+        items: the name of the items, which are counted next to the units.
     """
 
     def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
@@ -44,10 +54,8 @@ class Progress:
         self._earlier = (0, 0)
         self._begin = time.monotonic()
         self._bar: Any = None
-        if log_interval and sys.stderr.isatty():
-            from tqdm import tqdm  # not needed by those who only name the types
-
-            self._bar = tqdm(
+        if log_interval and (kind := _bar_kind()) is not None:
+            self._bar = kind(
                 total=total,
                 unit=unit,
                 unit_scale=True,

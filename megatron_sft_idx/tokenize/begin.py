@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_sft_idx.chat.inputs import InputFile
@@ -59,9 +59,9 @@ class PreprocessOptions:
         overwrite: replace what is at the prefix.
         keep_corpus: keep the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
-        loss_weights: ``FILE=WEIGHT`` entries: masks of the file's rows are multiplied by the weight.
+        loss_weights: by FILE, a weight that the masks of the file's rows are multiplied by (``file_weights``).
         max_bad_rows: how many rows may be skipped; None for no limit. Changes no byte.
-        repeats: ``FILE=WEIGHT`` entries: how often the file's rows are trained on (``file_weights``).
+        repeats: by FILE, how often the file's rows are trained on (``file_weights``).
     """
 
     inputs: Sequence[str]
@@ -75,9 +75,9 @@ class PreprocessOptions:
     overwrite: bool = False
     keep_corpus: bool = False
     log_interval: int = 0
-    loss_weights: Sequence[str] = ()
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
     max_bad_rows: BadRowLimit | None = None
-    repeats: Sequence[str] = ()
+    repeats: Mapping[str, float] = field(default_factory=dict)
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
         """How rows of these files become sequences, their weights included; errors as of ``file_weights``."""

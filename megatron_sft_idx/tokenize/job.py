@@ -13,6 +13,7 @@ from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.row_mapping import RowMapping
 from megatron_sft_idx.chat.row_options import MaskAlignment, RowKind, RowOptions
 from megatron_sft_idx.chat.tokenizer import Backend
+from megatron_sft_idx.chat.tokenizer.loaded import LoadedTokenizer, folder_of_loaded
 from megatron_sft_idx.chat.types import EarlierReasoning, MaskOptions, PartialMarkers, TrainOn
 from megatron_sft_idx.errors import FormatError, brief, check_option
 from megatron_sft_idx.lines import log_line
@@ -41,11 +42,13 @@ FROM_ZERO = ("workers", "seed", "log_interval")
 _EXPECTED: dict[Any, tuple[Any, str]] = {
     str: (str | os.PathLike, "a path"),
     str | None: (str | None, "a string"),
-    StrPath: (str | os.PathLike, "a path; an object that was loaded is saved by its save_pretrained(FOLDER)"),
+    StrPath: (str | os.PathLike, "a path"),
+    StrPath | LoadedTokenizer: (str | os.PathLike, "a path, or a tokenizer that transformers has loaded"),
     StrPath | None: (str | os.PathLike | None, "a path"),
     Sequence[str]: (list | tuple, "a list of strings"),
     Mapping[str, Any] | None: (Mapping | None, "a dict"),
     Mapping[str, str] | None: (Mapping | None, "a dict of strings"),
+    Mapping[str, float] | None: (Mapping | None, "a dict of weights by file"),
 }
 # Input bytes for each byte of output, at most: of rows that consist almost entirely of fields that are not read.
 _MAX_INPUT_PER_OUTPUT = 256
@@ -54,7 +57,7 @@ _MAX_INPUT_PER_OUTPUT = 256
 def preprocess(  # noqa: D417 (--help of the command says what each option is for)
     inputs: Rows,
     *,
-    tokenizer: StrPath,
+    tokenizer: StrPath | LoadedTokenizer,
     tokenizer_backend: Backend = "auto",
     output_prefix: StrPath,
     seq_length: int,
@@ -93,7 +96,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     sample: float = 1.0,
     dedup: Literal["none", "exact"] = "none",
     valid_fraction: float = 0.0,
-    repeat: Sequence[str] = (),
+    repeat: Mapping[str, float] | None = None,
     shuffle: bool = False,
     workers: int | None = None,
     engine: Literal["local", "ray"] = "local",
@@ -102,7 +105,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     staging: str = STAGING,
     keep_corpus: bool = False,
     source: bool = True,
-    loss_weight: Sequence[str] = (),
+    loss_weight: Mapping[str, float] | None = None,
     overwrite: bool = False,
     summary: StrPath | None = None,
     log_interval: int = 10_000,
@@ -115,7 +118,10 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
 
     Args:
         inputs: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; a table of pyarrow, pandas or polars;
-            or any iterable of rows.
+            any iterable of rows; or a list that mixes these. In the column ``source`` a data set or table is called
+            ``dataset-0``, ``dataset-1``, ..., or as a dict calls it: ``{"math": dataset}``.
+        tokenizer: its folder or file; or what transformers has loaded from a folder or the hub's cache, if it has not
+            been changed since.
 
     Returns:
         Counts of what was made; its ``str`` is what the command prints.
@@ -128,6 +134,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     given = dict(locals())
     inputs = given.pop("inputs")
     check_option("download", download, bool)
+    if isinstance(tokenizer, LoadedTokenizer):
+        given["tokenizer"] = folder_of_loaded(tokenizer)
     inputs = downloaded(given, inputs) if download else inputs
     return run_job(inputs, preprocess_options(given), staging=staging, summary=summary)
 
@@ -170,9 +178,9 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         prefix=prefix,
         encoding=replace(encoding, content=of_rows),
         packing=packing,
-        loss_weights=tuple(given["loss_weight"]),
+        loss_weights=dict(given["loss_weight"] or {}),
         max_bad_rows=BadRowLimit.of(given),
-        repeats=tuple(given["repeat"]),
+        repeats=dict(given["repeat"] or {}),
     )
 
 
@@ -186,7 +194,7 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
     """FormatError unless an argument has the type, choice or range of its hint; for the command argparse checks it."""
     kinds, expected = _EXPECTED.get(hint, (object, ""))
     if not isinstance(value, kinds):
-        found = f"a {type(value).__name__}" if hint is StrPath else brief(value)
+        found = f"a {type(value).__name__}" if name in ("tokenizer", "output_prefix") else brief(value)
         raise FormatError(f"{name}: {found}, expected {expected}")
     if isinstance(value, str | os.PathLike):
         require_type(name, value, hint)
@@ -283,7 +291,7 @@ def run_job(
     output.publish(found=report.found)
     if report.corpus is not None:
         report.corpus.bad_rows = list(map(as_given, report.corpus.bad_rows))
-    report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
+    report.prefix, report.options = options.prefix, dict(_effective(replace(options, inputs=[*map(as_given, inputs)])))
     if path is not None:
         report.write(path, overwrite=options.overwrite)
     return report

@@ -1,7 +1,7 @@
-"""The input of a job as local files: what a user names, rows that a program passes, a pipe, names of the hub.
+"""The input of a job as local files: what a user names, data that a program passes, a pipe, names of the hub.
 
-Rows that a program passes, or that come through a pipe, are written to a file beside the output, which is removed when
-the job ends: the pipeline reads its input more than once, in many processes.
+Rows, data sets and tables that a program passes, and rows from a pipe, are written to files next to the output, which
+are removed when the job ends: the pipeline reads its input more than once, in many processes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 from megatron_sft_idx.arguments import require_type
 from megatron_sft_idx.chat.inputs import named_by
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, brief
 from megatron_sft_idx.lines import unescaped
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
@@ -39,9 +40,12 @@ class ArrowStream(Protocol):
         """The record batches."""
 
 
-# Paths, rows, or a table: a Dataset of Hugging Face's, or what has Arrow's stream interface.
-Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]] | ArrowStream
+# A file or glob; rows; a table, which is a Dataset of Hugging Face's or has Arrow's stream interface; tables by name;
+# or a list that mixes these.
+Rows: TypeAlias = StrPath | Iterable[Any] | ArrowStream
 
+# Bytes of a name of a data set, at most: file systems take 255, and working names are longer.
+_MAX_NAME_NBYTES = 200
 # In the name of the folder of rows that a program passes, or that come through a pipe.
 ROWS_FOLDER = ".rows-"
 # The role of the files of the input, in messages.
@@ -59,9 +63,23 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
     ]
 
 
+class _Passed(NamedTuple):
+    """Rows or a table that a program passes, or the pipe.
+
+    Attributes:
+        file: the name of the file that they are written to, which the column ``source`` holds.
+        name: what messages call them.
+        content: the rows or the table; None for the pipe.
+    """
+
+    file: str
+    name: str
+    content: Any
+
+
 @contextlib.contextmanager
 def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[str], str]]]:
-    """Paths of the input. Rows that are no paths are written beside ``prefix``, and removed when the context ends.
+    """Paths of the input. What is no path is written to files next to ``prefix``, which are removed at the end.
 
     The second value is a function that has a message name what was given, instead of a file that is gone when the
     message is read.
@@ -71,91 +89,168 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         prefix: of the output, a local path; all nodes of a cluster see its folder.
 
     Raises:
-        FormatError: ``rows`` are neither paths nor rows.
+        FormatError: an entry is neither a path nor rows nor a table, or two have one name.
         SequenceError: a row cannot be written as JSON.
     """
     entries = _entries_of(rows)
-    if (
-        hasattr(rows, "save_to_disk") and isinstance(rows, Sized) and not len(rows)
-    ):  # which datasets itself cannot always save
-        raise FormatError("rows: a dataset without rows; name one that has some")
-    head = list(itertools.islice(entries or (), 1))
-    if entries is not None and all(isinstance(entry, (str, os.PathLike)) for entry in head):
-        paths = []
-        for entry in [*head, *entries]:
-            if not isinstance(entry, (str, os.PathLike)):
-                raise FormatError(
-                    f"rows: a {type(entry).__name__} among paths; name the files alone, or pass rows alone"
-                )
-            require_type("inputs", entry, str | os.PathLike)
-            paths.append(os.fspath(entry))
-        if "-" not in paths:
-            yield paths, str
-            return
-        if len(paths) > 1:
-            raise FormatError("--input - takes everything from the pipe: name it alone")
-        if sys.stdin is None:
-            raise FormatError("standard input: closed; pipe the rows to the command, or name a file")
+    passed = [entry for entry in entries if isinstance(entry, _Passed)]
+    if not passed:
+        yield [entry for entry in entries if isinstance(entry, str)], str
+        return
+    counts = Counter(entry.file for entry in passed)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise FormatError(f"inputs: two data sets are called {twice[0]!r}; give each a name")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ROWS_FOLDER, dir=folder) as temporary:
-        name = "rows"
-        if hasattr(rows, "save_to_disk"):
-            rows.save_to_disk(path := os.path.join(temporary, "dataset"))
-        elif isinstance(rows, ArrowStream):
-            _write_table(path := os.path.join(temporary, "rows.arrow"), rows)
-        elif isinstance(head[0], (str, os.PathLike)):  # the pipe, as other paths are through
-            name = "standard input"
-            with open(path := os.path.join(temporary, "stdin"), "xb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-        else:
-            _write_rows(path := os.path.join(temporary, "rows.jsonl"), itertools.chain(head, entries or ()))
+        paths, names = [], dict[str, str]()
+        for entry in entries:
+            if isinstance(entry, str):
+                paths.append(entry)
+                continue
+            path = os.path.join(temporary, entry.file)
+            _write(path, entry)
+            paths.append(path)
+            names[path] = entry.name
+
+        def as_given(message: str) -> str:
+            for path, name in names.items():
+                message = message.replace(path, name)
+            return message
+
         try:
-            yield [path], lambda message: message.replace(path, name)
+            yield paths, as_given
         except SequenceError as error:
-            source, reason = (text.replace(path, name) for text in (error.source, error.reason))
-            raise SequenceError(source, error.position, reason) from None
+            raise SequenceError(as_given(error.source), error.position, as_given(error.reason)) from None
+        except FormatError as error:
+            raise FormatError(as_given(str(error))) if type(error) is FormatError else error from None
 
 
-def _entries_of(rows: Rows) -> Iterator[Any] | None:
-    """The paths or rows one by one; None for a table as a whole."""
-    is_table = hasattr(rows, "save_to_disk") or isinstance(rows, ArrowStream)
-    is_number = getattr(rows, "shape", None) == ()
-    if isinstance(rows, Mapping) or is_number or not (is_table or isinstance(rows, (str, os.PathLike, Iterable))):
-        raise FormatError(
-            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, a table, or one split of a dataset;"
-            " put a single row in a list"
+def _entries_of(rows: Rows) -> list[str | _Passed]:
+    """The inputs one by one: paths, and what has to be written to files."""
+    if isinstance(rows, (str, os.PathLike)) or _is_table(rows):
+        return _entries_of([rows])
+    if isinstance(rows, Mapping):
+        return [_named(name, each) for name, each in rows.items()] if _is_named(rows) else [_refused(rows)]
+    if not isinstance(rows, Iterable) or getattr(rows, "shape", None) == ():
+        return [_refused(rows)]
+    entries = iter(rows)
+    head = list(itertools.islice(entries, 1))
+    if head and not _is_input(head[0]):
+        return [_Passed("rows.jsonl", "rows", itertools.chain(head, entries))]
+    found: list[str | _Passed] = []
+    unnamed = itertools.count()
+    for entry in itertools.chain(head, entries):
+        if isinstance(entry, (str, os.PathLike)):
+            require_type("inputs", entry, str | os.PathLike)
+            found.append(os.fspath(entry))
+        elif isinstance(entry, Mapping) and _is_named(entry):
+            found += [_named(name, each) for name, each in entry.items()]
+        elif _is_input(entry):
+            name = f"dataset-{next(unnamed)}"
+            found.append(_Passed(name, name, entry))
+        else:
+            raise FormatError(
+                f"inputs: a {type(entry).__name__} among inputs, expected paths, data sets, tables or lists of rows"
+            )
+    if "-" not in found:
+        return found
+    if len(found) > 1:
+        raise FormatError("--input - takes everything from the pipe: name it alone")
+    if sys.stdin is None:
+        raise FormatError("standard input: closed; pipe the rows to the command, or name a file")
+    return [_Passed("stdin", "standard input", None)]
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a Dataset or has Arrow's stream interface. The splits of a DatasetDict are no table."""
+    return not isinstance(value, Mapping) and (hasattr(value, "save_to_disk") or isinstance(value, ArrowStream))
+
+
+def _is_input(value: Any) -> bool:
+    """Whether an entry of a list is an input, and not a row or anything else."""
+    if isinstance(value, (str, os.PathLike)) or _is_table(value):
+        return True
+    if isinstance(value, Mapping):
+        return _is_named(value)
+    # A list may also be a conversation without the object around it; its messages are refused when they are read.
+    return isinstance(value, Iterable) and not hasattr(value, "shape") and not isinstance(value, bytes)
+
+
+def _is_named(value: Mapping[Any, Any]) -> bool:
+    """Whether a dict has data sets by name. A row, whose values are lists, texts and numbers, never has."""
+
+    def is_data(each: Any) -> bool:
+        return _is_table(each) or (
+            isinstance(each, Iterable) and not isinstance(each, (str, bytes, Sequence, Set, Mapping, os.PathLike))
         )
-    if is_table:
-        return None
-    return iter([rows] if isinstance(rows, (str, os.PathLike)) else rows)  # type: ignore[arg-type]
+
+    return (
+        bool(value)
+        and not hasattr(value, "save_to_disk")
+        and not any(hasattr(each, "shape") and not _is_table(each) for each in value.values())
+        and all(map(is_data, value.values()))
+    )
 
 
-def _write_table(path: str, rows: ArrowStream) -> None:
+def _named(name: Any, content: Any) -> _Passed:
+    is_name = isinstance(name, str) and name == os.path.basename(name) and name.isprintable() and name.strip(". ")
+    if not is_name or len(os.fsencode(name)) > _MAX_NAME_NBYTES:
+        raise FormatError(f"inputs: {brief(name)}, expected the name of a data set: a text without /, as a file name")
+    return _Passed(name, name, content)
+
+
+def _refused(rows: Any) -> NoReturn:
+    raise FormatError(
+        f"inputs: a {type(rows).__name__}, expected paths, an iterable of rows, a table, one split of a dataset, or a"
+        " list of these; put a single row in a list"
+    )
+
+
+def _write(path: str, passed: _Passed) -> None:
+    """Write rows or a table to a file, with a bounded part of them in memory."""
+    content = passed.content
+    if content is None:
+        with open(path, "xb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+    elif hasattr(content, "save_to_disk"):
+        if isinstance(content, Sized) and not len(content):  # which datasets itself cannot always save
+            raise FormatError(f"{passed.name}: a dataset without rows; leave it out, or name one that has some")
+        content.save_to_disk(folder := path + ".saved", num_shards=1)
+        (data,) = glob.glob(os.path.join(glob.escape(folder), "*.arrow"))
+        os.rename(data, path)
+        shutil.rmtree(folder)
+    elif isinstance(content, ArrowStream):
+        _write_table(path, content, passed.name)
+    else:
+        _write_rows(path, content, passed.name)
+
+
+def _write_table(path: str, rows: ArrowStream, name: str) -> None:
     try:
         import pyarrow as pa
     except ImportError:
         extra = "pip install 'megatron-sft-idx[parquet]'"
-        raise SFTIndexError(f"rows: reading a {type(rows).__name__} needs pyarrow: {extra}") from None
+        raise SFTIndexError(f"{name}: reading a {type(rows).__name__} needs pyarrow: {extra}") from None
     try:
         with pa.RecordBatchReader.from_stream(rows) as batches, pa.ipc.new_stream(path, batches.schema) as file:
             for batch in batches:
                 file.write_batch(batch)
     except pa.ArrowException as error:
         reason = str(error).splitlines()[0]
-        raise FormatError(f"rows: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
+        raise FormatError(f"{name}: this {type(rows).__name__} cannot be read as an Arrow table: {reason}") from None
 
 
 # A row that is refused for its depth.
 _TOO_DEEP_ROW = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1) + "\n"
 
 
-def _write_rows(path: str, rows: Iterable[Any]) -> None:
+def _write_rows(path: str, rows: Iterable[Any], name: str) -> None:
     """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
-                raise SequenceError("rows", number, f"is a {type(row).__name__}, expected a dict")
+                raise SequenceError(name, number, f"is a {type(row).__name__}, expected a dict")
             try:
                 refuse_deep(row)
             except RowError:
@@ -166,7 +261,7 @@ def _write_rows(path: str, rows: Iterable[Any]) -> None:
             except (TypeError, ValueError, RecursionError) as error:
                 field = next((key for key, value in row.items() if not _is_json(value)), "a key")
                 reason = f"{field} cannot be written as JSON: {error}; leave it out, or make it text"
-                raise SequenceError("rows", number, reason) from None
+                raise SequenceError(name, number, reason) from None
             file.write(line + "\n")
 
 
@@ -216,11 +311,14 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
     if isinstance(tokenizer, str) and (name := _hub_name(tokenizer)) is not None and name[3] is None:
         given["tokenizer"] = _download(name, "model", _TOKENIZER_FILES)
     entries = [rows] if isinstance(rows, (str, os.PathLike)) else rows
-    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (str, os.PathLike)) for entry in entries):
+    if not isinstance(entries, (list, tuple)):
         return rows
-    paths = []
-    for path in map(os.fspath, entries):
-        if (name := _hub_name(path)) is None:
+    paths: list[Any] = []
+    for entry in entries:
+        path = os.fspath(entry) if isinstance(entry, (str, os.PathLike)) else ""
+        if not path:
+            paths.append(entry)
+        elif (name := _hub_name(path)) is None:
             paths.append(path)
         elif name[3] is None:
             raise FormatError(

@@ -8,9 +8,10 @@ does not change as other rows are added; and equal rows share it, so that no cop
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, TextRow, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.packing import csr_rows
 from megatron_sft_idx.packs.source_names import find_name, shortest_names
 
@@ -63,34 +64,32 @@ class Selection:
         return replace(self, drop_untrained=False) != Selection()
 
 
-def file_weights(option: str, entries: Sequence[str], files: Sequence[str]) -> list[float]:
+def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]) -> list[float]:
     """A weight for each file of the input; 1 for files that no entry names.
 
     Args:
         option: name of the option in errors.
-        entries: ``FILE=WEIGHT``, where FILE is a glob or a folder as in the input, or one file as for ``find_name``.
+        by_file: weights by FILE: a glob or a folder as in the input, or one file as for ``find_name``.
         files: paths of the input.
 
     Raises:
-        FormatError: an entry that is no such weight, or means no file, one of several files, or a file a second time.
+        FormatError: a weight is not a number from 0 to 1,000, or a FILE means no file, one of several files, or a file
+            that has a weight already.
     """
     weights: dict[int, float] = {}
     names = shortest_names(files)
-    for entry in entries:
-        name, _, number = entry.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = -1.0
-        if not name or not 0 <= weight <= _MAX_WEIGHT:
+    for name, weight in by_file.items():
+        entry = f"{name}={weight}"
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+        if not isinstance(name, str) or not name or not is_number or not 0 <= weight <= _MAX_WEIGHT:
             form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
-            raise FormatError(f"{option} {entry}: expected {form}")
+            raise FormatError(f"{option} {brief(entry)}: expected {form}")
         folder = name.rstrip("/") + "/"
         matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
         matching = matching or [find_name(name, names, f"{option} {entry}")]
         if weighted := next((files[n] for n in matching if n in weights), None):
             raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
-        weights |= dict.fromkeys(matching, weight)
+        weights |= dict.fromkeys(matching, float(weight))
     return [weights.get(n, 1.0) for n in range(len(files))]
 
 

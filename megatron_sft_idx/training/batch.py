@@ -37,6 +37,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
 from megatron_sft_idx.layout.files import no_column
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
 from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_slots
@@ -51,6 +52,7 @@ Tensors = dict[str, torch.Tensor]
 _ALIGNMENT = 64
 
 
+@shown_by_fields
 class BatchColumn(NamedTuple):
     """A column as batches have it; ``width`` items a row are the last dimension where they are more than one."""
 
@@ -60,6 +62,7 @@ class BatchColumn(NamedTuple):
     width: int
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class BatchLayout:
     """What a micro-batch consists of.
@@ -129,7 +132,7 @@ class BatchLayout:
 _layout = lru_cache(maxsize=64)(BatchLayout)
 
 
-class Batch:
+class Batch(Shown):
     """The buffer of one micro-batch, which can be filled again and again; as a sequence, its rows.
 
     ``__getitems__`` of a data set returns one. The collate function ``whole_batch`` takes all of it at once; any other
@@ -160,6 +163,9 @@ class Batch:
             storage.share_memory_()  # type: ignore[no-untyped-call]
         self.layout, self.storage, self.tensors, self._shared = layout, storage, layout.carve(storage), shared
         self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def _shown(self) -> str:
+        return f"{self.layout.rows} x {self.layout.seq_length:,} tokens: {', '.join(self.tensors)}"
 
     def __len__(self) -> int:
         return self.layout.rows
@@ -199,7 +205,7 @@ def parallel_multiple(context: int | None, sequence: int) -> int:
     return (2 * context if context and context > 1 else 1) * max(sequence, 1)
 
 
-class BatchAssembler(Dataset[Tensors]):
+class BatchAssembler(Shown, Dataset[Tensors]):
     """Assembles micro-batches from a source of packs, in C++ and without holding the interpreter's lock.
 
     It has no buffers and pickles as its source, which is small. It is also a map-style data set of packs, and gives a
@@ -271,6 +277,10 @@ class BatchAssembler(Dataset[Tensors]):
         self._positions = {column: 2 + order.index(column.name) for column in self.columns}
         self._per_token = [0, 1, *(position for column, position in self._positions.items() if column.per == "token")]
         self._fetcher = Fetcher(fetch_nbytes)
+
+    def _shown(self) -> str:
+        columns = f", columns {', '.join(column.name for column in self.columns)}" if self.columns else ""
+        return f"rows of {self.seq_length:,} tokens, {self.form}{columns}, of {self.source!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes but the cached ``_files``."""
@@ -449,6 +459,7 @@ class BatchAssembler(Dataset[Tensors]):
         return [self.source.arrays(shard) for shard in used], slots
 
 
+@shown_by_fields
 class SourceFiles(NamedTuple):
     """The files that the column ``source`` names: shards number them each for itself, batches number all of them.
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.storage import Extents, announce, read_extents
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.transport import request_pool
@@ -28,6 +29,7 @@ from megatron_sft_idx.training.sources import Arrays, Segments
 # ---- in maps, or read for one batch ----
 
 
+@shown_by_fields
 class Placed(NamedTuple):
     """The sequences of ``Segments`` in arrays.
 
@@ -114,6 +116,7 @@ BUDGET_NBYTES = 256 << 20
 _GAP_NBYTES, _MAX_NBYTES = 64 << 10, 8 << 20
 
 
+@shown_by_fields
 class Ranges(NamedTuple):
     """Ranges that cover some sequences, end to end in one array.
 
@@ -249,7 +252,7 @@ class _Ahead:
             request.cancel()
 
 
-class Fetcher:
+class Fetcher(Shown):
     """Fetches what batches need of remote shards, in the order in which they are announced.
 
     The caller must fill batches in that order too: ``gather`` drops the batches that were announced before its own.
@@ -260,6 +263,9 @@ class Fetcher:
     def __init__(self, budget: int = BUDGET_NBYTES) -> None:
         self.budget = budget
         self._pid, self._lock, self.batches = os.getpid(), Lock(), deque[_Ahead]()
+
+    def _shown(self) -> str:
+        return f"{len(self.batches)} batches ahead, up to {self.budget:,} bytes"
 
     def __reduce__(self) -> tuple[type[Fetcher], tuple[int]]:
         return Fetcher, (self.budget,)

@@ -22,10 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.training.batch import Batch, BatchAssembler, BatchLayout, Tensors
 from megatron_sft_idx.training.sources import Segments
 
 
+@shown_by_fields
 class Wanted(NamedTuple):
     """The rows of one micro-batch.
 
@@ -41,7 +43,7 @@ class Wanted(NamedTuple):
     state: Any = None
 
 
-class BatchLoader:
+class BatchLoader(Shown):
     """Micro-batches, prepared ahead by a thread of this process.
 
     Batches lie in buffers that are used again: **a batch is valid until** ``keep`` **more have been taken**, or for
@@ -81,6 +83,9 @@ class BatchLoader:
         self.prefetch, self.ahead, self.keep, self.copy = prefetch, ahead, keep, copy
         self.pinned = pin_memory is not False and torch.cuda.is_available()
 
+    def _shown(self) -> str:
+        return f"{self.assembler!r}, prefetch {self.prefetch}, ahead {self.ahead}, keep {self.keep}"
+
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
 
@@ -88,7 +93,7 @@ class BatchLoader:
         return BatchIterator(self)
 
 
-class BatchIterator(Iterator[Tensors]):
+class BatchIterator(Shown, Iterator[Tensors]):
     """One pass over the batches of a ``BatchLoader``; also a context manager that closes.
 
     Attributes:
@@ -107,6 +112,9 @@ class BatchIterator(Iterator[Tensors]):
         thread = threading.Thread(target=_produce, args=(loader, self._line), name="batches", daemon=True)
         self._close = weakref.finalize(self, _stop, self._line, thread)
         thread.start()
+
+    def _shown(self) -> str:
+        return f"{'open' if self._close.alive else 'closed'}, {len(self._taken)} batches handed out"
 
     def __next__(self) -> Tensors:
         if os.getpid() != self._pid:

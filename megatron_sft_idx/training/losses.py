@@ -1,4 +1,4 @@
-"""Losses over packed batches: by source, and of preference pairs.
+"""Losses over packed batches: by source, of preference pairs, and weighted.
 
 The loss by source is how much of what a batch trains comes from each input file. Batches need the column ``source``,
 which names the file of each sequence. In a training loop::
@@ -18,14 +18,20 @@ the model gives to the trained tokens of a sequence, and ref what the reference 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid, pad
 
+from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.errors import brief
 from megatron_sft_idx.layout.files import RESERVED_NAMES, no_column
+from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.training.batch import Tensors, segments_of
 
 
@@ -79,8 +85,9 @@ def file_names(files: Sequence[Mapping[str, Any]]) -> list[str]:
 # ---- of pairs ----
 
 
+@shown_by_fields
 class PairLosses(NamedTuple):
-    """One value a pair that is trained on, in the order of the batch, float32 or wider [pairs].
+    """One value per pair that is trained on, in the order of the batch, float32 or wider [pairs].
 
     Packs differ in how many pairs they hold: divide the sum over a global batch by all its pairs, rather than take the
     mean of means.
@@ -124,22 +131,177 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
         beta: how strongly the model is held to the reference.
 
     Raises:
-        ValueError: a sequence that is trained on has no partner beside it: the pair was torn, or is none.
+        ValueError: a sequence that is trained on is not next to its partner: the pair was torn, or there is none.
     """
     pair, reference = _column(batch, "pair").to(torch.int64), _column(batch, "ref_logp")
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]
     trained = sequence_logp(torch.ones_like(logp, dtype=torch.float32), batch)[:, : pair.shape[1]] > 0
+    return _losses_of_pairs(own, reference, pair, trained, beta)
+
+
+def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tensor, beta: float) -> PairLosses:
+    """The loss of every pair, from log-probabilities of sequences.
+
+    Args:
+        own: of the model that learns, [B, n].
+        reference: of the reference model, [B, n].
+        pair: number of the pair and 0 for chosen, 1 for rejected, int64 [B, n, 2].
+        trained: whether a sequence has trained tokens, bool [B, n].
+        beta: as for ``dpo_losses``, and so are the errors.
+    """
     number, rejected = pair.unbind(-1)
-    # Where a chosen sequence stands beside its rejected one; what fills the column up behind the last is no pair.
+    # Where a chosen sequence is next to its rejected one; what fills the column up behind the last is no pair.
     whole = (number[:, :-1] == number[:, 1:]) & (rejected[:, :-1] == 0) & (rejected[:, 1:] == 1)
-    paired = torch.nn.functional.pad(whole, (0, 1)) | torch.nn.functional.pad(whole, (1, 0))
+    paired = pad(whole, (0, 1)) | pad(whole, (1, 0))
     if bool((trained & ~paired).any()):
         row, at = (trained & ~paired).nonzero()[0].tolist()
         raise ValueError(
-            f"row {row}: sequence {at} (pair {int(number[row, at])}) is not beside its partner; pack by pairs:"
+            f"row {row}: sequence {at} (pair {int(number[row, at])}) is not next to its partner; pack by pairs:"
             " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
         )
     whole &= trained[:, :-1] | trained[:, 1:]  # rows that only fill up the batch hold pairs too, which do not count
     rewards = beta * (own - reference)
     chosen, others = rewards[:, :-1][whole], rewards[:, 1:][whole]
-    return PairLosses(-torch.nn.functional.logsigmoid(chosen - others), chosen.detach(), others.detach())
+    return PairLosses(-logsigmoid(chosen - others), chosen.detach(), others.detach())
+
+
+# ---- from the logits of a batch of as_torch ----
+
+
+# What ``collate`` of ``as_torch`` puts into a batch for these losses; models have no arguments for it.
+_FOR_LOSSES = ("loss_weights", "pair")
+
+
+@shown_by_fields
+class DpoLoss(NamedTuple):
+    """What ``dpo_loss`` gives.
+
+    Attributes:
+        loss: the mean over the pairs of the batch, with gradients; 0 where there is none.
+        metrics: means over the pairs, without gradients, under the names that TRL uses: ``rewards/chosen``,
+            ``rewards/rejected``, ``rewards/accuracies`` and ``rewards/margins``.
+        pairs: the same of each pair. For a mean over several batches, sum ``pairs.losses`` and divide by all pairs.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    pairs: PairLosses
+
+
+def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model in a batch of ``as_torch``: all but what the losses of this module take.
+
+    Example:
+        >>> sorted(model_inputs({"input_ids": 1, "position_ids": 2, "loss_weights": 3}))
+        ['input_ids', 'position_ids']
+    """
+    return {name: value for name, value in batch.items() if name not in _FOR_LOSSES}
+
+
+def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor | float | None = None) -> Tensor:
+    """The mean loss of a batch of ``as_torch(..., loss_weights=True)``, weighted by its loss masks.
+
+    Args:
+        logits: of a model of transformers, [rows, positions, vocabulary]; at position j they predict token j + 1.
+        batch: with ``input_ids`` and ``loss_weights``, both [rows, positions].
+        divisor: what the weighted sum of the losses is divided by. None is the sum of the weights in this batch; where
+            several batches make a step, the sum over all of them weighs each token alike.
+
+    Returns:
+        A scalar with gradients, float32 or wider; 0 where all weights are 0.
+
+    Raises:
+        ValueError: the batch has no weights, or ``logits`` are not of this batch.
+
+    Example:
+        >>> batch = {"input_ids": torch.tensor([[3, 1, 0]]), "loss_weights": torch.tensor([[0, 0.5, 1.5]])}
+        >>> weighted_loss(torch.zeros(1, 3, 4), batch)  # log 4
+        tensor(1.3863)
+    """
+    logp, weights, _ = _trained_logp(logits, batch)
+    total = -(logp * weights).sum()
+    if divisor is None:
+        divisor = weights.sum()
+        divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    return total / divisor
+
+
+@checked
+def dpo_loss(
+    policy_logits: Tensor, reference_logits: Tensor, batch: Mapping[str, Any], *, beta: float = 0.1
+) -> DpoLoss:
+    """The loss of direct preference optimization for a batch of ``as_torch(..., preferences=True)``.
+
+    The batch may be of any layout and any number of packs. The log-probability of a sequence is the sum over its
+    trained tokens, in float32 or wider, weighted by the loss mask.
+
+    Args:
+        policy_logits: of the model that learns, [rows, positions, vocabulary], as models of transformers return them.
+        reference_logits: of the reference model, for the same batch; no gradients flow into them.
+        batch: as ``collate`` of the dataset made it: with ``input_ids``, ``loss_weights`` and ``pair``.
+        beta: how strongly the model is held to the reference.
+
+    Raises:
+        ValueError: the batch has no pairs, a sequence is not next to its partner, or logits are not of this batch.
+
+    Example:
+        >>> batch = {
+        ...     "input_ids": torch.tensor([[1, 2], [1, 3]]),  # two rows of the layout "padded"
+        ...     "loss_weights": torch.tensor([[0.0, 1.0], [0.0, 1.0]]),
+        ...     "pair": torch.tensor([[0, 0], [0, 1]]),
+        ... }
+        >>> policy = torch.zeros(2, 2, 4)
+        >>> policy[0, 0, 2] = 9.0  # the model that learns prefers the chosen answer
+        >>> found = dpo_loss(policy, torch.zeros(2, 2, 4), batch)
+        >>> found.loss, found.metrics["rewards/accuracies"]
+        (tensor(0.6263), tensor(1.))
+    """
+    if not isinstance(beta, Real) or not -sys.float_info.max <= beta <= sys.float_info.max:
+        raise ValueError(f"beta: {brief(beta)}, expected a number")
+    beta = float(beta)
+    if "pair" not in batch:
+        raise ValueError("batch: has no preference pairs; make it with as_torch(..., preferences=True)")
+    pair = batch["pair"].to(torch.int64)
+    own, trained = _sequence_sums(policy_logits, batch, len(pair))
+    with torch.no_grad():
+        reference, _ = _sequence_sums(reference_logits, batch, len(pair))
+    pairs = _losses_of_pairs(own[None], reference[None], pair[None], trained[None], beta)
+    losses, chosen, rejected = pairs
+    count = max(1, len(losses))
+    means = {
+        "chosen": chosen,
+        "rejected": rejected,
+        "accuracies": (chosen > rejected).to(chosen.dtype),
+        "margins": chosen - rejected,
+    }
+    metrics = {f"rewards/{name}": values.sum() / count for name, values in means.items()}
+    return DpoLoss(losses.sum() / count, metrics, pairs)
+
+
+def _trained_logp(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities of trained tokens, their weights, and where they are in ``input_ids[:, 1:]``, as a mask."""
+    if "loss_weights" not in batch:
+        raise ValueError("batch: has no loss_weights; make it with as_torch(..., loss_weights=True)")
+    ids, weights = batch["input_ids"], batch["loss_weights"]
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"logits: {brief(logits)}, expected a tensor")
+    if logits.ndim != 3 or logits.shape[:2] != ids.shape:
+        raise ValueError(f"logits: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
+    is_trained = weights[:, 1:] != 0
+    # Only logits that are needed are converted: those of all positions are the largest tensor of a step.
+    predicted = logits[:, :-1][is_trained]
+    predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+    return -cross_entropy(predicted, ids[:, 1:][is_trained], reduction="none"), weights[:, 1:][is_trained], is_trained
+
+
+def _sequence_sums(logits: Tensor, batch: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor]:
+    """The log-probability of what is trained in each of ``count`` sequences, and whether it is any; both [count]."""
+    logp, weights, is_trained = _trained_logp(logits, batch)
+    if "position_ids" in batch:  # all sequences in one row, each of which counts from 0; padding may be one more
+        sequences = (batch["position_ids"] == 0).cumsum(1) - 1
+    else:
+        sequences = torch.arange(count, device=weights.device)[:, None].expand(batch["input_ids"].shape)
+    numbers = sequences[:, 1:][is_trained]
+    sums = logp.new_zeros(count).index_add(0, numbers, logp * weights)
+    trained = torch.zeros(count, dtype=torch.bool, device=weights.device).index_fill(0, numbers, True)
+    return sums, trained

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.lines import get_logger, shown_by_fields
 from megatron_sft_idx.shard.shard_set import running_sums
 from megatron_sft_idx.storage import open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_control_file
@@ -31,6 +31,7 @@ _BEGIN = b'{"revision":'
 _KIND = Kind("a packing plan", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
+@shown_by_fields
 class PlacedPlan(NamedTuple):
     """A plan of packs that says where each sequence lies, in the order of the packs.
 

@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing.permutation import shuffled
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import Wanted
@@ -41,7 +42,7 @@ from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPa
 # ---- the order of an epoch ----
 
 
-class EpochOrder:
+class EpochOrder(Shown):
     """The order of ``packs`` packs (1 or more) in every epoch; each split of a data set has an order of its own.
 
     ``epoch(number)`` gives the packs of one epoch in their order. Those of two epochs are kept, 4 bytes a pack each (8
@@ -61,6 +62,9 @@ class EpochOrder:
 
         self.epoch = epoch
 
+    def _shown(self) -> str:
+        return f"{self.packs:,} packs, seed {self.seed}, split {self.split}"
+
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pack of each sample, int64; samples count from 0 through all epochs."""
         epochs, positions = np.divmod(samples, self.packs)
@@ -76,7 +80,7 @@ class EpochOrder:
 # ---- samples to packs ----
 
 
-class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Rows(Shown, ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A map-style data set of samples, each of which is a pack of ``source``.
 
     ``shape`` has the arguments of ``BatchAssembler`` other than the source and its columns.
@@ -85,6 +89,9 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     source: PackSource
     num_samples: int
     shape: dict[str, Any]
+
+    def _shown(self) -> str:
+        return f"{self.num_samples:,} samples of {self.source!r}"
 
     @abstractmethod
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -331,6 +338,7 @@ def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.in
 PADDING = -1
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
     """The packs of each micro-batch, looked up at each iteration; as many as there are batches of sample numbers."""
@@ -349,7 +357,7 @@ class MicroBatches:
             yield from (Wanted(*self.rows.wanted(batch)) for batch in self.batches)
 
 
-class PackedBatchSampler:
+class PackedBatchSampler(Shown):
     """The sample numbers of one data-parallel rank, a list for each micro-batch; a DataLoader's ``batch_sampler``.
 
     The arguments are those of Megatron's ``MegatronPretrainingSampler``, but for the data set in place of its length.
@@ -421,6 +429,10 @@ class PackedBatchSampler:
                 "drop_last=False fills up with masked rows, which Megatron's BlendedDataset has not; sample and load"
                 " rows_of(dataset) (megatron_sft_idx.training.rows) instead"
             )
+
+    def _shown(self) -> str:
+        consumed = f"{self.consumed_samples:,} of {self.total_samples:,} samples consumed"
+        return f"{consumed}, micro-batches of {self.micro_batch_size}, rank {self.rank} of {self.ranks}"
 
     def __len__(self) -> int:
         """How many micro-batches there are from ``consumed_samples`` to the end."""

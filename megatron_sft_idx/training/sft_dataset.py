@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.lines import get_logger
+from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
@@ -36,8 +36,8 @@ logger = get_logger(__name__)
 # ---- what a run says ----
 
 
-@dataclass
-class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
+@dataclass(repr=False)
+class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     """Configuration of ``PackedSFTDataset``.
 
     Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
@@ -88,6 +88,12 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     read: ReadOptions = field(default_factory=ReadOptions)
     most_sequences: int = field(init=False, default=0, repr=False)
     _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
+
+    def _shown(self) -> str:
+        """The fields whose values are not their defaults, of more than fifty."""
+        changed = ((each.name, getattr(self, each.name)) for each in fields(self) if each.repr)
+        defaults = {each.name: each.default for each in fields(self)}
+        return ", ".join(f"{name}={value_text(value)}" for name, value in changed if value != defaults[name])
 
     def __post_init__(self) -> None:
         """Fill in what is derived, and check everything that needs no more than headers.
@@ -275,7 +281,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 # ---- what Megatron builds ----
 
 
-class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
+class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in an order of its own for every epoch; see ``megatron_sft_idx.training.rows``.
 
     Built by ``BlendedMegatronDatasetBuilder``. It pickles as its light ``rows``.
@@ -335,6 +341,10 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         steps = f", {packs / batch:.1f} steps of {batch} packs" if (batch := config.global_batch_size) else ""
         message = f"an epoch is {packs} packs, {tokens} tokens, {about}{trained}{steps}"
         log_single_rank(logger, logging.INFO, "%s (%s): %s", dataset_path, index_split.name, message)
+
+    def _shown(self) -> str:
+        epoch = f"{self.source.num_packs:,} packs of up to {self.source.capacity:,} tokens"
+        return f"{self.dataset_path}: {len(self):,} samples of {epoch}, split {self.index_split.name}"
 
     @staticmethod
     def _key_config_attributes() -> list[str]:

@@ -24,6 +24,7 @@ from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.columns import open_column
@@ -43,6 +44,7 @@ Arrays: TypeAlias = tuple[Array, ...]
 Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class Segments:
     """The sequences of some packs, in order.
@@ -105,7 +107,8 @@ class PackSource(Protocol):
 
 # The column of KTO's labels, as preprocess writes it. A column ``label`` of another kind is anybody's.
 _KTO_LABEL = ColumnSpec("sequence", np.uint8)
-_IN_COLUMNS = "ask for it in columns, and take a loss that goes by it, such as training.losses.dpo_losses"
+_JUDGED = {"pair": "preference pairs", "label": "KTO labels"}
+_IN_COLUMNS = "ask for it in columns, and use a loss that takes it, such as training.losses.dpo_losses"
 
 
 def require_judged(
@@ -114,9 +117,9 @@ def require_judged(
     spec_of: Callable[[str], ColumnSpec],
     metadata: Mapping[str, Any],
     columns: Collection[str],
-    remedy: str = _IN_COLUMNS,
+    remedy: str | Mapping[str, str] = _IN_COLUMNS,
 ) -> None:
-    """FormatError where a column judges the answers, and is not among those that are asked for.
+    """FormatError where a column says that answers are bad, and is not among those that are asked for.
 
     Args:
         where: the shard or file, for the error.
@@ -125,28 +128,31 @@ def require_judged(
         metadata: of its header. Where they do not say of which kind its rows were, as those of a merged shard may not,
             a column ``label`` of the kind that KTO's is of is taken to be that.
         columns: names of those that are asked for.
-        remedy: what to do about it.
+        remedy: what to do about it; or that by the name of the column.
     """
     options = metadata.get("options")
     row_kind = options.get("row_kind", "kto") if isinstance(options, dict) else "kto"
-    missing = {"pair", "label"}.intersection(names).difference(columns)
+    missing = {*_JUDGED}.intersection(names).difference(columns)
     if "label" in missing and (row_kind != "kto" or spec_of("label").kind != _KTO_LABEL.kind):
         missing.remove("label")
     if missing:
+        name = min(missing)
         raise FormatError(
-            f"{where}: its answers are judged, by the column {min(missing)}; {remedy}; else the rejected ones are"
-            " learnt too"
+            f"{where}: holds {_JUDGED[name]} (column '{name}'), so a plain loss would also train on the"
+            f" rejected answers; {remedy if isinstance(remedy, str) else remedy[name]}"
         )
 
 
-def require_shard_judged(prefix: str, header: Header, columns: Collection[str], remedy: str = _IN_COLUMNS) -> None:
+def require_shard_judged(
+    prefix: str, header: Header, columns: Collection[str], remedy: str | Mapping[str, str] = _IN_COLUMNS
+) -> None:
     """As ``require_judged``, for a shard and the columns that it was written with.
 
     A header that was rebuilt does not list these any more, so those that lie beside it count.
     """
     paths, names = ShardPaths.of(prefix), {*listed_columns(header.metadata)}
     if header.rebuilt:
-        names |= {name for name in ("pair", "label") if has_column(paths, header, name)}
+        names |= {name for name in _JUDGED if has_column(paths, header, name)}
 
     def spec_of(name: str) -> ColumnSpec:
         return open_column(paths, name, header, "reopen").spec
@@ -170,11 +176,14 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 # ---- packs of shards ----
 
 
-class _ShardPacks:
+class _ShardPacks(Shown):
     """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
 
     They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
     """
+
+    num_packs: int
+    capacity: int
 
     def __init__(self, shards: ShardSet, unit: str, total: int, first: int, last: int | None, **options: Any) -> None:
         end = total if last is None else last
@@ -185,6 +194,11 @@ class _ShardPacks:
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
         chosen = [shards.fingerprint, {unit: [first, end], **options}]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(chosen, sort_keys=True).encode())
+
+    def _shown(self) -> str:
+        more = f" and {len(self.shards.prefixes) - 1:,} more" if len(self.shards.prefixes) > 1 else ""
+        counts = f"{self.num_packs:,} packs of up to {self.capacity:,} tokens"
+        return f"{self.shards.prefixes[0]}{more}: {counts}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reopen, self.state()
@@ -300,6 +314,7 @@ class StoredPacks(_ShardPacks):
         return total
 
 
+@shown_by_fields
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """How sequences are packed when training starts: the arguments of ``pack_sequences``.
@@ -406,7 +421,7 @@ class PlannedPacks(_ShardPacks):
         return int(self.plan.lengths.sum(dtype=np.int64))
 
 
-class JoinedPacks:
+class JoinedPacks(Shown):
     """A ``PackSource`` of several sources, for a blend; its packs are theirs, numbered one source after the other.
 
     Stored packs are found in one call, however many sources there are; planned ones are asked of each source.
@@ -429,6 +444,9 @@ class JoinedPacks:
             self._stored = StoredPacks(ShardSet.joined(sets))
             begins = running_sums(map(len, sets))[:-1] + np.array([source.first for source in sources], np.int64)
             self._shift: NDArray[np.int64] = begins - self.packs_before[:-1]
+
+    def _shown(self) -> str:
+        return f"{len(self._sources)} sources: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
@@ -546,7 +564,7 @@ def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 # ---- packs of a legacy file ----
 
 
-class LegacySource:
+class LegacySource(Shown):
     """A ``PackSource`` of the packs of a legacy ``.npy``, all of which are in memory.
 
     Args:
@@ -559,7 +577,7 @@ class LegacySource:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:
-        self._packs = packs = read_legacy(path)
+        self.path, self._packs = os.fspath(path), (packs := read_legacy(path))
         self._starts = packs.seq_starts.astype(np.uint32)
         self.num_packs = len(packs)
         self.capacity = int(packs.pack_lengths.max(initial=0)) if capacity is None else capacity
@@ -571,6 +589,9 @@ class LegacySource:
         for array in (packs.tokens, packs.loss_mask, packs.token_offsets, packs.sequence_offsets, self._starts):
             content.update(array)
         self.fingerprint = content.hex()
+
+    def _shown(self) -> str:
+        return f"{self.path}: {self.num_packs:,} packs of up to {self.capacity:,} tokens"
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""

@@ -1,80 +1,227 @@
-"""``as_torch``: packs as tensors for anybody's own loop, as models of transformers take them.
+"""``as_torch``: packs as tensors for a plain PyTorch loop or the ``Trainer`` of transformers.
 
 A mask of ours is aligned with labels: entry j is about predicting token j + 1. The models shift labels themselves, and
 take at token j + 1 what is to be predicted there, or -100. So labels are the ids one to the right of a mask that is
 set. The mask of a sequence's last position is 0, hence no label ever lies on the first token of the next.
+
+A model's own loss has no place for weights, and would train on rejected answers. Batches with weights or preference
+pairs therefore have no ``labels``: a loss that ignores what they hold cannot be computed by mistake.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
-from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader
+from megatron_sft_idx.formats.registry import Source, joined_spec, open_reader, options_of_reader
+from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.training.sources import require_judged, require_shard_judged
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
+# What to do about a shard whose answers are judged by one of these columns.
+_REMEDIES = {
+    "pair": "pass preferences=True and use dpo_loss (docs/preferences.md)",
+    "label": "use BatchAssembler with columns=['label'] and a loss that takes it (docs/preferences.md)",
+}
 
 
-class _Packs(Protocol):
+class Packs(Protocol):
     """Anything with packs by number: ``open_dataset``'s, a ``Shard``, a ``SFTIndexedDataset``."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Pack: ...
+    def __len__(self) -> int:
+        """How many packs there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Pack:
+        """One pack."""
+        ...
 
 
-class TorchPacks(Dataset[dict[str, Tensor]]):
-    """Packs as dicts of tensors, and ``collate``, which makes a batch of some; ``as_torch`` makes one."""
+# Paths or packs, and a blend of these: a list with a weight in front of each.
+Blend: TypeAlias = Sequence[float | str | os.PathLike[str] | Packs]
 
-    def __init__(self, packs: _Packs, layout: Layout) -> None:
+
+class TorchPack(Mapping[str, Tensor]):
+    """The tensors of one pack, by name.
+
+    It is a mapping and not a ``dict``, so it reaches ``collate`` whole: from each dict the ``Trainer`` of transformers
+    removes the keys that the model's ``forward`` has no argument for, such as the boundaries of sequences.
+    """
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        try:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self._tensors.items())
+        except AttributeError:
+            shapes = "empty"
+        return f"<{type(self).__name__} {shapes}>"
+
+
+class WeightedPacks(Shown):
+    """Packs of several data sets in proportion to weights, spread evenly, in an order without randomness.
+
+    Args:
+        members: the data sets.
+        weights: one for each, above 0; their scale does not matter.
+        num_packs: how many packs there are. None is the smallest number by which every pack of every member comes at
+            least once; members with fewer packs than their share start over.
+
+    Raises:
+        FormatError: a weight is not a number above 0, ``num_packs`` is below 1, or a member has no packs.
+    """
+
+    def __init__(self, members: Sequence[Packs], weights: Sequence[float], num_packs: int | None = None) -> None:
+        for member, weight in zip(members, weights, strict=True):
+            if not (math.isfinite(weight) and weight > 0):
+                raise FormatError(f"{_name(member)}: blend weight {weight}, weights are above zero; leave the path out")
+            if not len(member):
+                raise FormatError(f"{_name(member)}: has no packs; leave it out of the blend")
+        self.members, self._shares = members, np.array(weights, np.float64) / math.fsum(weights)
+        sizes = np.array([len(member) for member in members])
+        if num_packs is None:
+            num_packs = math.ceil((sizes / self._shares).max() * (1 - 1e-12))
+        if num_packs < 1:
+            raise FormatError(f"num_packs {num_packs}: expected at least one pack")
+        # Largest remainders: the counts are whole, add up, and differ from the shares by less than one pack.
+        exact = self._shares * num_packs
+        counts = np.floor(exact + 1e-9).astype(np.int64)
+        for member in np.argsort(counts - exact, kind="stable")[: num_packs - counts.sum()]:
+            counts[member] += 1
+        self._members = np.repeat(np.arange(len(members), dtype=np.int32), counts)
+        packs = [np.arange(count) % size for count, size in zip(counts.tolist(), sizes.tolist(), strict=True)]
+        places = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts.tolist()])
+        order = np.argsort(places, kind="stable")
+        self._members, self._packs = self._members[order], np.concatenate(packs)[order]
+        self.counts: list[int] = counts.tolist()
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, index: int) -> Pack:
+        return self.members[int(self._members[index])][int(self._packs[index])]
+
+    def _shown(self) -> str:
+        return f"{len(self):,} packs: {_name(self)}"
+
+
+class TorchPacks(Shown, Dataset[TorchPack]):
+    """Packs as mappings of tensors, and ``collate``, which makes a batch of some; ``as_torch`` makes one.
+
+    Args:
+        packs: where the packs come from.
+        layout: as for ``as_torch``, and so are all others.
+    """
+
+    def __init__(
+        self,
+        packs: Packs,
+        layout: Layout,
+        *,
+        pad_to_multiple_of: int = 1,
+        loss_weights: bool = False,
+        preferences: bool = False,
+    ) -> None:
         self.packs, self.layout = packs, layout
+        self.pad_to_multiple_of, self.preferences = pad_to_multiple_of, preferences
+        self.loss_weights = loss_weights or preferences
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One pack: ``input_ids`` and ``labels`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
+    def _shown(self) -> str:
+        options = [f"pad_to_multiple_of={self.pad_to_multiple_of}"] * (self.pad_to_multiple_of > 1)
+        options += ["preferences"] * self.preferences
+        options += ["loss_weights"] * (self.loss_weights and not self.preferences)
+        return f"{', '.join([self.layout, *options])}: {len(self):,} packs of {_name(self.packs)}"
+
+    def __getitem__(self, index: int) -> TorchPack:
+        """One pack: ``input_ids`` int64 [length], ``seq_boundaries`` int64 [sequences + 1].
+
+        It has ``labels`` int64 [length] too, or ``loss_weights`` float32 [length] where these are asked for, and with
+        ``preferences`` also ``pair`` int64 [sequences, 2].
 
         Raises:
-            FormatError: its mask has weights, which labels have no place for.
+            FormatError: its mask has weights, and ``loss_weights`` was not asked for; or it has no column ``pair``, and
+                ``preferences`` was.
         """
         pack = self.packs[index]
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
-        if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
-            raise FormatError(
-                f"pack {index}: weights other than 0 and 1, which labels have no place for; weigh the losses yourself"
-                " by ds[i]['loss_mask'], or preprocess the chats without a weight"
-            )
-        labels = torch.full_like(ids, _IGNORED)
-        labels[1:] = torch.where(torch.from_numpy(mask[:-1] != 0), ids[1:], _IGNORED)
-        return {"input_ids": ids, "labels": labels, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
+        tensors = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
+        if self.loss_weights:
+            tensors["loss_weights"] = torch.zeros(len(ids))
+            tensors["loss_weights"][1:] = torch.from_numpy(mask[:-1].astype(np.float32))
+        else:
+            if mask.dtype.kind == "f" and not ((mask == 0) | (mask == 1)).all():
+                raise FormatError(
+                    f"pack {index}: its loss mask has weights other than 0 and 1, which labels have no place for; pass"
+                    " loss_weights=True and use training.losses.weighted_loss"
+                )
+            tensors["labels"] = torch.full_like(ids, _IGNORED)
+            tensors["labels"][1:] = torch.where(torch.from_numpy(mask[:-1] != 0), ids[1:], _IGNORED)
+        if self.preferences:
+            tensors["pair"] = torch.from_numpy(_pair_of(pack, index).astype(np.int64))
+        return TorchPack(tensors)
 
-    def collate(self, packs: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(self, packs: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """A batch of these packs, in the layout of this dataset; ``collate_fn`` of a ``DataLoader``."""
         lengths = torch.cat([pack["seq_boundaries"].diff() for pack in packs])
-        ids, labels = (torch.cat([pack[key] for pack in packs]) for key in ("input_ids", "labels"))
+        key, filler = ("loss_weights", 0.0) if self.loss_weights else ("labels", _IGNORED)
+        ids, marks = (torch.cat([pack[name] for pack in packs]) for name in ("input_ids", key))
+        batch: dict[str, Any]
         if self.layout == "padded":
-            each = lengths.tolist()
-            return {
-                "input_ids": pad_sequence(list(torch.split(ids, each)), batch_first=True),
-                "labels": pad_sequence(list(torch.split(labels, each)), batch_first=True, padding_value=_IGNORED),
-                "attention_mask": pad_sequence(list(torch.split(torch.ones_like(ids), each)), batch_first=True),
-            }
+            batch = self._padded(ids, marks, lengths, key, filler)
+        else:
+            batch = self._flattened(ids, marks, lengths, key, filler)
+        if self.preferences:
+            batch["pair"] = torch.cat([pack["pair"] for pack in packs])
+        return batch
+
+    def _padded(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
+        each = lengths.tolist()
+        missing = -max(each) % self.pad_to_multiple_of
+
+        def rows(values: Tensor, padding: float) -> Tensor:
+            padded = pad_sequence(list(torch.split(values, each)), batch_first=True, padding_value=padding)
+            return pad(padded, (0, missing), value=padding)
+
+        return {"input_ids": rows(ids, 0), key: rows(marks, filler), "attention_mask": rows(torch.ones_like(ids), 0)}
+
+    def _flattened(self, ids: Tensor, marks: Tensor, lengths: Tensor, key: str, filler: float) -> dict[str, Any]:
+        if missing := -len(ids) % self.pad_to_multiple_of:  # the padding is a sequence by itself, without a label
+            ids, marks = pad(ids, (0, missing)), pad(marks, (0, missing), value=filler)
+            lengths = pad(lengths, (0, 1), value=missing)
         ends = lengths.cumsum(0)
         positions = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
-        batch: dict[str, Any] = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
+        batch: dict[str, Any] = {"input_ids": ids[None], key: marks[None], "position_ids": positions[None]}
         # With a cache, which models make unasked, transformers does not look for sequences in the positions.
         batch["use_cache"] = False
         if self.layout == "flash":
@@ -85,43 +232,123 @@ class TorchPacks(Dataset[dict[str, Tensor]]):
 
 
 @checked
-def as_torch(source: Source | _Packs, layout: Layout = "flattened") -> TorchPacks:
-    """Packs for a plain ``DataLoader``, and batches that models of transformers take as they are.
+def as_torch(
+    source: Source | Packs | Blend,
+    layout: Layout = "flattened",
+    *,
+    pad_to_multiple_of: int = 1,
+    num_packs: int | None = None,
+    loss_weights: bool = False,
+    preferences: bool = False,
+) -> TorchPacks:
+    """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
 
     In every layout a token attends to its own sequence alone, and the loss that a model returns is the mean over the
     tokens that our masks train on. Checksums are not compared: run ``verify --full`` before a long training.
 
     Args:
-        source: what ``open_dataset`` takes, or what it returned; or a ``Shard`` or ``SFTIndexedDataset``.
+        source: what ``open_dataset`` takes, or what it returned; a ``Shard`` or ``SFTIndexedDataset``; or a blend: a
+            list of these with a weight in front of each, ``[0.8, "data/chats", 0.2, "data/code"]``.
         layout: ``flattened`` puts all sequences of a batch into one row and says where they begin by ``position_ids``,
-            all int64 [1, tokens], with ``use_cache`` False; ``flash`` adds what flash attention is told besides:
+            all int64 [1, tokens], with ``use_cache`` False; ``flash`` adds the arguments of flash attention:
             ``cu_seq_lens_q`` and ``_k`` int32 [sequences + 1], ``max_length_q`` and ``_k``; ``padded`` gives every
-            sequence a row of its own, int64 [sequences, longest], filled up with id 0 where ``attention_mask`` is 0
+            sequence a row to itself, int64 [sequences, longest], filled up with id 0 where ``attention_mask`` is 0
             and ``labels`` -100.
+        pad_to_multiple_of: fill up rows to a multiple of so many positions. In one row with all sequences the padding
+            is one more sequence, without a label.
+        num_packs: how many packs a blend has. None is the smallest number by which every pack comes at least once.
+        loss_weights: for masks with weights other than 0 and 1. Batches have ``loss_weights`` float32, the weight of
+            predicting the token at each position, and no ``labels``; ``training.losses.weighted_loss`` takes them.
+        preferences: for preference pairs. Batches have ``loss_weights`` and ``pair`` int64 [sequences, 2], and no
+            ``labels``; ``dpo_loss`` takes them.
 
     Raises:
-        FormatError: no such layout, or packs whose answers are judged by a column; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, or the packs hold preference pairs or
+            KTO labels and ``preferences`` does not fit; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
         >>> ds = as_torch("data/chats")
+        >>> ds
+        <TorchPacks flattened: 7 packs of data/chats>
         >>> for batch in DataLoader(ds, batch_size=4, collate_fn=ds.collate):
         ...     print(batch["input_ids"].shape)
         torch.Size([1, 30])
         torch.Size([1, 17])
+        >>> as_torch([0.75, "data/chats", 0.25, "data/chats"], "padded", pad_to_multiple_of=8)
+        <TorchPacks padded, pad_to_multiple_of=8: 28 packs of 21 of data/chats and 7 of data/chats>
     """
     if layout not in get_args(Layout):
         raise FormatError(f"layout {layout!r}: choose one of {', '.join(get_args(Layout))}")
-    packs = open_dataset(source) if isinstance(source, (str, os.PathLike, Sequence)) else source
+    if pad_to_multiple_of < 1:
+        raise FormatError(f"pad_to_multiple_of {pad_to_multiple_of}: expected a whole number from 1")
+    columns = ("pair",) if preferences else ()
+    packs: Packs
+    if isinstance(source, Sequence) and any(_is_weight(each) for each in source):
+        packs = _blended(source, num_packs, columns)
+    elif num_packs is not None:
+        raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
+    else:
+        packs = _opened(source, columns)
+    return TorchPacks(
+        packs,
+        layout,
+        pad_to_multiple_of=pad_to_multiple_of,
+        loss_weights=loss_weights,
+        preferences=preferences,
+    )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
+    """The packs of what ``as_torch`` takes, but for a blend; FormatError where a plain loss may not train on them."""
+    is_path = isinstance(source, (str, os.PathLike, Sequence))
+    packs: Any = source
+    if is_path:
+        packs = open_dataset(source, columns=columns) if columns else open_dataset(source)
     if isinstance(packs, Mapping | np.ndarray) or not (hasattr(packs, "__len__") and hasattr(packs, "__getitem__")):
         raise FormatError(f"source: {brief(source)}, expected a path, a list of paths, or a dataset of this package")
-    _require_not_judged(packs)
-    return TorchPacks(packs, layout)
+    _require_not_judged(packs, columns)
+    if columns and len(packs):
+        _pair_of(packs[0], 0)
+    return packs  # type: ignore[no-any-return]
 
 
-def _require_not_judged(packs: _Packs) -> None:
+def _blended(source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...]) -> WeightedPacks:
+    """The packs of a list with a weight in front of each member."""
+    weights, members = source[::2], source[1::2]
+    alternate = len(weights) == len(members) and all(map(_is_weight, weights)) and not any(map(_is_weight, members))
+    if not alternate:
+        raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
+    opened = [_opened(each, columns) for each in members]
+    if len(known := [each for each in opened if isinstance(each, PackedDataset)]) > 1:
+        joined_spec(known[0].paths[0], [each.spec for each in known])  # raises where tokenizers differ
+    return WeightedPacks(opened, [float(weight) for weight in weights], num_packs)
+
+
+def _pair_of(pack: Mapping[str, Any], index: int) -> NDArray[Any]:
+    """The column ``pair`` of a pack; FormatError where it was opened without."""
+    if (pair := pack.get("pair")) is None:
+        raise FormatError(f"pack {index}: has no column 'pair'; open the dataset with columns=['pair']")
+    return pair  # type: ignore[no-any-return]
+
+
+def _name(packs: Any) -> str:
+    """Where packs come from, for a ``repr``."""
+    if isinstance(packs, WeightedPacks):
+        each = [f"{count:,} of {_name(member)}" for member, count in zip(packs.members, packs.counts, strict=True)]
+        return " and ".join(each)
+    if paths := getattr(packs, "paths", None):
+        return str(paths[0]) + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
+    prefix = getattr(packs, "prefix", None) or getattr(packs, "path_prefix", None)
+    return str(prefix or type(packs).__name__)
+
+
+def _require_not_judged(packs: Packs, columns: tuple[str, ...]) -> None:
     """FormatError where a column of the shards or files that have these packs judges the answers."""
-    remedy = "as_torch hands out none: take BatchAssembler and training.losses.dpo_losses"
     if not isinstance(packs, PackedDataset):
         shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
         headers = [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
@@ -131,6 +358,6 @@ def _require_not_judged(packs: _Packs) -> None:
             for path in packs.paths:
                 reader = open_reader(path, packs.format, columns=None)
                 metadata = reader.spec.metadata if reader.columns else {}
-                require_judged(path, reader.columns, reader.columns.__getitem__, metadata, (), remedy)
+                require_judged(path, reader.columns, reader.columns.__getitem__, metadata, columns, _REMEDIES)
     for prefix, header in headers:
-        require_shard_judged(prefix, header, (), remedy)
+        require_shard_judged(prefix, header, columns, _REMEDIES)
