@@ -131,7 +131,7 @@ def check_columns(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch
 def check_config(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text(block.text, encoding="utf-8")
     parsed = vars(build_parser("preprocess").parse_args(["preprocess", "--config", str(tmp_path / "run.yaml")]))
-    assert parsed["repeat"] == ["more.parquet=2"]
+    assert parsed["repeat"] == {"more.parquet": 2}
     assert parsed["chat_template_kwargs"] == {"enable_thinking": False}
     assert len(parsed["input"]) == len(parsed["ignore_fields"]) == 2
     assert parsed["keep_corpus"] is True

@@ -113,7 +113,7 @@ def words_of(action: argparse.Action, option: str, draw: random.Random, parser: 
     if action.nargs == 0:
         return [option]
     if action.nargs == "+":
-        last = "y=y" if "=" in str(action.metavar) else "y"
+        last = "y=2" if "=" in str(action.metavar) else "y"
         values = dict.fromkeys(value_of(action, draw, parser) for _ in range(draw.randint(1, 4)))
         if isinstance(action, Mapped):  # whose names may be given once
             values = dict.fromkeys({value.partition("=")[0]: value for value in values}.values())
@@ -130,7 +130,7 @@ def value_of(action: argparse.Action, draw: random.Random, parser: Any) -> str:
             {draw.choice(NASTY[:-1]).encode("utf-8", "replace").decode(): json_value(draw) for _ in range(3)}
         )
     numbers = [str(draw.randint(1, 999)), f"{draw.random()}", "1e3", "2GiB"]
-    name = "a=b" if "=" in str(action.metavar) else ""
+    name = "a=2" if "=" in str(action.metavar) else ""
     for _ in range(99):
         value = draw.choice(NASTY if action.type is None else [*NASTY, *numbers * 9]) + name
         with contextlib.suppress(argparse.ArgumentError):
@@ -242,9 +242,13 @@ def test_what_is_not_given_and_has_no_default_is_left_out(here: Path) -> None:
         ("ignore-field: x", "ignore_fields", ("x",)),
         ("ignore-field: [x, 'y', z]", "ignore_fields", ("x", "y", "z")),
         ("ignore-field: []", "ignore_fields", ()),
-        ("repeat: a.jsonl=2", "repeat", ["a.jsonl=2"]),
-        ("repeat: {a.jsonl: 2, 'k=1/*': 0.5}", "repeat", ["a.jsonl=2", "k=1/*=0.5"]),
-        ("loss-weight:\n- a=1\n- --b=2", "loss_weight", ["a=1", "--b=2"]),
+        ("repeat: a.jsonl=2", "repeat", {"a.jsonl": 2}),
+        ("repeat: {a.jsonl: 2, 'k=1/*': 0.5}", "repeat", {"a.jsonl": 2, "k=1/*": 0.5}),
+        ("loss-weight:\n- a=1\n- --b=2", "loss_weight", {"a": 1, "--b": 2}),
+        ("repeat: {}", "repeat", None),
+        ("fields: {messages: data.turns, system: no}", "fields", {"messages": "data.turns", "system": "no"}),
+        ("turn_fields:\n  role: who\n  content: said.en", "turn_fields", {"role": "who", "content": "said.en"}),
+        ("roles: [Kunde=user, agent=assistant]", "roles", {"Kunde": "user", "agent": "assistant"}),
         ("sample: 1e-1", "sample", 0.1),
         ("chat-template-kwargs: {a: false, b: No name, c: 2026-01-01}", "chat_template_kwargs",
          {"a": False, "b": "No name", "c": "2026-01-01"}),
@@ -323,7 +327,6 @@ def test_help_is_shown_whatever_the_file_is(here: Path) -> None:
         ("seed: {a: 1}", "run.yaml:1: seed: a mapping, expected one value"),
         ("input: {a: 1}", "run.yaml:1: input: a mapping, expected one value or a list"),
         ("input: []", "run.yaml:1: input: a list without values; leave the option out"),
-        ("repeat: {}", "run.yaml:1: repeat: a mapping without values"),
         ("input: [[a]]", "run.yaml:1: input: a list inside, expected texts only"),
         ("input: [a, {b: c}]", "run.yaml:1: input: a mapping inside"),
         ("input: [a,\n ~, '']\nseed:", "run.yaml:3: seed: no value"),

@@ -267,7 +267,7 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"chat_template_kwargs": "a"}, "chat_template_kwargs: 'a', expected a dict"),
         ({"repeat": ["rows=2"]}, "repeat: a list, expected a dict of weights by file"),
         ({"loss_weight": {"rows.jsonl": "2x"}}, "--loss-weight 'rows.jsonl=2x': expected FILE=WEIGHT"),
-        ({"repeat": {"other": 2}}, "--repeat other=2: no file of the input is called so"),
+        ({"repeat": {"other": 2}}, "--repeat other=2: no input file matches"),
         ({"repeat": {5: 2}}, "--repeat '5=2': expected FILE=WEIGHT"),
         ({"workers": -1}, "workers: -1, expected a whole number from 0"),
         ({"packing": "best"}, "packing: 'best', choose one of auto, "),

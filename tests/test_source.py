@@ -317,20 +317,21 @@ def test_weights_of_one_are_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "message"),
     [
-        (["d.jsonl=2"], "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
-        (["a.jsonl=2", "a.jsonl=2"], "it has a weight already"),
-        (["a.jsonl"], "expected FILE=WEIGHT"),
-        (["a.jsonl=-1"], "expected FILE=WEIGHT"),
-        (["a.jsonl=nan"], "expected FILE=WEIGHT"),
-        (["a.jsonl=inf"], "expected FILE=WEIGHT"),
-        (["=2"], "expected FILE=WEIGHT"),
+        (["d.jsonl=2"], 1, "no input file matches d.jsonl; there are a.jsonl, b.jsonl, c.jsonl"),
+        (["a.jsonl=2", "./a.jsonl=2"], 1, "it has a weight already"),
+        (["a.jsonl=2", "a.jsonl=2"], 2, "a.jsonl is given twice"),
+        (["a.jsonl"], 2, "expected FILE=WEIGHT"),
+        (["a.jsonl=-1"], 1, "expected FILE=WEIGHT"),
+        (["a.jsonl=nan"], 1, "expected FILE=WEIGHT"),
+        (["a.jsonl=inf"], 1, "expected FILE=WEIGHT"),
+        (["=2"], 2, "expected FILE=WEIGHT"),
     ],
 )
-def test_weights_that_are_none(tmp_path, given, message):
+def test_weights_that_are_none(tmp_path, given, code, message):
     said = weighted(tmp_path, "--loss-weight", *given)
-    assert (said.code, message in said.err) == (1, True), said
+    assert (said.code, message in said.err) == (code, True), said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
 
 
