@@ -72,8 +72,10 @@ from megatron_sft_idx.chat.training_fields import (
 from megatron_sft_idx.chat.turns import Message, Turns, read_list, read_named, says_something, turns_of_pairs
 from megatron_sft_idx.chat.types import Conversation, RowError, TextRow, TokenizedRow
 from megatron_sft_idx.chat.unread_columns import (
+    may_be_unread,
     refuse_bad_answer,
     refuse_several,
+    refuse_unread_answer,
     refuse_unread_of_exchange,
     refuse_unread_of_messages,
 )
@@ -114,6 +116,7 @@ _SINGLE: Final = (
     _Single("input", "target"),  # Firefly
 )
 _DEFAULT = RowOptions()
+_NO_NOTES: Final[Counter[str]] = Counter()
 
 
 def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversation | TokenizedRow | TextRow:
@@ -133,12 +136,13 @@ def prepared_row(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counte
     Raises:
         RowError: the row is no object, or has none of the mapped fields.
     """
-    row, counts = typed(data, dict, "the row"), Counter[str]()
+    row = typed(data, dict, "the row")
     if options.mapping:
         row = options.mapping.apply(row)
-    if options.ignore_fields:
-        row = without_fields(row, options.ignore_fields, counts)
-    return row, counts
+    if not options.ignore_fields:
+        return row, _NO_NOTES
+    counts = Counter[str]()
+    return without_fields(row, options.ignore_fields, counts), counts
 
 
 def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | TokenizedRow | TextRow:
@@ -167,17 +171,20 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
 
 def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message]) -> None:
     """RowError where a column that is not read holds words of the prompt or the answer, or calls the answer wrong."""
+    if kind == "messages" and messages[-1]["role"] == "user":
+        refuse_unread_answer(data)
+    if not may_be_unread(tuple(data)):
+        return
     refuse_bad_answer(data)
     if kind == "messages":
         refuse_unread_of_messages(data, messages)
     elif kind == "prompt-completion":
         refuse_unread_of_exchange(data, ["prompt", "completion"])
     elif (single := _single_of(data)) is not None:
-        refuse_unread_of_exchange(data, [name for name in single[:3] if isinstance(name, str)])
+        refuse_unread_of_exchange(data, [single.prompt, single.answer, single.reasoning])
     else:
         refuse_several(data)
-        answer = first_given(data, ANSWERS)
-        refuse_unread_of_exchange(data, [*_ASKING, HISTORY, *([answer] if answer else [])])
+        refuse_unread_of_exchange(data, [*_ASKING, HISTORY, *filter(None, [first_given(data, ANSWERS)])])
 
 
 def to_conversation(data: dict[str, Any], messages: list[Message], weights: list[float]) -> Conversation:

@@ -115,7 +115,7 @@ class RowMapping:
         """Whether anything is mapped."""
         return bool(self.fields or self.turn_fields or self.roles)
 
-    @property
+    @cached_property
     def has_content(self) -> bool:
         """Whether a field is mapped that says what a row is; then the row's other columns are metadata."""
         return any(target in _CONTENT for target, _ in self.fields)

@@ -93,7 +93,7 @@ def _read_plain(turn: Any, is_sharegpt: bool, roles: Mapping[str, str]) -> Messa
         or type(turn.get(speaker)) is not str
     ):
         return None
-    role = _role_of(turn[speaker], roles)
+    role = roles.get(turn[speaker]) or roles.get(turn[speaker].lower())
     return None if role is None or role == "function_call" else {"role": role, "content": turn[text]}
 
 

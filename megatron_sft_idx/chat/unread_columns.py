@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from megatron_sft_idx.chat.field_names import ANSWERS, HISTORY, INPUTS, PROMPTS, REASONING
@@ -33,6 +34,13 @@ _VERDICTS: Final = ("is_correct", "correct", "is_right")
 _NO_WORDS: Final = frozenset({"", "on", "off", "yes", "no", "true", "false", "none", "null", "n/a", "0", "1"})
 
 
+@lru_cache(maxsize=4096)  # rows of a file have few sets of columns
+def may_be_unread(names: tuple[Any, ...]) -> bool:
+    """Whether any of these columns is one that this module looks at; nearly every row has none."""
+    known = {*_VERDICTS, _SOLUTION, HISTORY}
+    return bool(_suspects(names) or _alternatives(names) or known.intersection(names))
+
+
 def refuse_bad_answer(row: Mapping[str, Any]) -> None:
     """RowError where a row says that its answer is wrong."""
     for name in _VERDICTS:
@@ -50,27 +58,38 @@ def refuse_unread_of_exchange(row: Mapping[str, Any], read: Iterable[str]) -> No
         row: with its keys as they are.
         read: the keys that are read.
     """
-    read = {*read, REASONING}
-    for name in row:
-        if name in read or not isinstance(name, str):
-            continue
-        lowered = name.lower()
-        for part, pattern in (("reasoning", _OF_REASONING), ("prompt", _OF_PROMPTS), ("answer", _OF_ANSWERS)):
-            if pattern.fullmatch(lowered) and _holds_words(row[name]):
-                raise _unread(name, part)
-    if "answer" in read and _holds_words(row.get(_SOLUTION)):
+    for name, part in _suspects(tuple(row)):
+        if name not in read and name != REASONING and _holds_words(row[name]):
+            raise _unread(name, part)
+    if _SOLUTION in row and "answer" in read and _holds_words(row[_SOLUTION]):
         raise _unread(_SOLUTION, "answer")
+
+
+@lru_cache(maxsize=4096)
+def _suspects(names: tuple[Any, ...]) -> Sequence[tuple[str, str]]:
+    """Those of these columns that may hold words of the prompt or the answer, each with the part that it is of."""
+    parts = (("reasoning", _OF_REASONING), ("prompt", _OF_PROMPTS), ("answer", _OF_ANSWERS))
+    texts = [name for name in names if isinstance(name, str)]
+    return [(name, part) for name in texts for part, pattern in parts if pattern.fullmatch(name.lower())]
 
 
 def refuse_several(row: Mapping[str, Any]) -> None:
     """RowError where a row has two prompts, inputs or answers that differ, of which one alone would be read."""
-    for names in (PROMPTS, INPUTS, ANSWERS):
-        filled = [name for name in names if is_filled(row.get(name))]
-        if differing := [name for name in filled[1:] if not _is_copy(row[name], row[filled[0]])]:
-            raise RowError(
-                f"the row has {filled[0]} and {differing[0]}, which differ; --fields prompt=NAME completion=NAME says"
-                f" which columns make the row, --ignore-field {differing[0]} reads rows without it"
-            )
+    for names in _alternatives(tuple(row)):
+        filled = [name for name in names if is_filled(row[name])]
+        for name in filled[1:]:
+            if not _is_copy(row[name], row[filled[0]]):
+                raise RowError(
+                    f"the row has {filled[0]} and {name}, which differ; --fields prompt=NAME completion=NAME says which"
+                    f" columns make the row, --ignore-field {name} reads rows without it"
+                )
+
+
+@lru_cache(maxsize=4096)
+def _alternatives(names: tuple[Any, ...]) -> Sequence[Sequence[str]]:
+    """Columns of which one is read, where there are several, by what they hold."""
+    groups = [[name for name in group if name in names] for group in (PROMPTS, INPUTS, ANSWERS)]
+    return [group for group in groups if len(group) > 1]
 
 
 def _is_copy(value: Any, of: Any) -> bool:
@@ -79,15 +98,18 @@ def _is_copy(value: Any, of: Any) -> bool:
 
 
 def refuse_unread_of_messages(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """RowError where a row of messages has reasoning, earlier turns or the answer to its last message in a column."""
-    for name in row:
-        is_reasoning = isinstance(name, str) and _OF_REASONING.fullmatch(name.lower())
-        if is_reasoning and _holds_words(row[name]) and not _have_reasoning(messages):
-            raise _unread(name, "reasoning")
-    if _holds_words(row.get(HISTORY)):
+    """RowError where a row of messages has reasoning or earlier turns in a column."""
+    for name, part in _suspects(tuple(row)):
+        if part == "reasoning" and _holds_words(row[name]) and not _have_reasoning(messages):
+            raise _unread(name, part)
+    if HISTORY in row and _holds_words(row[HISTORY]):
         raise _unread(HISTORY, "prompt")
+
+
+def refuse_unread_answer(row: Mapping[str, Any]) -> None:
+    """RowError where a row, whose last message is the user's, has words in a column of answers."""
     answer = first_filled(row, ANSWERS)
-    if messages[-1]["role"] == "user" and answer is not None and _holds_words(row[answer]):
+    if answer is not None and _holds_words(row[answer]):
         raise RowError(
             f"the last message is the user's, and {answer} may be the answer to it; --fields prompt=NAME"
             f" completion={answer} reads the messages as the prompt, --ignore-field {answer} reads rows without it"
