@@ -45,7 +45,7 @@ def collected() -> Iterator[None]:
 # What a base install lacks. Where that is so, a test that needs it is skipped; where all is there, nothing is.
 _EXTRAS = (
     *("torch", "megatron", "pyarrow", "transformers", "zstandard", "boto3", "botocore", "multistorageclient"),
-    *("tiktoken", "sentencepiece", "accelerate"),
+    *("tiktoken", "sentencepiece", "accelerate", "datasets"),
 )
 _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 

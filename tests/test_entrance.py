@@ -91,7 +91,8 @@ def test_files_and_rows_make_the_bytes_of_the_command(
 
 
 def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_file(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     saved = datasets.Dataset.from_list(PLAIN).select(range(0, 90, 2))
     saved.save_to_disk(tmp_path / "saved")
     (data,) = (tmp_path / "saved").glob("*.arrow")
