@@ -371,7 +371,7 @@ def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:
         ({"messages": said("Q", "A")}, "no row of KTO: it has no label or kto_tag"),
         ({"messages": said("Q", "A"), "label": "good"}, "label is 'good', expected true or false"),
         ({"messages": said("Q", "A"), "label": 2}, "label is '2'"),
-        ({"messages": said("Q", "A"), "label": 1.0}, "label is '1.0'"),
+        ({"messages": said("Q", "A"), "label": 0.5}, "label is '0.5'"),
         ({"messages": said("Q", "A", "P"), "label": True}, "ends with a user's message"),
         ({"chosen": "A", "rejected": "B", "prompt": "Q", "label": True}, "a preference row"),
         ([1], "the row is a list, expected an object"),

@@ -157,7 +157,7 @@ GOOD = {
     "query-answer": ({"query": "Q", "answer": "A"}, CHAT),
     "whole-prompt-beside": ({"instruction": "Q", "output": "A", "prompt": "### Q: Q", "text": "Q A"}, CHAT),
     "prompt-completion": ({"prompt": "Q", "completion": "A"}, CHAT),
-    "prompt-completion-wins": ({"prompt": "Q", "completion": "A", "instruction": "x", "output": "y"}, CHAT),
+    "prompt-completion-wins": ({"prompt": "Q", "completion": "A", "instruction": "Q", "output": "A"}, CHAT),
     "messages-win": ({"messages": CHAT, "prompt": "x", "chosen": [], "rejected": []}, CHAT),
     "conversational": ({"prompt": [USER, BOT, USER], "completion": [BOT]}, [USER, BOT, USER, BOT]),
     "conversational-json": ({"prompt": json.dumps([USER]), "completion": json.dumps([BOT])}, CHAT),

@@ -124,7 +124,7 @@ BAD = [
     (turns(("human", "Q"), (["gpt"], "A")), r"has the role \['gpt'\]"),
     (turns(("human", "Q"), ("gpt", None)), r"conversations\[1\] \(gpt\) has no value"),
     (turns(("human", "Q"), ("gpt", 3)), r"conversations\[1\].value is a number"),
-    ({"conversations": [{"from": "human", "value": "Q"}, BOT]}, r"conversations\[1\] \(None\) has no value"),
+    ({"conversations": [{"from": "human", "value": "Q"}, BOT]}, r"conversations\[1\] has the role None"),
     ({"conversations": [{"from": "human", "value": "Q"}, "A"]}, "is a string, expected an object with from"),
     (turns(("human", "Q"), ("function_call", "f(1)")), r"\(function_call\) is a string that is not valid JSON"),
     (turns(("human", "Q"), ("function_call", "[]")), r"\(function_call\) holds no call"),
@@ -146,7 +146,7 @@ BAD = [
     ({"prompt": "", "completion": "A"}, "prompt is empty"),
     ({"prompt": "Q", "completion": ""}, "the answer is empty"),
     ({"prompt": "Q", "completion": [BOT]}, "prompt is a string and completion is a list, expected two"),
-    ({"prompt": [USER, BOT], "completion": [USER]}, "the assistant says nothing in the completion"),
+    ({"prompt": [USER, BOT], "completion": [USER]}, "the answer is empty .completion."),
     ({"prompt": [USER], "completion": []}, "completion is empty"),
     # tokenised
     (ids(), "no columns that make a chat: .* or input_ids with a mask; found input_ids"),

@@ -45,6 +45,7 @@ from megatron_sft_idx.chat.field_names import (
     SYSTEMS,
     TEMPLATE_VARIABLES,
     TEXT,
+    THINKING,
     TOOLS,
     TURNS,
     VERDICTS,
@@ -72,10 +73,7 @@ from megatron_sft_idx.chat.training_fields import (
 from megatron_sft_idx.chat.turns import Message, Turns, read_list, read_named, says_something, turns_of_pairs
 from megatron_sft_idx.chat.types import Conversation, RowError, TextRow, TokenizedRow
 from megatron_sft_idx.chat.unread_columns import (
-    may_be_unread,
     refuse_bad_answer,
-    refuse_several,
-    refuse_unread_answer,
     refuse_unread_of_exchange,
     refuse_unread_of_messages,
 )
@@ -86,6 +84,8 @@ _REFUSED: Final = frozenset({*MEDIA, *CHOSEN, *REJECTED, *VERDICTS})
 _MORE: Final = frozenset({*SYSTEMS, *TOOLS, TEMPLATE_VARIABLES})
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+# Other content next to plain text; segments are axolotl's, each with its own flag.
+_NOT_WITH_TEXT: Final = (*SYSTEMS, *TOOLS, *PROMPTS, *INPUTS, *ANSWERS, "input_ids", "segments")
 _VERDICT_TEXTS: Final = {"true": True, "false": False}
 
 
@@ -109,7 +109,7 @@ class _Single(NamedTuple):
 
 _SINGLE: Final = (
     _Single("query", "answers", are_calls=True),  # xLAM
-    _Single("question", "attempt", reasoning="thinking_trajectories"),  # s1K
+    _Single("question", "attempt", reasoning=THINKING),  # s1K
     _Single("problem", "generated_solution", nothing="n/a"),  # OpenMathReasoning
     _Single("question", "generated_solution"),  # OpenMathInstruct-1
     _Single("inputs", "targets"),  # FLAN, xP3, Aya
@@ -146,11 +146,13 @@ def prepared_row(data: Any, options: RowOptions) -> tuple[dict[str, Any], Counte
 
 
 def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | TokenizedRow | TextRow:
-    """Reads a row that ``prepared_row`` has made; errors as of ``to_sequence_source``."""
+    """Reads a row that ``prepared_row`` has made, of KTO without its verdict; errors as of ``to_sequence_source``."""
     if not data.keys().isdisjoint(_REFUSED):
         _refuse_keys(data, options)
     refuse_row_fields(data, read=() if data.get("input_ids") is None else MASKS)
-    kind = kind_by_keys(data) if options.kind == "auto" else options.kind
+    kind = kind_by_keys(data, options) if options.kind in ("auto", "kto") else options.kind
+    if options.kind != "kto":  # whose verdict is the label
+        refuse_bad_answer(data)
     if kind == "tokenized":
         return read_tokenized(data, options.mask_alignment)
     refuse_pack_fields(data)
@@ -162,7 +164,7 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
         messages, weights = _read_prompt_completion(data, options)
     else:
         messages, weights = _read_alpaca(data, options)
-    if not options.mapping.has_content:
+    if not options.mapping.has_content and options.kind in ("auto", "kto"):  # else it was said what is read
         _refuse_unread(data, kind, messages)
     if options.requires_answer and not any(map(says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
@@ -170,21 +172,16 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
 
 
 def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message]) -> None:
-    """RowError where a column that is not read holds words of the prompt or the answer, or calls the answer wrong."""
-    if kind == "messages" and messages[-1]["role"] == "user":
-        refuse_unread_answer(data)
-    if not may_be_unread(tuple(data)):
-        return
-    refuse_bad_answer(data)
+    """RowError where a column that is not read holds words of the conversation."""
     if kind == "messages":
-        refuse_unread_of_messages(data, messages)
+        refuse_unread_of_messages(data, first_given(data, TURNS) or "", messages)
     elif kind == "prompt-completion":
-        refuse_unread_of_exchange(data, ["prompt", "completion"])
+        refuse_unread_of_exchange(data, ("prompt", "completion", REASONING), messages)
     elif (single := _single_of(data)) is not None:
-        refuse_unread_of_exchange(data, [single.prompt, single.answer, single.reasoning])
+        refuse_unread_of_exchange(data, (single.prompt, single.answer, single.reasoning, REASONING), messages)
     else:
-        refuse_several(data)
-        refuse_unread_of_exchange(data, [*_ASKING, HISTORY, *filter(None, [first_given(data, ANSWERS)])])
+        read = [first_given(data, names) for names in (PROMPTS, INPUTS, ANSWERS)]
+        refuse_unread_of_exchange(data, (*filter(None, read), HISTORY, REASONING), messages)
 
 
 def to_conversation(data: dict[str, Any], messages: list[Message], weights: list[float]) -> Conversation:
@@ -236,7 +233,7 @@ def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
         value = _VERDICT_TEXTS.get(text, {"0": 0, "1": 1}.get(text))
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    return bool(value) if is_judged and isinstance(value, (int, np.integer)) and value in (0, 1) else None
+    return bool(value) if is_judged and isinstance(value, (int, float, np.number)) and value in (0, 1) else None
 
 
 def refuse_media(data: dict[str, Any]) -> None:
@@ -250,7 +247,7 @@ def preference_keys(data: dict[str, Any]) -> list[str]:
     return [name for name in (*CHOSEN, *REJECTED) if is_filled(data.get(name)) and not isinstance(data[name], int)]
 
 
-def kind_by_keys(data: dict[str, Any]) -> RowKind:
+def kind_by_keys(data: dict[str, Any], options: RowOptions) -> RowKind:
     """Infer the kind of a row from its keys that are not null.
 
     Raises:
@@ -267,6 +264,11 @@ def kind_by_keys(data: dict[str, Any]) -> RowKind:
         return "alpaca"
     if TEXT in has:
         return "text"
+    if options.mapping.has_content:
+        raise RowError(
+            f"--fields maps {', '.join(target for target, _ in options.mapping.fields)}, which make no chat alone: map"
+            " messages, or prompt and completion; other columns of the row are not read"
+        )
     raise RowError(
         "no columns that make a chat: expected messages or conversations, a prompt with an answer, or input_ids with a"
         f" mask; found {shown_paths(paths_of(data))}; --fields TARGET=PATH maps columns of other names"
@@ -292,15 +294,19 @@ def _read_text(data: dict[str, Any], options: RowOptions) -> TextRow:
             f"the row has only {TEXT}, which has no roles: --train-on all trains on every token of it; for a chat that"
             " a template has rendered, give its messages"
         )
-    if (key := first_filled(data, (*SYSTEMS, *TOOLS))) is not None:
-        raise RowError(f"the row has {TEXT} and {key}, which only chats have; leave one out")
+    others = (*SYSTEMS, *TOOLS) if options.mapping.has_content or options.kind == TEXT else _NOT_WITH_TEXT
+    if (key := first_filled(data, others)) is not None:
+        raise RowError(
+            f"the row has {TEXT} and {key}, which is not read with it; --ignore-field {key} reads rows without it"
+        )
     return TextRow(text)
 
 
 def _read_messages(data: dict[str, Any], options: RowOptions) -> Turns:
     if (key := first_given(data, TURNS)) is None:
         raise RowError(f"the row has no {' or '.join(TURNS)}")
-    _refuse_reasoning(data, options)
+    if REASONING in dict(options.mapping.fields):
+        _refuse_reasoning(data)
     messages, weights = read_list(data[key], key, options)
     if data.get("mask") is not None or data.get("type") is not None:
         roles = [message["role"] for message in messages]
@@ -312,37 +318,28 @@ def _read_messages(data: dict[str, Any], options: RowOptions) -> Turns:
     return messages, weights
 
 
-def _refuse_reasoning(data: dict[str, Any], options: RowOptions) -> None:
-    """RowError where a field was mapped to the reasoning of an answer, and the row has messages."""
-    if is_filled(data.get(REASONING)) and REASONING in dict(options.mapping.fields):
+def _refuse_reasoning(data: dict[str, Any]) -> None:
+    """RowError where a row has the reasoning of one answer next to messages."""
+    if is_filled(data.get(REASONING)):
         raise RowError(
-            f"--fields {REASONING} is of a row with one prompt and one answer, and this row has messages; map the"
-            f" reasoning of each with --turn-fields {REASONING}=PATH"
+            f"{REASONING} is that of one prompt and one answer, and this row has messages; give it in the message, or"
+            f" map the reasoning of each with --turn-fields {REASONING}=PATH"
         )
 
 
 def _read_prompt_completion(data: dict[str, Any], options: RowOptions) -> Turns:
     prompt, completion = data.get("prompt"), data.get("completion")
-    turns = messages_of_json(prompt), messages_of_json(completion)
-    if all(isinstance(some, list) for some in turns):
-        prompt, completion = turns
+    turns = messages_of_json(prompt)
+    if isinstance(turns, list):
+        return _read_answered(turns, "prompt", data, options)
     if isinstance(prompt, str) and isinstance(completion, str):
         if not prompt:
             raise RowError("prompt is empty")
         return _exchange([(prompt, completion)], data)
-    _refuse_reasoning(data, options)
-    if isinstance(prompt, list) and isinstance(completion, str):
-        return _read_answered(prompt, "prompt", {"completion": completion}, options)
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise RowError(
-            f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}, "
-            "expected two strings, two lists of messages, or a list and a string"
-        )
-    before, _ = read_list(prompt, "prompt", options)
-    after, weights = read_list(completion, "completion", options)
-    if not any(map(says_something, after)):
-        raise RowError("the assistant says nothing in the completion, so there is nothing to learn")
-    return before + after, [0.0] * len(before) + weights
+    raise RowError(
+        f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}, "
+        "expected two strings, two lists of messages, or a list and a string"
+    )
 
 
 def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
@@ -350,11 +347,10 @@ def _read_alpaca(data: dict[str, Any], options: RowOptions) -> Turns:
         return _read_single(data, single, options)
     given = [key for key in _ASKING if key in data and is_filled(data[key])]
     if len(given) == 1 and not is_filled(data.get(HISTORY)):
-        prompt = messages_of_json(data[given[0]]) if given[0] in INPUTS else data[given[0]]
+        prompt = messages_of_json(data[given[0]]) if given[0] in ("prompt", *INPUTS) else data[given[0]]
         if isinstance(prompt, dict) and first_given(prompt, ("role", "from")):
             prompt = [prompt]
         if isinstance(prompt, list):
-            _refuse_reasoning(data, options)
             return _read_answered(prompt, given[0], data, options)
     history, asked = read_prompt(data)
     if not asked:
@@ -367,11 +363,15 @@ def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> 
     asked, given = typed(data[single.prompt], str, single.prompt), data[single.answer]
     if single.are_calls:
         given = typed(json_of(given, single.answer), list, single.answer, "a list of tool calls")
+    else:
+        given = typed(given, str, single.answer)
     if not asked:
         raise RowError(f"{single.prompt} is empty")
     if not is_filled(given) or given == single.nothing:
         raise RowError(f"{single.answer} is {given!r:.20}, so there is nothing to learn")
     answer: Message = {"role": "assistant", "tool_calls" if single.are_calls else "content": given}
+    if is_filled(data.get(REASONING)):
+        answer[REASONING] = typed(data[REASONING], str, REASONING)
     if single.reasoning:
         texts = typed(json_of(data[single.reasoning], single.reasoning), list, single.reasoning, "a list of strings")
         answer[REASONING] = "\n".join(typed(each, str, single.reasoning) for each in texts)
@@ -390,22 +390,34 @@ def _exchange(pairs: Sequence[Sequence[str]], data: dict[str, Any]) -> Turns:
 
 
 def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: RowOptions) -> Turns:
-    """A prompt of messages, with an answer that is a string, a message or a list of messages and alone is trained."""
+    """A prompt of messages, with an answer that is a string, a message or a list of messages and alone is trained.
+
+    JSON text of messages is an answer of messages where the prompt is such text too, as in a table.
+    """
     before, _ = read_list(prompt, key, options)
-    answer_in = first_given(data, ANSWERS) or ANSWERS[0]
-    answer = messages_of_json(data.get(answer_in))
+    answer_in = "completion" if key == "prompt" and data.get("completion") is not None else None
+    answer_in = answer_in or first_given(data, ANSWERS) or ANSWERS[0]
+    answer = data.get(answer_in)
+    if isinstance(data[key], str) or not isinstance(answer, str):
+        answer = messages_of_json(answer)
     if isinstance(answer, (dict, list)):
+        _refuse_reasoning(data)
         after, weights = read_list([answer] if isinstance(answer, dict) else answer, answer_in, options)
     else:
-        after, weights = [{"role": "assistant", "content": text_under(data, ANSWERS)}], [1.0]
+        said: Message = {"role": "assistant", "content": typed(answer, str, answer_in) if answer is not None else ""}
+        if is_filled(data.get(REASONING)):
+            said[REASONING] = typed(data[REASONING], str, REASONING)
+        after, weights = [said], [1.0]
     if not any(map(says_something, after)):
-        raise RowError("the answer is empty, so there is nothing to learn")
+        raise RowError(f"the answer is empty ({answer_in}), so there is nothing to learn")
     return before + after, [0.0] * len(before) + weights
 
 
 def read_prompt(data: dict[str, Any]) -> tuple[list[Sequence[str]], str]:
     """The pairs of question and answer that an Alpaca row begins with, and what it asks; RowError if one is no text."""
     history = data.get(HISTORY) or []
+    if isinstance(history, str) and history.lstrip().startswith("["):
+        history = json_of(history, HISTORY)
     kinds = (list, tuple)
     if not isinstance(history, kinds) or not all(
         isinstance(pair, kinds) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history

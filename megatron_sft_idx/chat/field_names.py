@@ -23,14 +23,8 @@ PAIRS: Final = ((("human", "user"), ("assistant", "gpt", "bot")), (("input",), (
 # Text that is trained on as it is.
 TEXT: Final = "text"
 # Answers and prompts of single data sets (``chat_rows``).
-OTHER_CONTENT: Final = (
-    "problem",
-    "generated_solution",
-    "attempt",
-    "thinking_trajectories",
-    "answers",
-    "inputs",
-    "targets",
-    "target",
-)
+OTHER_PROMPTS: Final = ("problem", "inputs")
+OTHER_ANSWERS: Final = ("generated_solution", "attempt", "answers", "targets", "target")
+# That of another column, of s1K.
+THINKING: Final = "thinking_trajectories"
 TEMPLATE_VARIABLES: Final = "chat_template_kwargs"

@@ -24,6 +24,7 @@ Megatron's ``--sft`` lines hold several conversations in one list of messages: t
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -33,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, RowError, TokenizedRow
-from megatron_sft_idx.chat.values import Undecoded
+from megatron_sft_idx.chat.values import Undecoded, parse_json
 
 SystemStarts: TypeAlias = Literal["error", "conversation", "turn"]
 _Bounds: TypeAlias = NDArray[np.int64]
@@ -407,7 +408,10 @@ def _shown(claim: _Claim) -> str:
 
 
 def numbers(values: Any, key: str) -> NDArray[Any]:
-    """A list of numbers or booleans as an array; RowError for anything else."""
+    """A list of numbers or booleans, or JSON text of one, as an array; RowError for anything else."""
+    if isinstance(values, str) and values.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            values = parse_json(values.encode())
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):

@@ -24,8 +24,6 @@ message, or the ``completion``, is trained on.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from typing import Any, Final
 
 from megatron_sft_idx.chat.chat_rows import (
@@ -38,13 +36,14 @@ from megatron_sft_idx.chat.chat_rows import (
     to_conversation,
     verdict_of,
 )
-from megatron_sft_idx.chat.field_names import CHOSEN, HISTORY, INPUTS, PROMPTS, REJECTED, TURNS, VERDICTS
-from megatron_sft_idx.chat.fields import first_filled, first_given
+from megatron_sft_idx.chat.field_names import CHOSEN, HISTORY, INPUTS, PROMPTS, REASONING, REJECTED, TURNS, VERDICTS
+from megatron_sft_idx.chat.fields import first_filled, first_given, is_filled
 from megatron_sft_idx.chat.packed_rows import require_one
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.training_fields import messages_of_json, refuse_row_fields
 from megatron_sft_idx.chat.turns import Turns, any_trained, read_list, turns_of_pairs
 from megatron_sft_idx.chat.types import Conversation, RowError, TextRow, TokenizedRow
+from megatron_sft_idx.chat.unread_columns import refuse_unread_of_pair
 
 _BEGINNERS: Final = ("system", "developer", "user")
 _ANSWERING: Final = ("assistant", "tool")
@@ -118,6 +117,12 @@ def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, i
         raise RowError("chosen and rejected answer no common prompt: no message is before both")
     if shared == len(pairs):
         raise RowError("chosen and rejected are the same, or one is the beginning of the other")
+    if not options.mapping.has_content:
+        keys = [turns, prompt_in, chosen_in, rejected_in, HISTORY]
+        keys += [first_filled(data, names) for names in (PROMPTS, INPUTS)] if turns is None else []
+        refuse_unread_of_pair(data, [*filter(None, keys)], [*chosen[0], *rejected[0]])
+    elif is_filled(data.get(REASONING)):
+        raise RowError(f"{REASONING} of a preference row is that of neither answer; give it in the messages")
     if not {each["role"] for each in pairs[shared]} <= {*_ANSWERING}:
         raise RowError("chosen and rejected differ in what is asked: the first message that differs is no answer")
     return chosen, rejected, shared
@@ -187,14 +192,14 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
     if names := preference_keys(data):
         raise _two_verdicts(names, given[0], data)
     rest = {name: value for name, value in data.items() if name not in VERDICTS}
-    source = read_prepared(rest, _of_any_kind(options))
+    source = read_prepared(rest, options)
     if isinstance(source, TextRow):
         raise RowError(f"the row has only text, and {given[0]} judges an answer: give its messages")
     if isinstance(source, TokenizedRow):
         is_judged = bool(source.loss_mask[1:].any())  # nothing predicts the first token
     else:
         # A completion is what is judged, whatever stands in it; it has weights of its own by now.
-        if kind_by_keys(rest) != "prompt-completion":
+        if kind_by_keys(rest, options) != "prompt-completion":
             answer_at = max((i + 1 for i, each in enumerate(source.messages) if each["role"] == "user"), default=0)
             source.weights[:answer_at] = [0.0] * answer_at
         is_judged = any_trained(source.messages, source.weights)
@@ -205,11 +210,6 @@ def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[list[Conve
         )
     require_one(source, options.system_starts, f"{given[0]} judges one answer")
     return [source], int(bool(verdicts[given[0]]))
-
-
-@cache
-def _of_any_kind(options: RowOptions) -> RowOptions:
-    return replace(options, kind="auto", mapping=replace(options.mapping, fields=()))
 
 
 def _two_verdicts(names: list[str], verdict: str, data: dict[str, Any]) -> RowError:

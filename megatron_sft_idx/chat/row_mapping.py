@@ -11,24 +11,31 @@ the paths say, whichever name would count first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from megatron_sft_idx.chat.field_names import (
     ANSWERS,
     CHOSEN,
+    HISTORY,
     INPUTS,
-    OTHER_CONTENT,
+    MEDIA,
+    OTHER_ANSWERS,
+    OTHER_PROMPTS,
     PROMPTS,
     REASONING,
     REJECTED,
     SYSTEMS,
+    TEMPLATE_VARIABLES,
     TEXT,
+    THINKING,
     TOOLS,
     TURNS,
+    VERDICTS,
 )
+from megatron_sft_idx.chat.training_fields import FLAGS, INVERTED, training_names
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Undecoded, parse_json
 from megatron_sft_idx.errors import FormatError, did_you_mean
@@ -38,7 +45,20 @@ Pairs: TypeAlias = tuple[tuple[str, str], ...]
 # What says what a row is. Once one of these is mapped, the row's own fields of content are not read.
 _CONTENT: Final = ("messages", "prompt", "completion", "chosen", "rejected", TEXT, "input_ids")
 _OF_CONTENT: Final = frozenset(
-    {*_CONTENT, *TURNS, *PROMPTS, *INPUTS, *ANSWERS, *CHOSEN, *REJECTED, REASONING, *OTHER_CONTENT}
+    {
+        *_CONTENT,
+        *TURNS,
+        *PROMPTS,
+        *INPUTS,
+        *ANSWERS,
+        *CHOSEN,
+        *REJECTED,
+        REASONING,
+        HISTORY,
+        THINKING,
+        *OTHER_PROMPTS,
+        *OTHER_ANSWERS,
+    }
 )
 ROW_TARGETS: Final = (*_CONTENT, REASONING, "system", "tools", "label", "loss_mask")
 # Names of which a mapped one takes the place.
@@ -59,6 +79,13 @@ _ROLES: Final = {
     **dict.fromkeys(("function", "function_response", "tool_response", "observation", "observations"), "tool"),
 }
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function_call")
+_OF_SHAREGPT: Final = {"role": "from", "content": "value"}
+# What moves up from an object that a path leads into, apart from what says what is trained on.
+_CARRIED_OF_ROWS: Final = frozenset({*SYSTEMS, *TOOLS, *VERDICTS, *MEDIA, TEMPLATE_VARIABLES, "mask", "is_correct"})
+_CARRIED_OF_TURNS: Final = frozenset(
+    {"role", "content", *_ALSO["reasoning_content"], "reasoning_content", "tool_calls", "function_call", "tool_call_id"}
+    | {"name", *MEDIA}
+)
 _MOST_LISTED: Final = 40
 _DEEPEST_LISTED: Final = 4
 
@@ -101,6 +128,8 @@ class RowMapping:
                     )
                 if not path or not all(path.split(".")):
                     raise FormatError(f"{option} {target}={path}: expected TARGET=PATH, such as messages=data.turns")
+                if option == "--turn-fields" and target in FLAGS and path.rpartition(".")[2] in INVERTED:
+                    raise FormatError(f"{option} {target}={path}: {path} means the opposite of {target}; leave it out")
             if len(set(mapping.values())) < len(mapping):
                 raise FormatError(f"{option}: two targets have the same path; map each path once")
         for name, role in (roles or {}).items():
@@ -109,6 +138,10 @@ class RowMapping:
                     f"--roles {name}={role}: there is no role {role!r:.40}{did_you_mean(role, ROLES)}; roles are"
                     f" {', '.join(ROLES)}"
                 )
+        by_name: dict[str, str] = {}
+        for name, role in (roles or {}).items():
+            if by_name.setdefault(name.lower(), role) != role:
+                raise FormatError(f"--roles {name}={role}: {name!r:.40} in another case is {by_name[name.lower()]}")
         return cls(*(tuple(sorted((mapping or {}).items())) for mapping in (fields, turn_fields, roles)))
 
     def __bool__(self) -> bool:
@@ -140,45 +173,53 @@ class RowMapping:
         return mapped
 
     def _with_fields(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        found = {target: value for target, path in self.fields if (value := value_at(row, path)) is not None}
-        content = [(target, path) for target, path in self.fields if target in _CONTENT]
-        if content and not any(target in found for target, _ in content):
-            names = " and no ".join(path for _, path in content)
+        found = {target: each for target, path in self.fields if (each := locate(row, path)) is not None}
+        content = {target: found[target] for target in _CONTENT if target in found}
+        if self.has_content and not content:
+            names = " and no ".join(path for target, path in self.fields if target in _CONTENT)
             raise RowError(f"the row has no {names}, which --fields maps; it has {shown_paths(paths_of(row))}")
+        _require_one_kind(list(content))
         unread = {path for _, path in self.fields}.union(*(_REPLACED.get(target, ()) for target in found))
-        if content:
+        if self.has_content:
             unread |= _OF_CONTENT
-        return {name: value for name, value in row.items() if name not in unread} | found
+        mapped = {name: value for name, value in row.items() if name not in unread}
+        mapped |= {target: each.value for target, each in found.items()}
+        for each in content.values():
+            _carry(each.beside, _CARRIED_OF_ROWS, mapped, "the row")
+        return mapped
 
-    def _with_turn_fields(self, turns: Any) -> Any:
-        if isinstance(turns, str) and turns.lstrip().startswith("["):
-            try:
-                turns = parse_json(turns.encode())
-            except ValueError:
-                return turns
+    def _with_turn_fields(self, given: Any) -> Any:
+        turns = _opened(given)
         if isinstance(turns, Mapping):
-            return self._turn(turns)
-        if not isinstance(turns, list):
-            return turns
-        return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in turns]
+            return self._turn(turns) if isinstance(given, Mapping) else given
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            return given
+        if isinstance(given, str) and not all(
+            any(locate(turn, path) for _, path in self.turn_fields) for turn in turns
+        ):
+            return given  # a text that looks like JSON
+        return [self._turn(turn) for turn in turns]
 
     def _turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
-        found = {target: value for target, path in self.turn_fields if (value := value_at(turn, path)) is not None}
-        gone = {path for _, path in self.turn_fields}
-        # What is left of an object that a path leads into is not a message's.
-        gone |= {path.partition(".")[0] for _, path in self.turn_fields}
-        for target in found:
-            gone |= {target, *_ALSO.get(target, ())}
-        return {name: value for name, value in turn.items() if name not in gone} | found
+        found = {target: each for target, path in self.turn_fields if (each := locate(turn, path)) is not None}
+        gone = {each.head for each in found.values()}.union(found, *(_ALSO.get(target, ()) for target in found))
+        mapped = {name: value for name, value in turn.items() if name not in gone}
+        mapped |= {target: each.value for target, each in found.items()}
+        for each in found.values():
+            _carry(each.beside, _CARRIED_OF_TURNS, mapped, "a turn")
+        for target, others in _OF_SHAREGPT.items():  # where only one of the two is mapped
+            if mapped.get(target) is None and mapped.get(others) is not None:
+                mapped[target] = mapped.pop(others)
+        return mapped
 
     def paths_in(self, row: Any) -> set[tuple[str, str]]:
         """The mapped paths that a row has, each with the name of its option."""
         if not isinstance(row, Mapping):
             return set()
-        found = {("--fields", path) for _, path in self.fields if value_at(row, path) is not None}
+        found = {("--fields", path) for _, path in self.fields if locate(row, path) is not None}
         if self.turn_fields:
             for turn in _turns_of(self._with_fields(row) if self.fields else row):
-                found |= {("--turn-fields", path) for _, path in self.turn_fields if value_at(turn, path) is not None}
+                found |= {("--turn-fields", path) for _, path in self.turn_fields if locate(turn, path) is not None}
         return found
 
     def all_paths(self) -> list[tuple[str, str]]:
@@ -195,8 +236,22 @@ def _turns_of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 yield turn
 
 
-def value_at(value: Any, path: str) -> Any:
-    """The value at a path; None where there is none.
+class Located(NamedTuple):
+    """A value that a path leads to.
+
+    Attributes:
+        value: the value; never None.
+        head: the field of the row or turn in which it lies.
+        beside: other fields of the objects that the path leads through.
+    """
+
+    value: Any
+    head: str
+    beside: dict[str, Any]
+
+
+def locate(value: Any, path: str) -> Located | None:
+    """The value at a path in an object or list, or in JSON text of one; None where there is none, or a null.
 
     Raises:
         RowError: the path leads through a value that JSON does not have.
@@ -205,17 +260,49 @@ def value_at(value: Any, path: str) -> Any:
     if isinstance(value, Undecoded):
         raise value.error("an object or a list")
     if isinstance(value, Mapping):
-        if path in value:
-            return value[path]
         # The longest name first: names may hold dots.
-        for at in reversed([i for i, letter in enumerate(path) if letter == "."]):
-            if path[:at] in value:
-                return value_at(value[path[:at]], path[at + 1 :])
-        return None
-    head, _, rest = path.partition(".")
-    if isinstance(value, list) and head.isdecimal() and int(head) < len(value):
-        return value_at(value[int(head)], rest) if rest else value[int(head)]
+        names = [path, *(path[:at] for at in reversed(range(len(path))) if path[at] == ".")]
+        inner = [(name, value.get(name)) for name in names]
+    else:
+        name = path.partition(".")[0]
+        is_index = isinstance(value, list) and name.isdecimal() and len(name) < 10 and int(name) < len(value)
+        inner = [(name, value[int(name)] if is_index else None)]
+    for name, each in inner:
+        if each is None:
+            continue
+        rest = path[len(name) + 1 :]
+        if not rest:
+            return Located(each, name, {})
+        if (found := locate(each, rest)) is not None:
+            opened = _opened(each)
+            others = opened.items() if isinstance(opened, Mapping) else ()
+            beside = {key: other for key, other in others if key != found.head and other is not None}
+            return Located(found.value, name, {**beside, **found.beside})
     return None
+
+
+def _require_one_kind(targets: Sequence[str]) -> None:
+    """RowError where several mapped fields of the content have values that no row has together."""
+    allowed: list[set[str]] = [{"prompt", "completion"}, {"prompt", "chosen", "rejected"}]
+    allowed += [{"messages", "chosen", "rejected"}]
+    if len(targets) > 1 and not any(each.issuperset(targets) for each in allowed):
+        raise RowError(
+            f"--fields maps {' and '.join(targets)}, and the row has them all; map messages, or prompt and completion"
+            " (the prompt may be a list of messages), or text"
+        )
+
+
+def _carry(beside: Mapping[str, Any], names: frozenset[str], fields: dict[str, Any], what: str) -> None:
+    """Add to ``fields`` those of an object that a path led into, if they say how its words are read.
+
+    Raises:
+        RowError: ``fields`` has such a field with another value.
+    """
+    for name in (*names.intersection(beside), *training_names(key for key in beside if isinstance(key, str))):
+        if fields.get(name) is None:
+            fields[name] = beside[name]
+        elif fields[name] != beside[name]:
+            raise RowError(f"{what} has {name}, and an object in it has {name} that differs; keep one")
 
 
 def _opened(value: Any) -> Any:

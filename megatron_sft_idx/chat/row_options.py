@@ -48,6 +48,9 @@ class RowOptions:
             raise FormatError(
                 "--row-kind text goes with --train-on all: plain text has no roles, so every token of it is trained on"
             )
+        mapped = {path for _, path in (*self.mapping.fields, *self.mapping.turn_fields)}
+        if both := mapped.intersection(self.ignore_fields):
+            raise FormatError(f"--ignore-field {min(both)}: the field is mapped too; leave one out")
         targets = dict(self.mapping.fields)
         for target, kind in (("chosen", "preference"), ("rejected", "preference"), ("label", "kto")):
             if target in targets and self.kind != kind:

@@ -83,7 +83,9 @@ def read_column_names(raw: bytes, delimiter: str, path: str) -> ColumnNames:
         names = tuple(_fields_of(raw, delimiter))
     except ValueError as error:
         raise FormatError(f"{path}: header: {error}") from None
-    if not all(name.strip() for name in names):
+    if not names:
+        raise FormatError(f"{path}: the first line is empty, expected the names of columns; remove it")
+    if not all(name.strip() for name in names[1:]):  # pandas writes an index without a name first
         raise FormatError(f"{path}: the header has a column without a name; name it")
     if repeated := {name for name in names if names.count(name) > 1}:
         raise FormatError(f"{path}: the header has {min(repeated)!r:.60} twice; rename one")

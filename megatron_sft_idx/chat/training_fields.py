@@ -357,6 +357,8 @@ def read_speaker_mask(
 
 # ---- fields that are not meant ----
 
+_PRINTED: Final = re.compile(r"\s*\[\{'(?:role|content|from|value)': ")
+
 # Objects in these are no messages.
 _NO_MESSAGES: Final = frozenset({"tools", "functions", "chat_template_kwargs", "tool_calls", "function_call"})
 
@@ -395,8 +397,17 @@ def _message_without(message: Any, names: frozenset[str], counts: Counter[str]) 
 
 
 def messages_of_json(value: Any) -> Any:
-    """Messages that stand in their field as JSON text, as tables hold them; any other value as it is."""
+    """Messages that stand in their field as JSON text, as tables hold them; any other value as it is.
+
+    Raises:
+        RowError: the text is what Python prints for messages, as pandas writes lists into .csv files.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
+        if _PRINTED.match(value):
+            raise RowError(
+                f"{value[:30]!r}... is a list of messages as Python prints it, and not JSON; write the field with"
+                " json.dumps, or the file as .jsonl or .parquet"
+            )
         with contextlib.suppress(ValueError):
             turns = parse_json(value.encode())
             if turns and all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):

@@ -11,10 +11,11 @@ texts      strings, the user's and the assistant's in turn (LIMA)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from megatron_sft_idx.chat.field_names import MEDIA
+from megatron_sft_idx.chat.field_names import MEDIA, TURNS
 from megatron_sft_idx.chat.fields import first_filled, first_given, is_filled, json_of, pair_keys, typed, without_nulls
 from megatron_sft_idx.chat.row_mapping import ROLES
 from megatron_sft_idx.chat.row_options import RowOptions
@@ -36,6 +37,10 @@ Message = dict[str, Any]
 Turns = tuple[list[Message], list[float]]
 
 _DEFAULT = RowOptions()
+# A string that is a message of another form: JSON, or a speaker before what is said.
+_SPEAKER: Final = re.compile(
+    r"\s*(?:\{\s*[\"'](?:role|from|content|value)|(?:system|user|human|assistant|gpt)\s*:)", re.I
+)
 _PAIR_SYSTEM: Final = "system"
 # XTuner's flag of an answer.
 _OUTPUT_FLAG: Final = "output_with_loss"
@@ -51,7 +56,7 @@ def read_list(turns: Any, key: str, options: RowOptions = _DEFAULT) -> Turns:
     if not turns:
         raise RowError(f"{key} is empty")
     first = turns[0]
-    if isinstance(first, str):
+    if isinstance(first, str) and key in TURNS:
         named = _of_texts(turns, key)
     elif isinstance(first, dict) and pair_keys(first) is not None:
         named = [each for i, turn in enumerate(turns) for each in _of_pair(turn, f"{key}[{i}]", is_first=not i)]
@@ -99,7 +104,9 @@ def _read_plain(turn: Any, is_sharegpt: bool, roles: Mapping[str, str]) -> Messa
 
 def _role_of(name: Any, roles: Mapping[str, str]) -> str | None:
     """The role that a row calls by this name, in whatever case: NeMo says ``User``."""
-    if isinstance(name, int) and not isinstance(name, bool):
+    if isinstance(name, float) and name.is_integer():  # as tables have whole numbers where some are null
+        name = int(name)
+    if isinstance(name, (bool, int)):
         name = str(name)
     if not isinstance(name, str):
         return None
@@ -139,6 +146,10 @@ def _of_texts(texts: list[Any], key: str) -> list[tuple[Message, str]]:
     """The messages of a list of strings, the user's and the assistant's in turn."""
     for i, text in enumerate(texts):
         typed(text, str, f"{key}[{i}]", "a string, as the turns before it")
+        if _SPEAKER.match(text):
+            raise RowError(
+                f"{key}[{i}] is a string that gives its speaker, {text[:20]!r}; make it an object with role and content"
+            )
     if len(texts) % 2:
         raise RowError(
             f"{key} has {len(texts)} strings, expected an even number: the user's and the assistant's in turn"
@@ -166,6 +177,8 @@ def _message_of_turn(turn: Any, what: str) -> Message:
     """One turn of ShareGPT's with ``role`` and ``content`` for ``from`` and ``value``; other keys are kept."""
     turn = typed(turn, dict, what, "an object with from and value")
     speaker, value = turn.get("from"), turn.get("value")
+    if value is None:
+        value = turn.get("content")
     if value is None:
         raise RowError(f"{what} ({speaker}) has no value")
     rest = {key: other for key, other in turn.items() if key not in ("from", "value")}

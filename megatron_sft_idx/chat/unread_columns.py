@@ -1,20 +1,30 @@
 """Columns next to a prompt, an answer or messages that hold words of these, and that are not read.
 
-Most columns of a row that are not read hold sources, scores and names. But a column called ``reasoning`` or ``options``
-holds words that belong to the answer or to the prompt: without them, the model would be trained on something else than
-the row means. A row with words under such a name is refused. ``--fields`` says which columns make the row, and then all
-others count as metadata; ``--ignore-field`` leaves one out.
+Most columns of a row that are not read hold sources, scores and names. But a column called ``reasoning`` or
+``options``, or a second prompt or answer, holds words that belong to what is trained: without them, the model would be
+trained on something else than the row means. A row with such words is refused, unless what is read holds them too.
+``--fields`` says which columns make the row, and then all others count as metadata; ``--ignore-field`` leaves one out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from megatron_sft_idx.chat.field_names import ANSWERS, HISTORY, INPUTS, PROMPTS, REASONING
-from megatron_sft_idx.chat.fields import first_filled, is_filled
+from megatron_sft_idx.chat.field_names import (
+    ANSWERS,
+    CHOSEN,
+    HISTORY,
+    INPUTS,
+    OTHER_ANSWERS,
+    OTHER_PROMPTS,
+    PROMPTS,
+    REASONING,
+    REJECTED,
+    TURNS,
+)
 from megatron_sft_idx.chat.types import RowError
 
 # In lower case.
@@ -26,108 +36,126 @@ _OF_PROMPTS: Final = re.compile(
     r"options|choices|article|passage|documents?|contexts|paragraph|definition"
     r"|(?:chat|conversation|dialogue)?_?history|previous_turns"
 )
-_OF_ANSWERS: Final = re.compile(r"corrected|revision|(?:\w+_)?attempt|generated_solution")
+_OF_ANSWERS: Final = re.compile(r"corrected|revision|(?:\w+_)?attempt")
 # Next to "answer", which then is a short reference.
 _SOLUTION: Final = "solution"
 _VERDICTS: Final = ("is_correct", "correct", "is_right")
+_WRONG: Final = ("false", "0", "no")
 # Text that is a flag.
 _NO_WORDS: Final = frozenset({"", "on", "off", "yes", "no", "true", "false", "none", "null", "n/a", "0", "1"})
-
-
-@lru_cache(maxsize=4096)  # rows of a file have few sets of columns
-def may_be_unread(names: tuple[Any, ...]) -> bool:
-    """Whether any of these columns is one that this module looks at; nearly every row has none."""
-    known = {*_VERDICTS, _SOLUTION, HISTORY}
-    return bool(_suspects(names) or _alternatives(names) or known.intersection(names))
+# Of a turn, but not its words.
+_NO_TEXT: Final = frozenset({"role", "from", "type", "name", "id", "tool_call_id"})
 
 
 def refuse_bad_answer(row: Mapping[str, Any]) -> None:
     """RowError where a row says that its answer is wrong."""
     for name in _VERDICTS:
-        if row.get(name) is False:
+        if name in row and row[name] is not None and str(row[name]).strip().lower() in _WRONG:
             raise RowError(
-                f"{name} is false: the row says that its answer is wrong, and it would be trained on; leave such rows"
-                f" out, or --ignore-field {name} reads rows without it"
+                f"{name} is {str(row[name]).lower()}: the row says that its answer is wrong, and it would be trained"
+                f" on; leave such rows out, or --ignore-field {name} reads rows without it"
             )
 
 
-def refuse_unread_of_exchange(row: Mapping[str, Any], read: Iterable[str]) -> None:
-    """RowError where a row of one prompt and one answer has words of these in a column that is not read.
+def refuse_unread_of_exchange(
+    row: Mapping[str, Any], read: Collection[str], messages: Sequence[Mapping[str, Any]]
+) -> None:
+    """RowError where a row of a prompt and an answer has words of these in a column that is not read.
 
     Args:
         row: with its keys as they are.
         read: the keys that are read.
+        messages: what was made of them.
     """
     for name, part in _suspects(tuple(row)):
-        if name not in read and name != REASONING and _holds_words(row[name]):
-            raise _unread(name, part)
-    if _SOLUTION in row and "answer" in read and _holds_words(row[_SOLUTION]):
-        raise _unread(_SOLUTION, "answer")
+        if name not in read and (part != _SOLUTION or "answer" in read):
+            _refuse_words(row, name, part, messages, read)
 
 
-@lru_cache(maxsize=4096)
-def _suspects(names: tuple[Any, ...]) -> Sequence[tuple[str, str]]:
-    """Those of these columns that may hold words of the prompt or the answer, each with the part that it is of."""
-    parts = (("reasoning", _OF_REASONING), ("prompt", _OF_PROMPTS), ("answer", _OF_ANSWERS))
-    texts = [name for name in names if isinstance(name, str)]
-    return [(name, part) for name in texts for part, pattern in parts if pattern.fullmatch(name.lower())]
+def refuse_unread_of_messages(row: Mapping[str, Any], read: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """RowError where a row of messages has reasoning, other turns, or the answer to its last message in a column.
 
-
-def refuse_several(row: Mapping[str, Any]) -> None:
-    """RowError where a row has two prompts, inputs or answers that differ, of which one alone would be read."""
-    for names in _alternatives(tuple(row)):
-        filled = [name for name in names if is_filled(row[name])]
-        for name in filled[1:]:
-            if not _is_copy(row[name], row[filled[0]]):
-                raise RowError(
-                    f"the row has {filled[0]} and {name}, which differ; --fields prompt=NAME completion=NAME says which"
-                    f" columns make the row, --ignore-field {name} reads rows without it"
-                )
-
-
-@lru_cache(maxsize=4096)
-def _alternatives(names: tuple[Any, ...]) -> Sequence[Sequence[str]]:
-    """Columns of which one is read, where there are several, by what they hold."""
-    groups = [[name for name in group if name in names] for group in (PROMPTS, INPUTS, ANSWERS)]
-    return [group for group in groups if len(group) > 1]
-
-
-def _is_copy(value: Any, of: Any) -> bool:
-    """Whether a value is another one, or a text in which that one is written out, as a rendered prompt is."""
-    return bool(value == of) or (isinstance(value, str) and isinstance(of, str) and of.strip() in value)
-
-
-def refuse_unread_of_messages(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """RowError where a row of messages has reasoning or earlier turns in a column."""
+    Args:
+        row: with its keys as they are.
+        read: the key of the messages.
+        messages: what was made of them.
+    """
+    is_answered = messages[-1]["role"] != "user"
     for name, part in _suspects(tuple(row)):
-        if part == "reasoning" and _holds_words(row[name]) and not _have_reasoning(messages):
-            raise _unread(name, part)
-    if HISTORY in row and _holds_words(row[HISTORY]):
-        raise _unread(HISTORY, "prompt")
+        if name == read:
+            continue
+        if part == "reasoning" and not _have_reasoning(messages):
+            _refuse_words(row, name, part, messages, ())
+        elif part == "turns" or name == HISTORY:
+            _refuse_words(row, name, "turns", messages, ())
+        elif name in ANSWERS and not is_answered and _holds_words(row[name]):
+            raise RowError(
+                f"the last message is the user's, and {name} may be the answer to it; --fields prompt=NAME"
+                f" completion={name} reads the messages as the prompt, --ignore-field {name} reads rows without it"
+            )
 
 
-def refuse_unread_answer(row: Mapping[str, Any]) -> None:
-    """RowError where a row, whose last message is the user's, has words in a column of answers."""
-    answer = first_filled(row, ANSWERS)
-    if answer is not None and _holds_words(row[answer]):
-        raise RowError(
-            f"the last message is the user's, and {answer} may be the answer to it; --fields prompt=NAME"
-            f" completion={answer} reads the messages as the prompt, --ignore-field {answer} reads rows without it"
-        )
+def refuse_unread_of_pair(row: Mapping[str, Any], read: Collection[str], messages: Sequence[Mapping[str, Any]]) -> None:
+    """RowError where a preference row has words of its prompt or its answers in a column that is not read.
+
+    Args:
+        row: with its keys as they are.
+        read: the keys that are read.
+        messages: of both conversations.
+    """
+    for name, part in _suspects(tuple(row)):
+        is_of_pair = part in ("reasoning", "prompt", "turns") or name in (*CHOSEN, *REJECTED)
+        if name not in read and is_of_pair:
+            _refuse_words(row, name, part, messages, read)
 
 
-def _have_reasoning(messages: Iterable[Mapping[str, Any]]) -> bool:
+@lru_cache(maxsize=4096)  # rows of a file have few sets of columns
+def _suspects(names: tuple[Any, ...]) -> Sequence[tuple[str, str]]:
+    """Those of these columns that may hold words of a conversation, each with the part that it is of."""
+    of_names = {
+        **dict.fromkeys((*PROMPTS, *INPUTS, *OTHER_PROMPTS), "prompt"),
+        **dict.fromkeys((*ANSWERS, *OTHER_ANSWERS, *CHOSEN, *REJECTED), "answer"),
+        **dict.fromkeys(TURNS, "turns"),
+        _SOLUTION: _SOLUTION,
+    }
+    patterns = (("reasoning", _OF_REASONING), ("prompt", _OF_PROMPTS), ("answer", _OF_ANSWERS))
+    found = []
+    for name in names:
+        if isinstance(name, str):
+            parts = [part for part, pattern in patterns if pattern.fullmatch(name.lower())]
+            parts = [of_names[name]] if name in of_names else parts
+            found += [(name, part) for part in parts]
+    return found
+
+
+def _refuse_words(
+    row: Mapping[str, Any], name: str, part: str, messages: Sequence[Mapping[str, Any]], read: Collection[str]
+) -> None:
+    """RowError where a column has words that what is read has not."""
+    texts = [text for text in _texts(row[name]) if text.strip().lower() not in _NO_WORDS]
+    if not texts:
+        return
+    written = "\n".join(text for message in messages for text in _texts(message))
+    # A rendered prompt has the prompt in it.
+    asked = (
+        [row[key].strip() for key in read if key in PROMPTS and isinstance(row.get(key), str)]
+        if part == "prompt"
+        else []
+    )
+    if all(text.strip() in written or any(each and each in text for each in asked) for text in texts):
+        return
+    mapped = {"reasoning": REASONING, "prompt": "prompt", "turns": "messages"}.get(part, "completion")
+    raise RowError(
+        f"the row has {name}, which holds words of the {'answer' if part == _SOLUTION else part} and is not read;"
+        f" --fields {mapped}={name}, with the other columns of the row, reads it; --ignore-field {name} reads rows"
+        " without it"
+    )
+
+
+def _have_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a message has reasoning already, of which a column may be a copy."""
     answers = [message for message in messages if message["role"] == "assistant"]
     return any(message.get(REASONING) or "</think>" in (message.get("content") or "") for message in answers)
-
-
-def _unread(name: str, part: str) -> RowError:
-    mapped = "reasoning_content" if part == "reasoning" else "prompt" if part == "prompt" else "completion"
-    return RowError(
-        f"the row has {name}, which holds words of the {part} and is not read; --fields {mapped}={name} (with the other"
-        f" columns of the row) reads it, --ignore-field {name} reads rows without it"
-    )
 
 
 def _holds_words(value: Any) -> bool:
@@ -138,8 +166,9 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
+        for name, inner in value.items():
+            if name not in _NO_TEXT:
+                yield from _texts(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _texts(inner)

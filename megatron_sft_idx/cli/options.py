@@ -150,6 +150,14 @@ def named_value(text: str) -> tuple[str, str]:
     return name, value
 
 
+def role_of_name(text: str) -> tuple[str, str]:
+    """The name and the role of a ``NAME=ROLE`` entry; a name may hold ``=``."""
+    name, equals, role = text.rpartition("=")
+    if not equals or not role:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=ROLE")
+    return name, role
+
+
 def file_weight(text: str) -> tuple[str, float]:
     """The file and the number of a ``FILE=WEIGHT`` entry."""
     file, _, number = text.rpartition("=")

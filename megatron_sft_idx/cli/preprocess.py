@@ -24,6 +24,7 @@ from megatron_sft_idx.cli.options import (
     natural,
     positive,
     preprocess_arguments,
+    role_of_name,
 )
 from megatron_sft_idx.cli.parsers import Collected, Mapped
 from megatron_sft_idx.errors import FormatError
@@ -182,6 +183,7 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         """,
         _as_argument,
         tokenizer={"dest": "tokenizer_model", "required": required},
+        roles={"action": Mapped, "type": role_of_name},
         ignore_field={"dest": "ignore_fields", "action": Collected, "default": ()},
         tokenizer_type={"choices": ("HuggingFaceTokenizer",), "help": argparse.SUPPRESS},
     )

@@ -161,9 +161,10 @@ def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_r
                 return
     if count:
         option, path = min(missing)
+        advice = "" if option == "--turn-fields" else did_you_mean(path, found)
         where = "a turn of one" if option == "--turn-fields" else "one"
         raise FormatError(
-            f"{option}: {path} is mapped, but not {where} of {count:,} rows has it{did_you_mean(path, found)}; the rows"
+            f"{option}: {path} is mapped, but not {where} of {count:,} rows has it{advice}; the rows"
             f" have {shown_paths(found)}"
         )
 
