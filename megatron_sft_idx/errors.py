@@ -17,10 +17,12 @@ argument), then what was found and expected, the rule of FORMAT.md where there i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+# Names that are offered for one that does not exist.
+_MAX_OFFERED = 3
 
 
 class SFTIndexError(Exception):
@@ -166,11 +168,18 @@ def brief(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The name among ``choices`` that is most like a mistyped one, to stand in an error message; "" if none is.
+def nearest_names(name: str, known: Collection[str]) -> list[str]:
+    """The names that begin with ``name``, up to three, or else the one that is most like it, if any is."""
+    from difflib import get_close_matches  # its import takes 2 ms, which only a mistake should cost
 
-    >>> did_you_mean("mesages", ["messages", "prompt"])
+    begun = sorted(each for each in known if len(name) > 1 and each.startswith(name))
+    return begun[:_MAX_OFFERED] or get_close_matches(name, sorted(known), n=1)
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Names that may have been meant, as the end of an error message; "" for none.
+
+    >>> did_you_mean(nearest_names("mesages", ["messages", "prompt"]))
     '; did you mean messages?'
     """
-    nearest = get_close_matches(name.lower(), choices, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"; did you mean {' or '.join(names)}?" if names else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,15 @@ from packs import Sample
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, PAIR, ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, build_options, columns, writer
 
+# The comparisons of --where, in Python.
+OPERATORS = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 FILES = {"files": [{"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc"]}
 SOURCE = ColumnSpec("sequence", np.uint32, 2, metadata=FILES)
 # Each kind, and between them each dtype and narrow and wide rows.

@@ -58,6 +58,7 @@ BROKEN_FILES = {
     "gz-of-text": ("a.gz", gzip.compress(b"prompt,answer\n1,2\n"), "starts like no known file"),
     "csv with semicolons": ("a.csv", b"prompt;answer\n1;2\n", "the header is one column, .*; expected commas .*';'"),
     "csv with a name twice": ("a.csv", b"prompt,prompt\n1,2\n", "the header has 'prompt' twice"),
+    "csv with an empty line first": ("a.csv", b"\nprompt,answer\n1,2\n", "the first line is empty"),
     "csv with no name": ("a.csv", b"prompt,\n1,2\n", "a column without a name"),
     "csv of another encoding": ("a.csv", b"prompt,r\xe9ponse\n1,2\n", "header: not valid UTF-8"),
     "tsv with commas": ("a.tsv", b"prompt,answer\n1,2\n", "expected tabs between columns, found ','"),

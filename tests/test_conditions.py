@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from columned import OPERATORS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,14 +14,6 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, ColumnSpec
 from megatron_sft_idx.packs.conditions import Condition, bind_all, whole_pairs
 
-OPERATORS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 NAMES = st.from_regex("[a-z][a-z0-9_]{0,8}", fullmatch=True)
 SPACES = st.text(" \t\n", max_size=2)
 DTYPES = st.sampled_from([*COLUMN_DTYPES.values()])

@@ -254,6 +254,113 @@ def test_names_with_dots_are_found_whole():
     assert RowMapping.of({"messages": "chat.turns"}).apply(row)["messages"] == "[]"
 
 
+TRAINED = {"role": "assistant", "content": "A"}
+UNTRAINED = [
+    # A field of training, wherever in an object that a path leads into.
+    ({"m": TRAINED | {"weight": 0}}, {"role": "m.role", "content": "m.content"}),
+    ({"who": "assistant", "m": {"text": "A", "train": False}}, {"role": "who", "content": "m.text"}),
+    ({"who": "assistant", "m": {"inner": {"text": "A"}, "loss": 0}}, {"role": "who", "content": "m.inner.text"}),
+    ({"who": "assistant", "m": '{"text": "A", "loss_weight": 0.0}'}, {"role": "who", "content": "m.text"}),
+    ({"who": "assistant", "text": "A", "w": 0}, {"role": "who", "content": "text", "weight": "w"}),
+]
+
+
+@pytest.mark.parametrize(("turn", "names"), UNTRAINED, ids=range(len(UNTRAINED)))
+def test_fields_of_training_in_an_object_count(turn, names):
+    mapping = RowMapping.of(turn_fields=names)
+    (source,), _ = read_row({"messages": [{"role": "user", "content": "Q"}, turn]}, RowOptions(mapping=mapping))
+    assert source.weights == [1, 0]
+    assert source.messages[1]["content"] == "A"
+
+
+def test_a_turn_without_the_mapped_object_keeps_its_words():
+    calls = [{"name": "look", "arguments": {}}]
+    turns = [{"role": "user", "content": {"text": "Q"}}, {"role": "assistant", "content": "A", "tool_calls": calls}]
+    mapping = RowMapping.of(turn_fields={"content": "content.text"})
+    (source,), _ = read_row({"messages": turns}, RowOptions(mapping=mapping))
+    assert [message["content"] for message in source.messages] == ["Q", "A"]
+    calls_in_object = [{"m": {"role": "user", "content": "Q"}}, {"m": {"role": "assistant", "tool_calls": calls}}]
+    mapping = RowMapping.of(turn_fields={"role": "m.role", "content": "m.content"})
+    (source,), _ = read_row({"messages": calls_in_object}, RowOptions(mapping=mapping))
+    assert source.messages[1]["tool_calls"][0]["function"]["name"] == "look"
+
+
+@pytest.mark.parametrize(
+    ("turns", "names"),
+    [
+        ([{"from": "human", "text": "Q"}, {"from": "gpt", "text": "A"}], {"content": "text"}),
+        ([{"who": "human", "value": "Q"}, {"who": "gpt", "value": "A"}], {"role": "who"}),
+        ([{"bot": False, "content": "Q"}, {"bot": True, "content": "A"}], {"role": "bot"}),
+        ([{"bot": 0.0, "content": "Q"}, {"bot": 1.0, "content": "A"}], {"role": "bot"}),
+    ],
+)
+def test_half_of_a_turn_may_have_its_usual_name(turns, names):
+    roles = {"false": "user", "true": "assistant", "0": "user", "1": "assistant"}
+    mapping = RowMapping.of({}, names, roles)
+    (source,), _ = read_row({"conversations": turns}, RowOptions(mapping=mapping))
+    assert source.messages == [{"role": "user", "content": "Q"}, TRAINED]
+
+
+def test_what_stands_next_to_mapped_messages_counts():
+    turns = [{"role": "user", "content": "Q"}, TRAINED]
+    mapping = RowMapping.of({"messages": "data.turns"})
+    row = {"data": {"turns": turns, "system": "S", "score": 3}}
+    (source,), _ = read_row(row, RowOptions(mapping=mapping))
+    assert source.messages[0] == {"role": "system", "content": "S"}
+    with pytest.raises(RowError, match="the row has train"):
+        read_row({"data": {"turns": turns, "train": False}}, RowOptions(mapping=mapping))
+    with pytest.raises(RowError, match="label is false"):
+        read_row({"data": {"turns": turns, "label": False}}, RowOptions(mapping=mapping))
+    with pytest.raises(RowError, match="the row has system, and an object in it has system that differs"):
+        read_row({"system": "T", "data": {"turns": turns, "system": "S"}}, RowOptions(mapping=mapping))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [("messages", "completion"), ("messages", "prompt"), ("messages", "text"), ("prompt", "completion", "text")],
+)
+def test_targets_that_no_row_has_together(targets):
+    mapping = RowMapping.of({target: f"f{n}" for n, target in enumerate(targets)})
+    row = {f"f{n}": "words" for n in range(len(targets))}
+    with pytest.raises(RowError, match=f"--fields maps {' and '.join(targets)}, and the row has them all"):
+        read_row(row, RowOptions(mapping=mapping))
+
+
+SETTINGS = [
+    (lambda: RowMapping.of(turn_fields={"train": "m.masked"}), "masked means the opposite of train"),
+    (lambda: RowMapping.of(roles={"Agent": "user", "AGENT": "assistant"}), "in another case is user"),
+    (
+        lambda: RowOptions(mapping=RowMapping.of(turn_fields={"weight": "w"}), ignore_fields=("w",)),
+        "--ignore-field w: the field is mapped too",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), SETTINGS, ids=range(len(SETTINGS)))
+def test_mappings_that_contradict(make, reason):
+    with pytest.raises(FormatError, match=reason):
+        make()
+
+
+def test_a_huge_index_is_no_index():
+    with pytest.raises(RowError, match=r"the row has no s\.9+, which --fields maps"):
+        read_row({"s": ["x"]}, RowOptions(mapping=RowMapping.of({"messages": "s." + "9" * 5000})))
+
+
+def test_text_that_looks_like_turns_stays_text():
+    mapping = RowMapping.of(turn_fields={"role": "who"})
+    for text in ("[1,2,3]", '["a", "b"]', '[{"a": 1}]'):
+        (source,), _ = read_row({"input": text, "output": "A"}, RowOptions(mapping=mapping))
+        assert source.messages[0]["content"] == text
+
+
+@pytest.mark.parametrize("key", ["messages", "completion", "chosen"])
+def test_names_that_change_places_are_mapped_once(key):
+    turn = {"role": "words", "content": "assistant"}
+    mapping = RowMapping.of(turn_fields={"role": "content", "content": "role"})
+    assert mapping.apply({key: [turn]}) == {key: [{"role": "assistant", "content": "words"}]}
+
+
 def test_reasoning_of_messages_is_not_that_of_a_row():
     mapping = RowMapping.of({"reasoning_content": "why"})
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

@@ -183,6 +183,14 @@ REFUSED = {
     "a corrected answer": ({"instruction": "Q", "output": "A", "corrected": "B"}, "corrected"),
     "a wrong answer": ({"question": "Q", "answer": "A", "is_correct": False}, "is_correct"),
     "a wrong solution": ({"question": "Q", "generated_solution": "A", "is_correct": False}, "is_correct"),
+    "a wrong answer, as text": ({"question": "Q", "answer": "A", "is_correct": "False"}, "is_correct"),
+    "a wrong answer, as a number": ({"prompt": "Q", "completion": "A", "is_right": 0}, "is_right"),
+    "an instruction next to an input": ({"instruction": "Translate", "input": "x", "target": "y"}, "instruction"),
+    "a context next to a solution": ({"question": "Q", "context": "C", "generated_solution": "A"}, "context"),
+    "a question next to a prompt": ({"prompt": "Q", "completion": "A", "question": "Another?"}, "question"),
+    "an output next to a completion": ({"prompt": "Q", "completion": "A", "output": "Another."}, "output"),
+    "calls next to an answer": ({"query": "Q", "answer": "A", "answers": json.dumps([CALL])}, "answers"),
+    "other conversations": ({"messages": said("Q", "A"), "conversations": said("R", "B")}, "conversations"),
     "an answer to the last message": ({"messages": said("Q", "A", "R"), "response": "B"}, "response"),
 }
 
@@ -217,6 +225,12 @@ BAD = [
     ({"question": "Q", "deepseek_attempt": "A", "gemini_attempt": "B"}, "no columns that make a chat"),
     ({"messages": [{"role": "agent", "content": "A"}]}, "has the role 'agent'; .*--roles NAME=ROLE"),
     ({"text": "a book"}, "the row has only text, which has no roles: --train-on all"),
+    ({"inputs": "2+2?", "targets": ["4", "four"]}, "targets is a list, expected a string"),
+    ({"question": "Q", "attempt": ["a"], "thinking_trajectories": ["T"]}, "attempt is a list, expected a string"),
+    ({"input": said("Q"), "output": ["A", "B"]}, r"output\[0\] is a string, expected an object"),
+    ({"messages": ['{"role": "user"}', '{"role": "assistant"}']}, "a string that gives its speaker"),
+    ({"messages": ["user: hi", "assistant: hello"]}, "a string that gives its speaker"),
+    ({"prompt": str(said("Q")), "completion": "A"}, "as Python prints it, and not JSON"),
 ]
 
 
@@ -224,6 +238,58 @@ BAD = [
 def test_what_cannot_be_read_is_refused(row, reason):
     with pytest.raises(RowError, match=reason):
         read_row(row, RowOptions())
+
+
+PAIR = {"question": "Q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("more", "column"),
+    [
+        ({"reasoning_content": "T"}, "reasoning_content"),
+        ({"options": ["x", "y"]}, "options"),
+        ({"chosen_response": "better"}, "chosen_response"),
+        ({"instruction": "Do something else."}, "question"),
+    ],
+)
+def test_words_that_a_pair_does_not_read_refuse_it(more, column):
+    with pytest.raises(RowError, match=IGNORE.format(column)):
+        read_row(PAIR | more, RowOptions(kind="preference"))
+    read_row(PAIR | more, RowOptions(kind="preference", ignore_fields=(column,)))
+
+
+def test_reasoning_reaches_the_answer_in_every_form():
+    for row in (
+        {"prompt": said("Q"), "completion": "A"},
+        {"input": said("Q"), "output": "A"},
+        {"inputs": "Q", "targets": "A"},
+        {"problem": "Q", "generated_solution": "A"},
+        {"prompt": "Q", "response": "A"},
+    ):
+        (source,), _ = read_row(row | {"reasoning_content": "T"}, RowOptions())
+        assert source.messages[-1] == {"role": "assistant", "content": "A", "reasoning_content": "T"}
+        options = RowOptions(kind="kto")
+        (source,), label = read_row(row | {"reasoning_content": "T", "label": 1.0}, options)
+        assert (source.messages[-1]["reasoning_content"], label) == ("T", 1)
+    with pytest.raises(RowError, match="reasoning_content is that of one prompt and one answer"):
+        read_row({"prompt": said("Q"), "completion": [said("Q", "A")[1]], "reasoning_content": "T"}, RowOptions())
+
+
+def test_messages_in_the_text_of_a_table():
+    prompt = json.dumps(said("Q", "B", "R", system="S"))
+    (source,), _ = read_row({"prompt": prompt, "completion": "A"}, RowOptions())
+    assert source.messages == said("Q", "B", "R", "A", system="S")
+    (source,), _ = read_row(
+        {"prompt": prompt, "completion": json.dumps([{"role": "assistant", "content": "A"}])}, RowOptions()
+    )
+    assert source.messages == said("Q", "B", "R", "A", system="S")
+    # An answer that is such text stays text where the prompt is not.
+    (source,), _ = read_row({"input": said("Q"), "output": prompt}, RowOptions())
+    assert source.messages == said("Q", prompt)
+    (source,), _ = read_row({"prompt": "R", "response": "B", "history": '[["Q", "A"]]'}, RowOptions())
+    assert source.messages == said("Q", "A", "R", "B")
+    (source,), _ = read_row({"input_ids": "[5, 6, 7]", "loss_mask": "[0, 1, 1]"}, RowOptions())
+    assert (source.input_ids.tolist(), source.loss_mask.tolist()) == ([5, 6, 7], [0, 1, 1])
 
 
 def test_plain_text_is_trained_as_a_whole(tmp_path):
@@ -240,6 +306,9 @@ def test_plain_text_is_trained_as_a_whole(tmp_path):
         assert tokenizer.decode(ids[:-1]) == text
         assert ids[-1] == tokenizer.eos_id
         assert tokenizer.eos_id not in ids[:-1]
+    for more in ({"prompt": "Q"}, {"segments": [{"label": False, "text": "x"}]}, {"is_correct": False}):
+        refused = preprocess(tmp_path / "refused", "--train-on", "all", rows=[rows[0] | more])
+        assert (refused.code, f"--ignore-field {next(iter(more))} reads rows without it" in refused.err) == (1, True)
     mapped = preprocess(
         *(tmp_path / "m", "--train-on", "all", "--packing", "none", "--append-eod", "--fields", "text=body.raw"),
         rows=[{"body": {"raw": text}, "messages": []} for text in texts],

@@ -41,6 +41,13 @@ def test_rows_are_those_that_were_written(tmp_path_factory, rows, kind, line_end
     assert [row.position for row in read] == list(range(2, len(rows) + 2))
 
 
+def test_an_index_without_a_name_is_read_over(tmp_path):
+    (tmp_path / "rows.csv").write_text(",prompt,completion\n0,Q,A\n")
+    (row,) = rows_of(tmp_path / "rows.csv")
+    assert row.data == {"": "0", "prompt": "Q", "completion": "A"}
+    assert preprocess(tmp_path / "s", "--input", tmp_path / "rows.csv").code == 0
+
+
 BAD = {
     "too few fields": (b"a\n", "1 fields, but the header has 2"),
     "too many fields": (b"a,b,c\n", "3 fields, but the header has 2"),

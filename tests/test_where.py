@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import random
 from collections import Counter
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import command
+from columned import OPERATORS
 from packs import sample_of
 
 from megatron_sft_idx.check import verify_shard
@@ -27,14 +27,6 @@ from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.tokenize import PackOptions, pack_shard
 from megatron_sft_idx.tokenize.corpus import CorpusReader
 
-OPERATORS = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 # Name, what has a row, dtype, width, alignment; and whether the column is attached later.
 COLUMNS: list[tuple[str, Any, str, int, Any, bool]] = [
     ("rank", "sequence", "i2", 1, "token", False),

@@ -195,7 +195,7 @@ def to_conversation(data: dict[str, Any], messages: list[Message], weights: list
 
 
 def _with_tools_of_message(data: dict[str, Any], messages: list[Message]) -> tuple[dict[str, Any], list[Message]]:
-    """The tools of the first message as those of the row: minimind and others give them with the system prompt."""
+    """Move the tools of the first message to the row: minimind and others give them with the system prompt."""
     first = messages[0]
     key = first_filled(first, TOOLS)
     if key is None or first["role"] not in ("system", "developer"):
@@ -237,7 +237,7 @@ def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
 
 
 def refuse_media(data: dict[str, Any]) -> None:
-    """RowError where something else than text stands beside the messages."""
+    """RowError where a row has images, audio or video."""
     if (media := first_filled(data, MEDIA)) is not None:
         raise RowError(f"the row has {media}; only text can be trained on here")
 
@@ -370,8 +370,7 @@ def _read_single(data: dict[str, Any], single: _Single, options: RowOptions) -> 
     if not is_filled(given) or given == single.nothing:
         raise RowError(f"{single.answer} is {given!r:.20}, so there is nothing to learn")
     answer: Message = {"role": "assistant", "tool_calls" if single.are_calls else "content": given}
-    if is_filled(data.get(REASONING)):
-        answer[REASONING] = typed(data[REASONING], str, REASONING)
+    answer |= _reasoning_of_row(data)
     if single.reasoning:
         texts = typed(json_of(data[single.reasoning], single.reasoning), list, single.reasoning, "a list of strings")
         answer[REASONING] = "\n".join(typed(each, str, single.reasoning) for each in texts)
@@ -384,9 +383,13 @@ def _exchange(pairs: Sequence[Sequence[str]], data: dict[str, Any]) -> Turns:
     if not pairs[-1][1]:
         raise RowError("the answer is empty, so there is nothing to learn")
     messages = turns_of_pairs(pairs)
-    if is_filled(data.get(REASONING)):
-        messages[-1][REASONING] = typed(data[REASONING], str, REASONING)
+    messages[-1] |= _reasoning_of_row(data)
     return messages, [1.0] * len(messages)
+
+
+def _reasoning_of_row(data: dict[str, Any]) -> Message:
+    """The reasoning that a row has next to its answer, as a field of that answer; nothing where it has none."""
+    return {REASONING: typed(data[REASONING], str, REASONING)} if is_filled(data.get(REASONING)) else {}
 
 
 def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: RowOptions) -> Turns:
@@ -404,9 +407,8 @@ def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: R
         _refuse_reasoning(data)
         after, weights = read_list([answer] if isinstance(answer, dict) else answer, answer_in, options)
     else:
-        said: Message = {"role": "assistant", "content": typed(answer, str, answer_in) if answer is not None else ""}
-        if is_filled(data.get(REASONING)):
-            said[REASONING] = typed(data[REASONING], str, REASONING)
+        text = "" if answer is None else typed(answer, str, answer_in)
+        said: Message = {"role": "assistant", "content": text} | _reasoning_of_row(data)
         after, weights = [said], [1.0]
     if not any(map(says_something, after)):
         raise RowError(f"the answer is empty ({answer_in}), so there is nothing to learn")

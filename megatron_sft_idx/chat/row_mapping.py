@@ -38,7 +38,7 @@ from megatron_sft_idx.chat.field_names import (
 from megatron_sft_idx.chat.training_fields import FLAGS, INVERTED, training_names
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Undecoded, parse_json
-from megatron_sft_idx.errors import FormatError, did_you_mean
+from megatron_sft_idx.errors import FormatError, did_you_mean, nearest_names
 
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -69,7 +69,7 @@ TURN_TARGETS: Final = (
 # Names by which a turn has its role and its words; a mapped one takes the place of all.
 _ALSO: Final = {"role": ("from",), "content": ("value",), "reasoning_content": ("reasoning", "thinking")}
 # Where lists of turns are.
-_LISTS_OF_TURNS: Final = (*TURNS, "prompt", "completion", *CHOSEN, *REJECTED, *INPUTS, *ANSWERS)
+_LISTS_OF_TURNS: Final = (*TURNS, "prompt", *INPUTS, *ANSWERS, *CHOSEN, *REJECTED)
 # Roles and speakers by the names that rows have for them, in lower case. The words of a function_call are JSON.
 _ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function_call")},
@@ -79,7 +79,6 @@ _ROLES: Final = {
     **dict.fromkeys(("function", "function_response", "tool_response", "observation", "observations"), "tool"),
 }
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function_call")
-_OF_SHAREGPT: Final = {"role": "from", "content": "value"}
 # What moves up from an object that a path leads into, apart from what says what is trained on.
 _CARRIED_OF_ROWS: Final = frozenset({*SYSTEMS, *TOOLS, *VERDICTS, *MEDIA, TEMPLATE_VARIABLES, "mask", "is_correct"})
 _CARRIED_OF_TURNS: Final = frozenset(
@@ -123,7 +122,7 @@ class RowMapping:
             for target, path in mapping.items():
                 if target not in targets:
                     raise FormatError(
-                        f"{option} {target}={path}: there is no target {target!r:.40}{did_you_mean(target, targets)};"
+                        f"{option} {target}={path}: there is no target {target!r:.40}{_nearest_of(target, targets)};"
                         f" targets are {', '.join(targets)}"
                     )
                 if not path or not all(path.split(".")):
@@ -132,14 +131,13 @@ class RowMapping:
                     raise FormatError(f"{option} {target}={path}: {path} means the opposite of {target}; leave it out")
             if len(set(mapping.values())) < len(mapping):
                 raise FormatError(f"{option}: two targets have the same path; map each path once")
+        by_name: dict[str, str] = {}
         for name, role in (roles or {}).items():
             if role not in ROLES:
                 raise FormatError(
-                    f"--roles {name}={role}: there is no role {role!r:.40}{did_you_mean(role, ROLES)}; roles are"
+                    f"--roles {name}={role}: there is no role {role!r:.40}{_nearest_of(role, ROLES)}; roles are"
                     f" {', '.join(ROLES)}"
                 )
-        by_name: dict[str, str] = {}
-        for name, role in (roles or {}).items():
             if by_name.setdefault(name.lower(), role) != role:
                 raise FormatError(f"--roles {name}={role}: {name!r:.40} in another case is {by_name[name.lower()]}")
         return cls(*(tuple(sorted((mapping or {}).items())) for mapping in (fields, turn_fields, roles)))
@@ -155,11 +153,11 @@ class RowMapping:
 
     @cached_property
     def role_names(self) -> Mapping[str, str]:
-        """The role of each name: as given, in lower case, and the usual ones."""
-        return {**_ROLES, **{name.lower(): role for name, role in self.roles}, **dict(self.roles)}
+        """The role of each name in lower case: the usual names, and the given ones."""
+        return _ROLES | {name.lower(): role for name, role in self.roles}
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with its fields, and those of its turns, under the names that all rows have.
+        """The row with its fields and the fields of its turns under the names that all rows have.
 
         Raises:
             RowError: the row has none of the mapped fields of the content, or a path leads through a value that JSON
@@ -185,7 +183,7 @@ class RowMapping:
         mapped = {name: value for name, value in row.items() if name not in unread}
         mapped |= {target: each.value for target, each in found.items()}
         for each in content.values():
-            _carry(each.beside, _CARRIED_OF_ROWS, mapped, "the row")
+            _carry(each.siblings, _CARRIED_OF_ROWS, mapped, "the row")
         return mapped
 
     def _with_turn_fields(self, given: Any) -> Any:
@@ -206,10 +204,11 @@ class RowMapping:
         mapped = {name: value for name, value in turn.items() if name not in gone}
         mapped |= {target: each.value for target, each in found.items()}
         for each in found.values():
-            _carry(each.beside, _CARRIED_OF_TURNS, mapped, "a turn")
-        for target, others in _OF_SHAREGPT.items():  # where only one of the two is mapped
-            if mapped.get(target) is None and mapped.get(others) is not None:
-                mapped[target] = mapped.pop(others)
+            _carry(each.siblings, _CARRIED_OF_TURNS, mapped, "a turn")
+        for target in ("role", "content"):  # only one of the two may be mapped
+            (other,) = _ALSO[target]
+            if mapped.get(target) is None and mapped.get(other) is not None:
+                mapped[target] = mapped.pop(other)
         return mapped
 
     def paths_in(self, row: Any) -> set[tuple[str, str]]:
@@ -228,6 +227,10 @@ class RowMapping:
         return of_rows + [("--turn-fields", path) for _, path in self.turn_fields]
 
 
+def _nearest_of(name: str, choices: Sequence[str]) -> str:
+    return did_you_mean(nearest_names(name.lower(), choices))
+
+
 def _turns_of(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for name in _LISTS_OF_TURNS:
         turns = _opened(row.get(name))
@@ -242,12 +245,12 @@ class Located(NamedTuple):
     Attributes:
         value: the value; never None.
         head: the field of the row or turn in which it lies.
-        beside: other fields of the objects that the path leads through.
+        siblings: other fields of the objects that the path leads through.
     """
 
     value: Any
     head: str
-    beside: dict[str, Any]
+    siblings: dict[str, Any]
 
 
 def locate(value: Any, path: str) -> Located | None:
@@ -276,8 +279,8 @@ def locate(value: Any, path: str) -> Located | None:
         if (found := locate(each, rest)) is not None:
             opened = _opened(each)
             others = opened.items() if isinstance(opened, Mapping) else ()
-            beside = {key: other for key, other in others if key != found.head and other is not None}
-            return Located(found.value, name, {**beside, **found.beside})
+            siblings = {key: other for key, other in others if key != found.head and other is not None}
+            return Located(found.value, name, siblings | found.siblings)
     return None
 
 
@@ -292,16 +295,16 @@ def _require_one_kind(targets: Sequence[str]) -> None:
         )
 
 
-def _carry(beside: Mapping[str, Any], names: frozenset[str], fields: dict[str, Any], what: str) -> None:
-    """Add to ``fields`` those of an object that a path led into, if they say how its words are read.
+def _carry(siblings: Mapping[str, Any], names: frozenset[str], fields: dict[str, Any], what: str) -> None:
+    """Add to ``fields`` the fields of an object that a path led into, if they say how its words are read.
 
     Raises:
         RowError: ``fields`` has such a field with another value.
     """
-    for name in (*names.intersection(beside), *training_names(key for key in beside if isinstance(key, str))):
+    for name in (*names.intersection(siblings), *training_names(key for key in siblings if isinstance(key, str))):
         if fields.get(name) is None:
-            fields[name] = beside[name]
-        elif fields[name] != beside[name]:
+            fields[name] = siblings[name]
+        elif fields[name] != siblings[name]:
             raise RowError(f"{what} has {name}, and an object in it has {name} that differs; keep one")
 
 

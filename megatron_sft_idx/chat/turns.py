@@ -190,7 +190,7 @@ def _message_of_turn(turn: Any, what: str) -> Message:
 def _calls_in_content(message: Message, what: str) -> Message:
     """A message whose content is JSON, a function with its arguments or a list of them, with these as tool calls.
 
-    It becomes the assistant's, and what follows stays a message of its own.
+    It becomes the assistant's message; what follows stays another message.
     """
     content = json_of(message.get("content"), what)
     calls = content if isinstance(content, list) else [content]
@@ -218,7 +218,7 @@ def _with_role(message: Message, what: str, options: RowOptions) -> tuple[Messag
 def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str = "content") -> tuple[Message, float]:
     """Checks one message and returns it in the form that chat templates expect, with its loss weight.
 
-    - Content parts of text become one string; those of reasoning or tool calls become the fields of that name.
+    - Content parts of text become one string; parts of reasoning or tool calls become the fields of that name.
     - Arguments of tool calls become objects, and an old ``function_call`` becomes one of the tool calls. So does the
       content of a message whose role is ``function_call``.
     - Reasoning stands under ``reasoning_content``, and under the key that the row has it under.
@@ -315,7 +315,7 @@ def _with_fields(message: Message, what: str) -> Message:
     moved = {"reasoning_content": "\n".join(reasoning), "tool_calls": calls}
     fields = {key: value for key, value in moved.items() if value}
     if (twice := first_filled(message, fields)) is not None:
-        raise RowError(f"{what} has {twice} beside parts of that kind; keep one")
+        raise RowError(f"{what} has {twice} and parts of that kind; keep one")
     return message | fields | {"content": texts or None}
 
 

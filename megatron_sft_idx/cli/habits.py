@@ -5,9 +5,10 @@ Command lines and the files of ``--config`` ask the same functions.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from megatron_sft_idx.errors import did_you_mean, nearest_names
 
 # ---- the table ----
 
@@ -27,7 +28,11 @@ _HABITS = (
         "split-sentences keep-newlines lang",
         "leave it out; text is tokenized as it is and never split into sentences",
     ),
-    ("--row-kind", "sft finetuning-type stage task dataset-type data-format", "leave it out; rows are always chats"),
+    (
+        "--row-kind",
+        "sft finetuning-type stage task dataset-type data-format",
+        "leave it out; the kind of a row is inferred from its fields",
+    ),
     (
         "--input",
         "dataset datasets dataset-name dataset-dir dataset-path dataset-root data data-path data-paths data-files"
@@ -149,8 +154,8 @@ _VERBS = {
     "copy": "cp upload download sync move mv",
     "create-raw-index": "index raw-index",
 }
-# The longest name that is compared, and how many names are offered for one that begins several.
-_MAX_LENGTH, _MAX_OFFERED = 80, 3
+# Longer names are cut before they are compared.
+_MAX_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,7 @@ def option_advice(
     for habit in HABITS:
         if spelled in habit.names and (not habit.needs or habit.needs.lstrip("-") in known):
             return f": {habit.advice}"
-    return _did_you_mean([dashes + each for each in _nearest(spelled, known)])
+    return did_you_mean([dashes + each for each in nearest_names(spelled, known)])
 
 
 def verb_advice(name: str, known: Collection[str]) -> str:
@@ -210,7 +215,7 @@ def verb_advice(name: str, known: Collection[str]) -> str:
     """
     spelled = name[:_MAX_LENGTH].lower().replace("_", "-")
     meant = [verb for verb, names in _VERBS.items() if verb in known and spelled in names.split()]
-    return _did_you_mean(meant or _nearest(spelled, known))
+    return did_you_mean(meant or nearest_names(spelled, known))
 
 
 def value_advice(option: str, value: str, choices: Collection[str]) -> str:
@@ -221,14 +226,4 @@ def value_advice(option: str, value: str, choices: Collection[str]) -> str:
     """
     if option in _VALUE_HABITS:
         return f": {_VALUE_HABITS[option]}"
-    return f", choose one of {', '.join(choices)}" + _did_you_mean(_nearest(value[:_MAX_LENGTH].lower(), choices))
-
-
-def _did_you_mean(names: list[str]) -> str:
-    return f"; did you mean {' or '.join(names)}?" if names else ""
-
-
-def _nearest(name: str, known: Collection[str]) -> list[str]:
-    """The names that begin with ``name``, or else the one that is most like it."""
-    begun = sorted(each for each in known if len(name) > 1 and each.startswith(name))
-    return begun[:_MAX_OFFERED] or difflib.get_close_matches(name, sorted(known), n=1)
+    return f", choose one of {', '.join(choices)}" + did_you_mean(nearest_names(value[:_MAX_LENGTH].lower(), choices))

@@ -20,7 +20,7 @@ from megatron_sft_idx.chat.row_mapping import paths_of, shown_paths
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, comparing_all_texts
 from megatron_sft_idx.chat.types import RowError
-from megatron_sft_idx.errors import FormatError, SequenceError, did_you_mean
+from megatron_sft_idx.errors import FormatError, SequenceError, did_you_mean, nearest_names
 from megatron_sft_idx.formats import jsonl_chunks, parquet
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
@@ -161,7 +161,7 @@ def _require_mapped_paths(files: Iterable[InputFile], options: RowOptions, max_r
                 return
     if count:
         option, path = min(missing)
-        advice = "" if option == "--turn-fields" else did_you_mean(path, found)
+        advice = "" if option == "--turn-fields" else did_you_mean(nearest_names(path, found))
         where = "a turn of one" if option == "--turn-fields" else "one"
         raise FormatError(
             f"{option}: {path} is mapped, but not {where} of {count:,} rows has it{advice}; the rows"
