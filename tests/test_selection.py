@@ -144,6 +144,7 @@ def test_weights_find_their_files():
     assert file_weights("--weight", {"raw": 2, "c.parquet": 0.5}, files) == [2, 2, 0.5]
     assert file_weights("--weight", {"*.jsonl": 1.5}, files) == [1.5, 1.5, 1]
     assert file_weights("--weight", {"a.jsonl": np.float32(2)}, files) == [2, 1, 1]
+    assert file_weights("--weight", {"data[1].jsonl": 2}, ["data[1].jsonl", "data1.jsonl"]) == [2, 1]
     for name, weight, said in (
         ("d.jsonl", 2, "no input file matches"),
         ("", 2, "expected FILE=WEIGHT"),

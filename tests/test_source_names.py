@@ -121,3 +121,11 @@ def test_one_spelling_in_every_verb_and_no_path_in_the_header(tmp_path: Path) ->
     assert (ambiguous.code, "is any of train.jsonl (0), train.jsonl (1)" in ambiguous.err) == (2, True), ambiguous
     listed = command("inspect", tmp_path / "both", "--where", "source == train.jsonl (1)", "--json")
     assert json.loads(listed.out)["selected"] == 6
+
+
+def test_a_name_that_two_files_have_means_neither() -> None:
+    paths = [f"/c/datasets--o--n/snapshots/{letter * 40}/data/t.jsonl" for letter in "ab"]
+    names = shortest_names(paths)
+    assert len({*names}) == 1
+    with pytest.raises(FormatError, match=r"t\.jsonl is any of"):
+        find_name(names[0], names, "--where")

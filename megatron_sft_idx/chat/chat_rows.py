@@ -164,24 +164,28 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
         messages, weights = _read_prompt_completion(data, options)
     else:
         messages, weights = _read_alpaca(data, options)
-    if not options.mapping.has_content and options.kind in ("auto", "kto"):  # else it was said what is read
-        _refuse_unread(data, kind, messages)
+    if not options.mapping.has_content:
+        _refuse_unread(data, kind, messages, said=options.kind == kind)
     if options.requires_answer and not any(map(says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
     return to_conversation(data, messages, weights)
 
 
-def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message]) -> None:
-    """RowError where a column that is not read holds words of the conversation."""
+def _refuse_unread(data: dict[str, Any], kind: RowKind, messages: list[Message], *, said: bool) -> None:
+    """RowError where a column that is not read holds words of the conversation.
+
+    If it was ``said`` that rows are of this kind, messages next to a prompt and its answer are not meant.
+    """
     if kind == "messages":
         refuse_unread_of_messages(data, first_given(data, TURNS) or "", messages)
-    elif kind == "prompt-completion":
-        refuse_unread_of_exchange(data, ("prompt", "completion", REASONING), messages)
+        return
+    if kind == "prompt-completion":
+        read: list[str | None] = ["prompt", "completion"]
     elif (single := _single_of(data)) is not None:
-        refuse_unread_of_exchange(data, (single.prompt, single.answer, single.reasoning, REASONING), messages)
+        read = [single.prompt, single.answer, single.reasoning]
     else:
-        read = [first_given(data, names) for names in (PROMPTS, INPUTS, ANSWERS)]
-        refuse_unread_of_exchange(data, (*filter(None, read), HISTORY, REASONING), messages)
+        read = [first_given(data, names) for names in (PROMPTS, INPUTS, ANSWERS)] + [HISTORY]
+    refuse_unread_of_exchange(data, {*filter(None, read), REASONING, *(TURNS if said else ())}, messages)
 
 
 def to_conversation(data: dict[str, Any], messages: list[Message], weights: list[float]) -> Conversation:

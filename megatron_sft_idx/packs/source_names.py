@@ -93,11 +93,11 @@ def find_name(spelling: str, names: Sequence[str], where: str) -> int:
         >>> find_name("/mnt/b/train.jsonl", ["a/train.jsonl", "b/train.jsonl"], "--where")
         1
     """
-    if spelling in names:
+    if names.count(spelling) == 1:
         return names.index(spelling)
     text = os.fsencode(spelling).decode(errors="backslashreplace")
     text = shortened(text if is_remote(text) else os.path.normpath(text), _MAX_CHARACTERS)
-    if text in names:
+    if names.count(text) == 1:
         return names.index(text)
     plain = [name.removesuffix(f" ({number})") for number, name in enumerate(names)]
     found = [number for number, name in enumerate(plain) if f"/{name}".endswith(f"/{text}")]

@@ -85,7 +85,9 @@ def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]
             form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
             raise FormatError(f"{option} {brief(entry)}: expected {form}")
         folder = name.rstrip("/") + "/"
-        matching = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
+        # A path that is in the input is that file, whatever a glob of its letters would match.
+        matching = [n for n, path in enumerate(files) if path == name]
+        matching = matching or [n for n, path in enumerate(files) if fnmatch(path, name) or path.startswith(folder)]
         matching = matching or [find_name(name, names, f"{option} {entry}")]
         if weighted := next((files[n] for n in matching if n in weights), None):
             raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
