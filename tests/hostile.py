@@ -60,7 +60,8 @@ TO_A_BUCKET = (
 )
 # What is free text and no path.
 WORDS = {"template_date", "chat_template_kwargs", "ray_address", "find", "row"}
-WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "sources", "repeat"}
+WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "repeat"}
+WORDS |= {"where", "keep_fields", "loss_weight_column"}
 WORDS |= {"config"}  # a file that is read whole before a command begins
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}

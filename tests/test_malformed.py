@@ -24,7 +24,8 @@ def chat(*messages):
 ROWS = {
     "not JSON": ("{", "not valid JSON"),
     "not an object": ([1, 2], "expected an object"),
-    "no chat": ({"text": "hello"}, "no columns that make a chat"),
+    "no chat": ({"url": "hello"}, "no columns that make a chat"),
+    "text alone": ({"text": "hello"}, "the row has only text"),
     "a bad message": (chat(ASK, {**ANSWER, "weight": -1}), "messages[1].weight"),
     "assistant never speaks": (chat(ASK), "the assistant says nothing"),
     "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference row"),
@@ -93,7 +94,7 @@ FILES = {
     "UTF-16": ("in.jsonl", lambda path: path.write_text(json.dumps(GOOD), "utf-16"), "convert the file to UTF-8"),
     "binary": ("in.jsonl", lambda path: path.write_bytes(bytes(range(256)) * 9), "in.jsonl"),
     "gzip cut short": ("in.jsonl.gz", lambda path: path.write_bytes(gzip.compress(b"{}")[:-3]), "in.jsonl.gz"),
-    "unknown text": ("in.csv", lambda path: path.write_text("prompt,completion\na,b\n"), "in.csv"),
+    "unknown text": ("in.txt", lambda path: path.write_text("prompt,completion\na,b\n"), "in.txt"),
 }
 
 

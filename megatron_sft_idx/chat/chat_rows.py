@@ -399,13 +399,14 @@ def _reasoning_of_row(data: dict[str, Any]) -> Message:
 def _read_answered(prompt: list[Any], key: str, data: dict[str, Any], options: RowOptions) -> Turns:
     """A prompt of messages, with an answer that is a string, a message or a list of messages and alone is trained.
 
-    JSON text of messages is an answer of messages where the prompt is such text too, as in a table.
+    JSON text of messages is an answer of messages under ``completion``, and where the prompt is such text too, as in a
+    table.
     """
     before, _ = read_list(prompt, key, options)
     answer_in = "completion" if key == "prompt" and data.get("completion") is not None else None
     answer_in = answer_in or first_given(data, ANSWERS) or ANSWERS[0]
     answer = data.get(answer_in)
-    if isinstance(data[key], str) or not isinstance(answer, str):
+    if answer_in == "completion" or isinstance(data[key], str) or not isinstance(answer, str):
         answer = messages_of_json(answer)
     if isinstance(answer, (dict, list)):
         _refuse_reasoning(data)
