@@ -90,6 +90,11 @@ def test_files_and_rows_make_the_bytes_of_the_command(
     assert made.packing.tokens == made.to_dict()["packing"]["tokens"] > 0
 
 
+def test_a_set_has_no_order(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="inputs: a set, expected paths, an iterable of rows"):
+        preprocess({"a.jsonl", "b.jsonl"}, output_prefix=tmp_path / "x", **USUAL)
+
+
 def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_file(tmp_path: Path) -> None:
     import datasets
 

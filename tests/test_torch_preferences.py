@@ -13,7 +13,7 @@ from chats import TOKENIZER
 from tiny_models import sequence_parts, tiny_llama
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from megatron_sft_idx import (
     FormatError,
@@ -183,6 +183,17 @@ def test_sources_that_bring_pairs(pairs: str) -> None:
     for source in (open_dataset(pairs), Shard(pairs)):
         with pytest.raises(FormatError, match=r"open the dataset with columns=\['pair'\]"):
             as_torch(source, preferences=True)
+
+
+def test_pairs_are_no_chats_in_a_wrapper(pairs: str) -> None:
+    opened = open_dataset(pairs, columns=["pair"])
+    for source in (Subset(opened, [0]), Subset(Subset(Shard(pairs), [0]), [0]), ConcatDataset([Shard(pairs)] * 2)):
+        with pytest.raises(FormatError, match="holds preference pairs"):
+            as_torch(source)
+    assert len(as_torch(Subset(opened, [0]), preferences=True)) == 1
+    for made in (as_torch(pairs, preferences=True), as_torch([1, pairs], preferences=True).packs):
+        with pytest.raises(FormatError, match="which as_torch has made; pass what it was made of"):
+            as_torch(made)
 
 
 def test_kto_labels_and_chats_are_no_pairs(tmp_path: Path) -> None:

@@ -293,6 +293,38 @@ def test_masks_are_multiplied_by_a_column_once(tmp_path: Path) -> None:
     assert shard.header.metadata["sources"] == {"fingerprint": "s"}
 
 
+def test_a_merged_shard_is_not_weighted_twice(tmp_path: Path) -> None:
+    for name in "ab":
+        with ShardWriter(tmp_path / name, mask_dtype=np.float32, durable=False) as writer:
+            writer.add_pack([1, 2, 3], [0.5, 1, 0], [0])
+        write_column(tmp_path / name, "w", np.array([0.5]), per="sequence")
+    pack_shard(Shard(tmp_path / "a"), str(tmp_path / "wa"), PackOptions(8, loss_weight_column="w"))
+    pack_shard(Shard(tmp_path / "b"), str(tmp_path / "pb"), PackOptions(8))
+    merge([str(tmp_path / "wa"), str(tmp_path / "pb")], str(tmp_path / "m"))
+    assert Shard(tmp_path / "m").header.metadata["loss_weight_columns"] == ["w"]
+    with pytest.raises(FormatError, match="its masks were multiplied by this column already"):
+        pack_shard(Shard(tmp_path / "m"), str(tmp_path / "z"), PackOptions(8, loss_weight_column="w"))
+
+
+@pytest.mark.parametrize("option", ["where", "loss_weight_column", ""])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_column_that_was_replaced_makes_another_shard(option: str, shards: int, tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        for _ in range(6):
+            writer.add_pack([1, 2, 3], [1, 1, 0], [0])
+    options = PackOptions(
+        *(6,), **{"where": {"where": ("w > 0",)}, "loss_weight_column": {"loss_weight_column": "w"}}.get(option, {})
+    )
+    prefix = str(tmp_path / "y")
+    write_column(tmp_path / "x", "w", np.array([1, 1, 1, 1, 0, 0.5]), per="sequence")
+    assert not pack_shard(Shard(tmp_path / "x"), prefix, options, shards=shards).found
+    assert pack_shard(Shard(tmp_path / "x"), prefix, options, shards=shards).found
+    write_column(tmp_path / "x", "w", np.array([1, 0, 1, 1, 1, 0.5]), per="sequence", overwrite=True)
+    with pytest.raises(FormatError, match="overwrite"):
+        pack_shard(Shard(tmp_path / "x"), prefix, options, shards=shards)
+    assert not pack_shard(Shard(tmp_path / "x"), prefix, options, shards=shards, overwrite=True).found
+
+
 def test_columns_of_several_values_and_files_are_no_weights(tmp_path: Path) -> None:
     write_random(tmp_path / "x", random.Random(0), np.uint8)
     for name, width in (("wide", 2), ("source", 2)):

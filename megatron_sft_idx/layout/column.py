@@ -49,6 +49,8 @@ COLUMN = HeaderForm(
 )
 COLUMN_MAGIC, FIXED_NBYTES = COLUMN.magic, COLUMN.fixed_nbytes
 MAX_WIDTH = 1 << 16
+# The key of a shard's JSON block that lists the columns by which its masks were multiplied.
+WEIGHTED_BY = "loss_weight_columns"
 PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
 # The loss mask has the alignment "label".
 _ALIGNMENTS: dict[Alignment, int] = {"label": 1, "token": 2}
@@ -169,6 +171,12 @@ class ColumnSpec:
             return cls(value["per"], dtype, value["width"], value["alignment"], {**value["metadata"]})
         except (FormatError, KeyError, TypeError) as error:
             raise ValueError(f"no column: {error}") from None
+
+
+def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
+    """The columns by which the masks of a shard were multiplied, as its JSON block lists them."""
+    names = metadata.get(WEIGHTED_BY)
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def is_source(spec: ColumnSpec) -> bool:

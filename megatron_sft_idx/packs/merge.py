@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import WEIGHTED_BY, ColumnSpec, weighted_by
 from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.packs.run import nbytes_of
@@ -77,7 +77,10 @@ def _agree(prefixes: Sequence[str], headers: Sequence[Header], mixed: Collection
             blocks[_BLOCKS[name]] = headers[first].metadata[_BLOCKS[name]]
     if unrecorded:
         notes.append(f"recorded in none of the shards, so not compared: {', '.join(unrecorded)}")
-    aside = PER_SHARD | {*_BLOCKS.values()}
+    # A merged shard must not be weighted by a column that some of its masks have been multiplied by.
+    if weights := sorted({name for each in headers for name in weighted_by(each.metadata)}):
+        blocks[WEIGHTED_BY] = weights
+    aside = PER_SHARD | {*_BLOCKS.values(), WEIGHTED_BY}
     compared = [{key: value for key, value in each.metadata.items() if key not in aside} for each in headers]
     common, differing = common_entries(compared)
     if differing:

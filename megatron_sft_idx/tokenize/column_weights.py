@@ -13,9 +13,6 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import no_column
 
-# The key of a shard's JSON block that names these columns.
-WEIGHTED_BY = "loss_weight_columns"
-
 
 class Weights(NamedTuple):
     """What the masks of some sequences of a file are multiplied by.
@@ -75,12 +72,6 @@ def wrong_weight(mask: NDArray[Any], weights: NDArray[Any]) -> tuple[int, str] |
         return None
     at = int(np.argmax(lost))
     return at, f"float32 rounds {mask[at]:g} times {weights[at]:g} to {products[at]:g}; give another weight"
-
-
-def weighted_by(metadata: Mapping[str, Any]) -> list[str]:
-    """The columns by which the masks of a shard were multiplied, as its JSON block names them."""
-    names = metadata.get(WEIGHTED_BY)
-    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def require_weight_column(name: str, columns: Mapping[str, ColumnSpec], where: str) -> None:

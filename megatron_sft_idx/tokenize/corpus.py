@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import weighted_by
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
 from megatron_sft_idx.packs.split import refuse_other_splits
@@ -21,7 +23,7 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import show_progress
-from megatron_sft_idx.tokenize.column_weights import Weights, require_weight_column, weighted_by
+from megatron_sft_idx.tokenize.column_weights import Weights, require_weight_column
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
 from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
@@ -76,6 +78,9 @@ def pack_shard(
         require_checksums(source.files, columns, advance)
     # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
+    # An attached column may be replaced while the shard stays as it is.
+    attached = sorted(columns.keys() - listed_columns(header.metadata).keys())
+    checksums = {name: columns[name].header.checksum.hex() for name in attached}
     sequences = ToPack(
         reader,
         reader.lengths,
@@ -89,7 +94,7 @@ def pack_shard(
             metadata=header.metadata,
             columns={name: column.spec for name, column in reader.columns.items()},
         ),
-        {"source": identity},
+        {"source": identity} | ({"attached_columns": checksums} if checksums else {}),
         groups,
         kept=selected_sequences(source, options.where) if options.where else None,
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import WEIGHTED_BY, ColumnSpec, weighted_by
 from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.split import output_prefix
 from megatron_sft_idx.shard import BuildOptions, ShardWriter, read_header
@@ -28,7 +28,6 @@ from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
-from megatron_sft_idx.tokenize.column_weights import WEIGHTED_BY, weighted_by
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsSoFar, PartsTable

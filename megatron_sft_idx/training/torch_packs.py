@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError, brief
@@ -347,8 +347,17 @@ def _name(packs: Any) -> str:
     return str(prefix or type(packs).__name__)
 
 
-def _require_not_judged(packs: Packs, columns: tuple[str, ...]) -> None:
+def _require_not_judged(packs: Any, columns: tuple[str, ...]) -> None:
     """FormatError where a column of the shards or files that have these packs judges the answers."""
+    if isinstance(packs, TorchPacks | WeightedPacks):
+        raise FormatError(f"source: {packs!r}, which as_torch has made; pass what it was made of")
+    if isinstance(packs, Subset):
+        _require_not_judged(packs.dataset, columns)
+        return
+    if isinstance(packs, ConcatDataset):
+        for each in packs.datasets:
+            _require_not_judged(each, columns)
+        return
     if not isinstance(packs, PackedDataset):
         shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
         headers = [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
