@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,46 @@ def test_ranks_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> 
             os.kill(process, signal.SIGKILL)
     words = f"pretrain_sft.py: error: torchrun (process {launcher.pid}) is gone, so this rank ends too"
     assert words in (tmp_path / "said").read_text().splitlines()
+
+
+def test_a_rank_that_ends_with_an_error_takes_what_it_started_along(data: Path, tmp_path: Path) -> None:
+    """The processes that write its checkpoints would wait for work without an end."""
+    metrics = tmp_path / "metrics.jsonl"
+    saves = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
+    command = [sys.executable, str(SCRIPT), *options(data, "--metrics", metrics, *saves, steps=10**6)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {
+            "TORCHELASTIC_RUN_ID": "none",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
+    ranks: list[subprocess.Popen[bytes]] = []
+    started: list[int] = []
+    try:
+        for number in ("0", "1"):
+            places = ENVIRONMENT | meeting | {"RANK": number, "LOCAL_RANK": number}
+            with open(tmp_path / number, "w") as said:
+                ranks.append(subprocess.Popen(command, env=places, stdout=subprocess.DEVNULL, stderr=said))
+        end = time.monotonic() + PATIENCE
+        while not (metrics.exists() and (started := children_of(ranks[0].pid))):
+            assert ranks[0].poll() is None
+            assert time.monotonic() < end, "no process was started"
+            time.sleep(0.05)
+        ranks[1].kill()
+        assert ranks[0].wait(PATIENCE) == 1
+        assert "another process has ended, which says why" in (tmp_path / "0").read_text()
+        for process in started:
+            while is_running(process):
+                assert time.monotonic() < end, "a process goes on"
+                time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for process in filter(is_running, started):
+            os.kill(process, signal.SIGKILL)
 
 
 # ---- output ----

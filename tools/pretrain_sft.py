@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -767,5 +768,7 @@ if __name__ == "__main__":
     except SystemExit as ending:
         if not (isinstance(ending.code, int) and torch.distributed.is_initialized()):
             raise
+        for started in multiprocessing.active_children():  # such as Megatron's for checkpoints, which wait for work
+            started.kill()
         # Torch may abort if Python ends while the group's threads run, and ending these may wait for other ranks.
         os._exit(ending.code)
