@@ -91,6 +91,77 @@ def test_one_that_was_loaded_with_other_options_is_refused() -> None:
         folder_of_loaded(loaded(eos_token="<|endoftext|>"))
 
 
+def split_in_calls(tokenizer: Any) -> None:
+    tokenizer.split_special_tokens = True
+
+
+def split_in_the_backend(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+
+
+@pytest.mark.parametrize("change", [None, split_in_calls, split_in_the_backend])
+def test_one_that_splits_special_tokens_is_refused(change: Callable[[Any], None] | None, tmp_path: Path) -> None:
+    tokenizer = loaded(split_special_tokens=change is None)
+    if change is not None:
+        change(tokenizer)
+    with pytest.raises(
+        FormatError, match=r"^tokenizer: splits special tokens, which preprocess never does; set its.*$"
+    ):
+        run(tokenizer, tmp_path / "x")
+    # A folder that is saved from it says so too, unless only the backend knows.
+    tokenizer.save_pretrained(saved := tmp_path / "saved")
+    if change is None:
+        for given in (saved, str(saved), transformers.AutoTokenizer.from_pretrained(saved)):
+            with pytest.raises(FormatError, match=r"split_special_tokens is True, .*; set it to false$|splits special"):
+                run(given, tmp_path / "x")
+    # The remedy of the message.
+    tokenizer.split_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens = False
+    assert run(tokenizer, tmp_path / "x") == run(TOKENIZER, tmp_path / "y")
+
+
+def other_chat(*_given: Any, **_options: Any) -> list[int]:
+    return [1, 2, 3]
+
+
+def on_the_object(tokenizer: Any, name: str) -> Any:
+    setattr(tokenizer, name, other_chat)
+    return tokenizer
+
+
+def in_a_subclass(tokenizer: Any, name: str) -> Any:
+    kind = type("Mine", (type(tokenizer),), {name: other_chat, "__module__": __name__})
+    return kind.from_pretrained(TOKENIZER)
+
+
+def below_a_subclass(tokenizer: Any, name: str) -> Any:
+    kind = type("Lower", (type(in_a_subclass(tokenizer, name)),), {"__module__": __name__})
+    return kind.from_pretrained(TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["apply_chat_template", "_encode_plus", "tokenize"])
+@pytest.mark.parametrize("override", [on_the_object, in_a_subclass, below_a_subclass])
+def test_one_with_a_method_that_is_not_called_is_refused(
+    override: Callable[[Any, str], Any], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        FormatError, match=rf"^tokenizer: its {name} is not that of transformers, .*pass {TOKENIZER} .*$"
+    ):
+        run(override(loaded(), name), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_method_that_was_replaced_in_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = loaded()
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", other_chat)
+    with pytest.raises(FormatError, match="its apply_chat_template is not that of transformers"):
+        folder_of_loaded(tokenizer)
+
+
+def test_a_subclass_that_overrides_no_such_method_is_its_folder(tmp_path: Path) -> None:
+    kind = type("Mine", (type(loaded()),), {"shown": other_chat, "__module__": __name__})
+    assert run(kind.from_pretrained(TOKENIZER), tmp_path / "a") == run(TOKENIZER, tmp_path / "b")
+
+
 @pytest.mark.parametrize("name", ["owner/nowhere", "no such folder", ""])
 def test_one_without_a_folder_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

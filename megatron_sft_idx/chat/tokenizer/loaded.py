@@ -14,6 +14,12 @@ from megatron_sft_idx.errors import FormatError
 # What a call such as tokenizer(texts, truncation=True) leaves in the state. We neither cut nor pad.
 _OF_CALLS = ("truncation", "padding")
 _REMEDY = "call its save_pretrained(FOLDER), and pass that folder"
+# The methods by which a program gets the ids of a chat. Ours are made of the folder's files, so none of them is called.
+_OF_IDS = (
+    *("__call__", "_batch_encode_plus", "_encode_plus", "_tokenize", "apply_chat_template", "batch_encode_plus"),
+    *("build_inputs_with_special_tokens", "convert_tokens_to_ids", "encode", "encode_plus", "get_chat_template"),
+    "tokenize",
+)
 
 
 @runtime_checkable
@@ -33,8 +39,9 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
         tokenizer: of transformers, loaded from a local folder, or by a name of the Hugging Face hub into its cache.
 
     Raises:
-        FormatError: there is no such folder, or the tokenizer was changed after it was loaded: its backend, special
-            tokens or chat template are not what the folder holds.
+        FormatError: there is no such folder; the tokenizer splits special tokens, or a method that gives ids is not
+            that of transformers; or it was changed after it was loaded: its backend, special tokens or chat template
+            are not what the folder holds.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
@@ -44,6 +51,16 @@ def folder_of_loaded(tokenizer: LoadedTokenizer) -> str:
     if folder is None:
         raise FormatError(
             f"tokenizer: a {type(tokenizer).__name__} from {name!r}, which is no folder on this machine; {_REMEDY}"
+        )
+    if getattr(tokenizer, "split_special_tokens", False) or tokenizer.backend_tokenizer.encode_special_tokens:
+        raise FormatError(
+            "tokenizer: splits special tokens, which preprocess never does; set its split_special_tokens and its"
+            " backend_tokenizer.encode_special_tokens to False"
+        )
+    if foreign := [name for name in _OF_IDS if _is_foreign(tokenizer, name)]:
+        raise FormatError(
+            f"tokenizer: its {' and '.join(foreign)} is not that of transformers, and preprocess calls no method of a"
+            f" tokenizer; pass {folder} to have its ids, a Jinja template as chat_template=FILE, or rows of input_ids"
         )
     try:
         again = type(tokenizer).from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
@@ -71,6 +88,15 @@ def _state(tokenizer: Any) -> dict[str, Any]:
         "special tokens": [special, ids, sorted(map(str, tokenizer.all_special_tokens))],
         "chat template": tokenizer.chat_template,
     }
+
+
+def _is_foreign(tokenizer: Any, name: str) -> bool:
+    """Whether a method of a tokenizer was overridden outside transformers: in a class, or on the object alone."""
+    if name in vars(tokenizer):
+        return True
+    owner = next((each for each in type(tokenizer).__mro__ if name in vars(each)), None)
+    modules = [] if owner is None else [owner.__module__, getattr(vars(owner)[name], "__module__", None)]
+    return any(str(module).partition(".")[0] != "transformers" for module in modules)
 
 
 def _cached(name: str) -> str | None:

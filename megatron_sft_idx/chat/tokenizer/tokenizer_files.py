@@ -108,6 +108,11 @@ def _read_folder(folder: Path) -> TokenizerFiles:
     spec = vocabulary.spec
     config = _read_object(folder / "tokenizer_config.json")
     settings, listed = _merged_settings(folder, config, spec)
+    if settings.get("split_special_tokens"):
+        raise FormatError(
+            f"{folder / 'tokenizer_config.json'}: split_special_tokens is {settings['split_special_tokens']}, by which"
+            " the special tokens of a chat would become pieces of text; set it to false"
+        )
     special = _special_tokens(folder, settings)
     extra = settings.get("extra_special_tokens") or []
     if not isinstance(extra, list):
