@@ -21,6 +21,7 @@ NUMBERS = (
     st.integers(-(2**70), 2**70).map(str)
     | st.floats(allow_nan=False).map(repr)
     | st.sampled_from(["0", "-0", "+1", "1e5", "1.", ".5", "1e-60", "1e400", "true", "false", "inf", "-inf"])
+    | st.sampled_from(["9007199254740993.0", "16777217.", "1.6777217e7", "-2049", "65510"])
 )
 
 
@@ -92,11 +93,28 @@ def test_a_value_is_held_by_the_dtype_or_refused(dtype: np.dtype, text: str, op:
         assert int(bound.value) == number
     elif number is None:
         assert np.isinf(bound.value)
-    else:
+    elif number.denominator > 1:
         assert bound.value == dtype.type(float(number))
+        number = Fraction(float(bound.value))
     values = data.draw(st.lists(st.integers(0, 100), max_size=8))
-    rows = np.append(np.array(values, dtype), [bound.value, bound.value])
-    assert bound.holds(rows).tolist() == [OPERATORS[op](row, bound.value.item()) for row in rows.tolist()]
+    rows = np.append(np.array(values, dtype), [bound.value] * (not np.isnan(bound.value)))
+    if number is not None and dtype.kind == "f":
+        nearest = dtype.type(float(number))
+        higher = np.inf if nearest == np.finfo(dtype).max else np.nextafter(nearest, dtype.type(np.inf))
+        rows = np.append(rows, [nearest, np.nextafter(nearest, dtype.type(0)), higher])
+    wanted = float(bound.value) if number is None else number
+    assert bound.holds(rows).tolist() == [OPERATORS[op](row, wanted) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "whole"), [("f8", 2**53 + 1), ("f4", 2**24 + 1), ("f2", 2**11 + 1), ("f4", -(2**24) - 1)]
+)
+@pytest.mark.parametrize("end", ["", ".", ".00"])
+def test_a_whole_number_between_two_values_is_compared_exactly(dtype: str, whole: int, end: str) -> None:
+    rows = np.array([whole - 1, whole + 1, np.nan, np.inf], dtype)
+    for op, compare in OPERATORS.items():
+        bound = Condition("x", op, f"{whole}{end}").bind(ColumnSpec("sequence", dtype))
+        assert bound.holds(rows).tolist() == [compare(row, whole) for row in rows.tolist()]
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3))), st.sampled_from([*OPERATORS]), st.integers(-3, 3))
@@ -104,6 +122,16 @@ def test_of_a_row_with_several_values_all_must_hold(rows: list[tuple[int, int]],
     bound = Condition("wide", op, str(value)).bind(ColumnSpec("sequence", np.int8, 2))
     values = np.array(rows, np.int8).reshape(-1, 2)
     assert bound.holds(values).tolist() == [all(OPERATORS[op](each, value) for each in row) for row in rows]
+
+
+def test_numbers_of_thousands_of_digits() -> None:
+    spec = ColumnSpec("sequence", "f8")
+    assert Condition("x", "==", "0" * 5000 + "1." + "0" * 5000).bind(spec).holds(np.array([1.0, 2.0])).tolist() == [
+        True,
+        False,
+    ]
+    with pytest.raises(FormatError, match="float64 has no such number, it would become inf"):
+        Condition("x", "==", "1" * 5000).bind(spec)
 
 
 def test_nan_equals_nothing_and_is_no_value() -> None:

@@ -8,8 +8,10 @@ header. As the header holds the checksum of the values, that one checksum covers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -59,6 +61,16 @@ COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2", "<u4", "<f2"), 1)
 }
+_WHOLE = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
+
+
+def number_of(text: str) -> int | float:
+    """The number that a text stands for: of digits alone, also before ``.0``, exactly; else the nearest float64.
+
+    >>> number_of("9007199254740993.0"), number_of("0.5"), number_of("1e3")
+    (9007199254740993, 0.5, 1000.0)
+    """
+    return (int(Decimal(text)) if _WHOLE.fullmatch(text) else 0) or float(text)  # -0.0 keeps its sign
 
 
 @shown_by_fields

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.column import ColumnSpec, is_source
+from megatron_sft_idx.layout.column import ColumnSpec, is_source, number_of
 from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.lines import on_one_line
 from megatron_sft_idx.packs.run import Window, windows
@@ -40,7 +40,8 @@ class BoundCondition(NamedTuple):
     Attributes:
         column: its name.
         compare: the comparison, a function of numpy.
-        value: what rows are compared with, of the column's dtype; of ``source``, the number of a file.
+        value: what rows are compared with, of the column's dtype; of ``source``, the number of a file. NaN stands for
+            a whole number that no row is equal to.
         of_files: whether the column is ``source``, of whose rows only the number of the file is compared.
     """
 
@@ -112,7 +113,7 @@ class Condition:
             return BoundCondition(self.column, compare, np.uint32(file), of_files=True)
         text = _BOOLEANS.get(self.value, self.value)
         if spec.dtype.kind == "f":
-            return BoundCondition(self.column, compare, _float_of(text, spec.dtype, where))
+            return BoundCondition(self.column, *_float_comparison(self.operator, text, spec.dtype, where))
         limits = np.iinfo(spec.dtype)
         if not _WHOLE.fullmatch(text) or not limits.min <= int(text) <= limits.max:
             raise FormatError(
@@ -121,17 +122,34 @@ class Condition:
         return BoundCondition(self.column, compare, spec.dtype.type(int(text)))
 
 
-def _float_of(text: str, dtype: np.dtype[Any], where: str) -> Any:
+def _float_comparison(
+    operator: str, text: str, dtype: np.dtype[Any], where: str
+) -> tuple[Callable[[Any, Any], NDArray[np.bool_]], Any]:
+    """A comparison with a number, as one with a value of a float dtype.
+
+    A fraction stands for the value that it is rounded to. A whole number that would be rounded is compared exactly: it
+    lies between two values, the next lower and the next higher one, and is equal to none.
+    """
     if not _NUMBER.fullmatch(text):
         raise FormatError(f"{where}: the column is {dtype}, expected a number")
-    exact = float(text)
-    with np.errstate(over="ignore", under="ignore"):
-        value = dtype.type(exact)
+    number = number_of(text)
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            value = dtype.type(float(number))
+    except OverflowError:
+        value = dtype.type(np.inf)
     is_inf = text.endswith("inf")
     is_zero = not text.lower().partition("e")[0].strip("+-0.")
     if np.isinf(value) != is_inf or (value == 0) != is_zero:
         raise FormatError(f"{where}: {dtype} has no such number, it would become {value}")
-    return value
+    if is_inf or float(value) == number or number != int(number):
+        return _COMPARE[operator], value
+    if operator in ("==", "!="):
+        return _COMPARE[operator], dtype.type(np.nan)
+    if operator in ("<", "<="):
+        return np.less_equal, value if float(value) < number else np.nextafter(value, dtype.type(-np.inf))
+    with np.errstate(over="ignore"):  # of the largest value, the next higher one is infinite
+        return np.greater_equal, value if float(value) > number else np.nextafter(value, dtype.type(np.inf))
 
 
 def bind_all(conditions: Iterable[Condition], columns: Mapping[str, ColumnSpec], where: str) -> list[BoundCondition]:

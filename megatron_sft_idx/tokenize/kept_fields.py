@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError, brief
-from megatron_sft_idx.layout.column import COLUMN_DTYPES
+from megatron_sft_idx.layout.column import COLUMN_DTYPES, number_of
 from megatron_sft_idx.layout.files import check_column_name
 
 _DTYPES = {dtype.name: dtype for dtype in COLUMN_DTYPES.values()}
@@ -77,7 +76,7 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
     if isinstance(value, Undecoded):
         raise value.error("a number")
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # all values of a .csv file are text
-        value = json.loads(value)
+        value = number_of(value.strip())
     dtype = _DTYPES[dtype_name]
     if not isinstance(value, (bool, int, float)) or not (isinstance(value, int) or math.isfinite(value)):
         raise RowError(f"{name} is {brief(value)}, expected a finite number to store as {dtype_name}")
@@ -94,10 +93,12 @@ def _value_of(value: Any, name: str, dtype_name: str) -> int | float:
             stored = float(dtype.type(value))
     except OverflowError:
         stored = math.inf
-    is_exact = stored == value
-    if math.isinf(stored) or (isinstance(value, int) and not is_exact) or (value and not stored):
+    is_rounded_whole = stored != value and value == int(value)
+    if math.isinf(stored) or is_rounded_whole or (value and not stored):
         remedy = f"name another dtype (--keep-field {name}=DTYPE)"
-        raise RowError(f"{name} is {brief(value)}, which {dtype_name} does not hold; {remedy}")
+        raise RowError(
+            f"{name} is {brief(value)}, which {dtype_name} does not hold: it would become {stored}; {remedy}"
+        )
     return stored
 
 
