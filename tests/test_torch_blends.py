@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,8 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import loss_alone, tiny_llama
+from torch.utils.data import ConcatDataset, Subset
 
-from megatron_sft_idx import FormatError, Shard, ShardWriter, as_torch, open_dataset
+from megatron_sft_idx import FormatError, SFTIndexedDataset, Shard, ShardWriter, as_torch, open_dataset
+from megatron_sft_idx.formats.convert import convert
 from megatron_sft_idx.shard import Pack
 from megatron_sft_idx.training.torch_packs import Layout, WeightedPacks
 
@@ -89,6 +92,17 @@ def test_blends_of_paths_and_of_datasets(shards: list[str]) -> None:
         (lambda a, b: [0.5, a, 0, b], "b: blend weight 0.0, weights are above zero"),
         (lambda a, b: [0.5, a, float("inf"), b], "b: blend weight inf, weights are above zero"),
         (lambda a, b: [0.5, a, float("nan"), b], "b: blend weight nan, weights are above zero"),
+        (lambda a, b: [0.5, a, -2, b], "b: blend weight -2.0, weights are above zero"),
+        (lambda a, b: [0.5, a, 10**400, b], "b: blend weight a huge number, expected a number above zero"),
+        (lambda a, b: [1e308, a, 1e308, b], "the weights add up to more than a float holds"),
+        (
+            lambda a, b: [1, a, 1e-12, b],
+            "b: with this blend weight, .* come once in 2e[+]12 packs",
+        ),
+        (lambda a, b: [1e300, a, 5e-324, b], "b: with this blend weight, every pack would come once in inf packs"),
+        (lambda a, b: [0.5, a, "0.5", b], "expected a weight in front of each path"),
+        (lambda a, b: [0.5, a, 1j, b], "expected a weight in front of each path"),
+        (lambda a, b: [True, a, True, b], "source: True, expected"),
     ],
 )
 def test_what_is_no_blend_is_refused(source: Any, reason: str, shards: list[str]) -> None:
@@ -99,19 +113,62 @@ def test_what_is_no_blend_is_refused(source: Any, reason: str, shards: list[str]
 def test_other_refusals(shards: list[str], tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="num_packs: belongs to a blend"):
         as_torch(shards, num_packs=3)
-    with pytest.raises(FormatError, match="num_packs 0: expected at least one pack"):
-        as_torch([1, shards[0]], num_packs=0)
+    for number in (0, 10**15):
+        with pytest.raises(FormatError, match=f"num_packs {number}: expected at least one pack, at most 100,000,000"):
+            as_torch([1, shards[0]], num_packs=number)
     with pytest.raises(FormatError, match="pad_to_multiple_of 0: expected a whole number from 1"):
         as_torch(shards, pad_to_multiple_of=0)
     ShardWriter(tmp_path / "empty").finalize()
     with pytest.raises(FormatError, match="empty: has no packs; leave it out of the blend"):
         as_torch([0.5, shards[0], 0.5, str(tmp_path / "empty")])
-    for name in ("x", "y"):
-        metadata = {"tokenizer": {"fingerprint": name}}
-        with ShardWriter(tmp_path / name, metadata=metadata) as writer:
+    for value in ("1", None, 10**400, True):
+        with pytest.raises(FormatError, match="expected a number above zero"):
+            WeightedPacks([Numbers(0, 1)], [value])
+
+
+SOURCES: dict[str, Callable[[str, str], Any]] = {
+    "paths": lambda x, y: [x, y],
+    "opened together": lambda x, y: open_dataset([x, y]),
+    "subset": lambda x, y: Subset(open_dataset([x, y]), [0]),  # type: ignore[arg-type]
+    "blend of paths": lambda x, y: [0.5, x, 0.5, y],
+    "blend of data sets": lambda x, y: [0.5, open_dataset(x), 0.5, open_dataset(y)],
+    "blend of shards": lambda x, y: [0.5, Shard(x), 0.5, Shard(y)],
+    "blend of a shard and a path": lambda x, y: [0.5, Shard(x), 0.5, y],
+    "blend of lists": lambda x, y: [0.5, [x, x], 0.5, [x, y]],
+    "shards end to end": lambda x, y: ConcatDataset([Shard(x), SFTIndexedDataset(y)]),  # type: ignore[list-item]
+    "blend with a subset": lambda x, y: [0.5, x, 0.5, Subset(Shard(y), [0])],  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_different_tokenizers_are_refused_however_packs_are_handed_over(name: str, tmp_path: Path) -> None:
+    for shard, metadata in (
+        ("x", {"tokenizer": {"fingerprint": "x"}}),
+        ("same", {"tokenizer": {"fingerprint": "x"}}),
+        ("unknown", {}),
+        ("y", {"tokenizer": {"fingerprint": "y"}}),
+    ):
+        with ShardWriter(tmp_path / shard, metadata=metadata) as writer:
             writer.add_pack([1, 2], [1, 0], [0])
-    with pytest.raises(FormatError, match="different tokenizers"):
-        as_torch([0.5, str(tmp_path / "x"), 0.5, str(tmp_path / "y")])
+    x = str(tmp_path / "x")
+    for other in ("same", "unknown"):
+        assert len(as_torch(SOURCES[name](x, str(tmp_path / other))))
+    with pytest.raises(FormatError, match=rf"^{x} and others: different tokenizers \(x, y\); keep them apart$"):
+        as_torch(SOURCES[name](x, str(tmp_path / "y")))
+
+
+@pytest.mark.parametrize("name", ["parquet", "memmap"])
+def test_different_tokenizers_of_files_are_refused(name: str, tmp_path: Path) -> None:
+    paths = []
+    for made in ("x", "y"):
+        with ShardWriter(tmp_path / made, metadata={"tokenizer": {"fingerprint": made}}) as writer:
+            writer.add_pack([1, 2], [1, 0], [0])
+        paths.append(str(tmp_path / f"{made}.{name}"))
+        convert(str(tmp_path / made), paths[-1], name)
+    for source in (paths, [0.5, paths[0], 0.5, paths[1]], [0.5, paths[0], 0.5, str(tmp_path / "y")]):
+        with pytest.raises(FormatError, match=r"different tokenizers \(x, y\); keep them apart$"):
+            as_torch(source)
+    assert len(as_torch([0.5, paths[0], 0.5, str(tmp_path / "x")])) == 2
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 5, 64])

@@ -24,6 +24,8 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+losses = pytest.importorskip("megatron_sft_idx.training.losses")
+_DTYPES = (torch.int64, torch.float32, torch.bool, torch.complex64)
 
 _PACK: dict[str, Any] = {"tokens": [1, 2, 3], "loss_mask": [1, 1, 0], "seq_starts": [0]}
 _ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -98,6 +100,9 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "PackedDataset": (reads(package.PackedDataset), {"files": None}),
         "as_torch": (reads(package.as_torch), defaults(package.as_torch) | {"source": prefix}),
         "dpo_loss": (package.dpo_loss, {**pairs, "policy_logits": logits, "reference_logits": logits, "beta": 0.1}),
+        "weighted_loss": (losses.weighted_loss, {**pairs, "logits": logits, "divisor": 2.0}),
+        "model_inputs": (losses.model_inputs, pairs),
+        "a blend": (lambda weight: package.as_torch([0.5, prefix, weight, prefix])[0], {"weight": 0.5}),
         "pack_sequences": (package.pack_sequences, {**defaults(package.pack_sequences), "lengths": [1, 2], "capacity": 8}),
         "verify_shard": (package.verify_shard, {"prefix": prefix, "full": False, "vocab_size": None}),
         "show_pack": (package.show_pack, {"pack": Shard(prefix)[0], "tokenizer": None}),
@@ -126,11 +131,16 @@ def test_no_public_function_is_left_out(folder: Path) -> None:
     assert {*package.__all__} - _NOT_CALLED <= {*calls(folder)}
 
 
-_TESTED = [*sorted({*package.__all__} - _NOT_CALLED), "ShardWriter.add_pack"]
+_TESTED = [
+    *sorted({*package.__all__} - _NOT_CALLED),
+    "ShardWriter.add_pack",
+    "weighted_loss",
+    "model_inputs",
+    "a blend",
+]
 # What these raise of numbers and lists is in their documentation.
 _DOCUMENTED: dict[str, tuple[type[Exception], ...]] = {
     "pack_sequences": (TypeError, ValueError),
-    "dpo_loss": (ValueError,),
 }
 
 
@@ -155,6 +165,22 @@ def error_of(function: Callable[..., Any], given: dict[str, Any], documented: tu
     except (SFTIndexError, *documented) as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("name", ["dpo_loss", "weighted_loss"])
+@pytest.mark.parametrize("key", ["input_ids", "loss_weights", "pair", "position_ids"])
+def test_wrong_values_in_a_batch_end_in_errors_of_ours(name: str, key: str, folder: Path) -> None:
+    function, right = calls(folder)[name]
+    function(**right)
+    tensors = [
+        torch.zeros(shape, dtype=dtype) for shape in ((), (0,), (2,), (2, 2), (2, 0), (2, 2, 2)) for dtype in _DTYPES
+    ]
+    for value in [*WRONG, *tensors, torch.full((2, 2), 99), torch.full((2, 2), -1)]:
+        message = error_of(function, right | {"batch": {**right["batch"], key: value}}, ())
+        assert "\n" not in message, value
+    for argument in sorted(right.keys() - {"batch"}):
+        for value in [*tensors, torch.zeros(2, 2, 2), torch.zeros(2, 2, 4, dtype=torch.complex64)]:
+            assert "\n" not in error_of(function, right | {argument: value}, ()), (argument, value)
 
 
 # ---- examples, each of a kind of its own ----

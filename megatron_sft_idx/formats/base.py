@@ -190,6 +190,12 @@ class PackedReader(ABC):
                 " (--mask-alignment token)"
             )
 
+    @property
+    def stated(self) -> tuple[int | None, Mapping[str, Any]]:
+        """The padding id and the metadata of the spec that the package metadata state; costs no pass."""
+        metadata = self._package_metadata.get("metadata")
+        return int_within(self._package_metadata, "pad_id", 0), metadata if isinstance(metadata, dict) else {}
+
     @cached_property
     def spec(self) -> PackedSpec:
         """The spec; the first call may cost one pass over the lengths of packs."""
@@ -235,13 +241,12 @@ class PackedReader(ABC):
 
         ``capacity`` is taken where the package metadata have none; it is at least the longest pack.
         """
-        values = self._package_metadata
-        metadata = values.get("metadata")
+        values, (pad_id, metadata) = self._package_metadata, self.stated
         said: dict[str, Any] = {
             "capacity": max(int_within(values, "capacity") or capacity, longest_pack),
             "sequence_multiple": int_within(values, "sequence_multiple") or 1,
-            "pad_id": int_within(values, "pad_id", 0),
-            "metadata": metadata if isinstance(metadata, dict) else {},
+            "pad_id": pad_id,
+            "metadata": metadata,
         }
         counts = self.num_packs, num_sequences, num_tokens, longest_pack
         return PackedSpec(*counts, *self._dtypes, columns=self.columns, **(said | fields))

@@ -7,7 +7,7 @@ import glob
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from inspect import signature
@@ -420,6 +420,29 @@ def columns_in_common(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, Co
     }
 
 
+def require_one_tokenizer(path: str, stated: Iterable[tuple[int | None, Mapping[str, Any]]]) -> int | None:
+    """The padding id of several files, which have to come from one tokenizer.
+
+    Args:
+        path: of the first file, for errors.
+        stated: of each file the padding id and the metadata.
+
+    Raises:
+        FormatError: pad ids or fingerprints of tokenizers differ.
+    """
+    pad_ids, fingerprints = set[int](), set[str]()
+    for pad_id, metadata in stated:
+        tokenizer = metadata.get("tokenizer")
+        fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, Mapping) else None
+        pad_ids |= set() if pad_id is None else {pad_id}
+        fingerprints |= {fingerprint} if isinstance(fingerprint, str) else set()
+    for shown, values in (("pad ids", pad_ids), ("tokenizers", fingerprints)):
+        if len(values) > 1:
+            listed = ", ".join(sorted(map(str, values)))
+            raise FormatError(f"{path} and others: different {shown} ({listed}); keep them apart")
+    return next(iter(pad_ids), None)
+
+
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
     """The spec of several files together; ``path`` is the first one's, for errors.
 
@@ -428,14 +451,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
     """
     first = specs[0]
     trained = [spec.num_trained_tokens for spec in specs]
-    pad_ids = {spec.pad_id for spec in specs} - {None}
-    tokenizers = [spec.metadata.get("tokenizer") for spec in specs]
-    fingerprints = [tokenizer.get("fingerprint") for tokenizer in tokenizers if isinstance(tokenizer, Mapping)]
-    known_fingerprints = {fingerprint for fingerprint in fingerprints if isinstance(fingerprint, str)}
-    for shown, values in (("pad ids", pad_ids), ("tokenizers", known_fingerprints)):
-        if len(values) > 1:
-            listed = ", ".join(sorted(map(str, values)))
-            raise FormatError(f"{path} and others: different {shown} ({listed}); keep them apart")
+    pad_id = require_one_tokenizer(path, [(spec.pad_id, spec.metadata) for spec in specs])
     return dataclasses.replace(
         first,
         num_packs=sum(spec.num_packs for spec in specs),
@@ -446,7 +462,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
         capacity=max(spec.capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
-        pad_id=next(iter(pad_ids), None),
+        pad_id=pad_id,
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
         columns=columns_in_common([spec.columns for spec in specs]),
         metadata={  # the entries that all files have

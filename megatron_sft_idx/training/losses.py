@@ -18,7 +18,7 @@ the model gives to the trained tokens of a sequence, and ref what the reference 
 
 from __future__ import annotations
 
-import sys
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -29,17 +29,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid, pad
 
 from megatron_sft_idx.arguments import checked
-from megatron_sft_idx.errors import brief
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.files import RESERVED_NAMES, no_column
 from megatron_sft_idx.lines import shown_by_fields
 from megatron_sft_idx.training.batch import Tensors, segments_of
 
 
 def _column(batch: Tensors, name: str) -> Tensor:
-    """A column of a batch. ValueError: the batch does not have it."""
+    """A column of a batch. FormatError: the batch does not have it."""
     if name not in batch:
         columns = [key for key in batch if key not in RESERVED_NAMES]
-        raise ValueError(f"batch: {no_column(name, columns)}; ask for it in columns")
+        raise FormatError(f"batch: {no_column(name, columns)}; ask for it in columns")
     return batch[name]
 
 
@@ -131,7 +131,7 @@ def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses
         beta: how strongly the model is held to the reference.
 
     Raises:
-        ValueError: a sequence that is trained on is not next to its partner: the pair was torn, or there is none.
+        FormatError: a sequence that is trained on is not next to its partner: the pair was torn, or there is none.
     """
     pair, reference = _column(batch, "pair").to(torch.int64), _column(batch, "ref_logp")
     own = sequence_logp(logp, batch)[:, : pair.shape[1]]
@@ -155,7 +155,7 @@ def _losses_of_pairs(own: Tensor, reference: Tensor, pair: Tensor, trained: Tens
     paired = pad(whole, (0, 1)) | pad(whole, (1, 0))
     if bool((trained & ~paired).any()):
         row, at = (trained & ~paired).nonzero()[0].tolist()
-        raise ValueError(
+        raise FormatError(
             f"row {row}: sequence {at} (pair {int(number[row, at])}) is not next to its partner; pack by pairs:"
             " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
         )
@@ -188,6 +188,7 @@ class DpoLoss(NamedTuple):
     pairs: PairLosses
 
 
+@checked
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model in a batch of ``as_torch``: all but what the losses of this module take.
 
@@ -198,6 +199,7 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name not in _FOR_LOSSES}
 
 
+@checked
 def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor | float | None = None) -> Tensor:
     """The mean loss of a batch of ``as_torch(..., loss_weights=True)``, weighted by its loss masks.
 
@@ -211,14 +213,19 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Any], *, divisor: Tensor |
         A scalar with gradients, float32 or wider; 0 where all weights are 0.
 
     Raises:
-        ValueError: the batch has no weights, or ``logits`` are not of this batch.
+        FormatError: the batch has no weights, ``logits`` are not of this batch, or an argument is of another type.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[3, 1, 0]]), "loss_weights": torch.tensor([[0, 0.5, 1.5]])}
         >>> weighted_loss(torch.zeros(1, 3, 4), batch)  # log 4
         tensor(1.3863)
     """
-    logp, weights, _ = _trained_logp(logits, batch)
+    if isinstance(divisor, Tensor):
+        if divisor.numel() != 1:
+            raise FormatError(f"divisor: shape {[*divisor.shape]}, expected one number")
+    elif divisor is not None:
+        divisor = _number("divisor", divisor)
+    logp, weights, _ = _trained_logp("logits", logits, batch)
     total = -(logp * weights).sum()
     if divisor is None:
         divisor = weights.sum()
@@ -242,7 +249,8 @@ def dpo_loss(
         beta: how strongly the model is held to the reference.
 
     Raises:
-        ValueError: the batch has no pairs, a sequence is not next to its partner, or logits are not of this batch.
+        FormatError: the batch has no pairs, a sequence is not next to its partner, logits are not of this batch, or an
+            argument is of another type.
 
     Example:
         >>> batch = {
@@ -256,15 +264,15 @@ def dpo_loss(
         >>> found.loss, found.metrics["rewards/accuracies"]
         (tensor(0.6263), tensor(1.))
     """
-    if not isinstance(beta, Real) or not -sys.float_info.max <= beta <= sys.float_info.max:
-        raise ValueError(f"beta: {brief(beta)}, expected a number")
-    beta = float(beta)
+    beta = _number("beta", beta)
     if "pair" not in batch:
-        raise ValueError("batch: has no preference pairs; make it with as_torch(..., preferences=True)")
-    pair = batch["pair"].to(torch.int64)
-    own, trained = _sequence_sums(policy_logits, batch, len(pair))
+        raise FormatError("batch: has no preference pairs; make it with as_torch(..., preferences=True)")
+    pair = _whole_numbers(batch, "pair")
+    if pair.shape[1] != 2:
+        raise FormatError(f"batch: pair: shape {[*pair.shape]}, expected [sequences, 2]")
+    own, trained = _sequence_sums("policy_logits", policy_logits, batch, len(pair))
     with torch.no_grad():
-        reference, _ = _sequence_sums(reference_logits, batch, len(pair))
+        reference, _ = _sequence_sums("reference_logits", reference_logits, batch, len(pair))
     pairs = _losses_of_pairs(own[None], reference[None], pair[None], trained[None], beta)
     losses, chosen, rejected = pairs
     count = max(1, len(losses))
@@ -278,30 +286,70 @@ def dpo_loss(
     return DpoLoss(losses.sum() / count, metrics, pairs)
 
 
-def _trained_logp(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities of trained tokens, their weights, and where they are in ``input_ids[:, 1:]``, as a mask."""
+def _number(name: str, value: Any) -> float:
+    """A number as a float. FormatError: it is none, or no finite one."""
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise FormatError(f"{name}: {brief(value)}, expected a number")
+    return number
+
+
+def _whole_numbers(batch: Mapping[str, Any], name: str) -> Tensor:
+    """A tensor of whole numbers of a batch, int64 and of two dimensions. FormatError: it is none."""
+    value = batch.get(name)
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.is_floating_point() or value.is_complex():
+        found = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else brief(value)
+        raise FormatError(f"batch: {name}: {found}, expected a tensor of whole numbers with two dimensions")
+    return value.to(torch.int64)
+
+
+def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probabilities of trained tokens, their weights, and where they are in ``input_ids[:, 1:]``, as a mask.
+
+    ``name`` is what errors call the logits.
+    """
     if "loss_weights" not in batch:
-        raise ValueError("batch: has no loss_weights; make it with as_torch(..., loss_weights=True)")
-    ids, weights = batch["input_ids"], batch["loss_weights"]
-    if not isinstance(logits, Tensor):
-        raise ValueError(f"logits: {brief(logits)}, expected a tensor")
+        raise FormatError("batch: has no loss_weights; make it with as_torch(..., loss_weights=True)")
+    ids, weights = _whole_numbers(batch, "input_ids"), batch["loss_weights"]
+    for shown, value in (("batch: loss_weights", weights), (name, logits)):
+        if not isinstance(value, Tensor) or value.is_complex():
+            raise FormatError(f"{shown}: {brief(value)}, expected a tensor of real numbers")
+        if value.device != ids.device:
+            raise FormatError(f"{shown}: on {value.device}, input_ids on {ids.device}; move them to one device")
+    if weights.shape != ids.shape:
+        raise FormatError(f"batch: loss_weights: shape {[*weights.shape]}, input_ids have {[*ids.shape]}")
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
-        raise ValueError(f"logits: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
+        raise FormatError(f"{name}: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
     is_trained = weights[:, 1:] != 0
+    labels = ids[:, 1:][is_trained]
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[2]:
+        raise FormatError(
+            f"{name}: a vocabulary of {logits.shape[2]}, input_ids from {int(labels.min())} to {int(labels.max())} are"
+            " trained on; take the model and the tokenizer that belong together"
+        )
     # Only logits that are needed are converted: those of all positions are the largest tensor of a step.
     predicted = logits[:, :-1][is_trained]
     predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
-    return -cross_entropy(predicted, ids[:, 1:][is_trained], reduction="none"), weights[:, 1:][is_trained], is_trained
+    return -cross_entropy(predicted, labels, reduction="none"), weights[:, 1:][is_trained], is_trained
 
 
-def _sequence_sums(logits: Tensor, batch: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor]:
+def _sequence_sums(name: str, logits: Tensor, batch: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor]:
     """The log-probability of what is trained in each of ``count`` sequences, and whether it is any; both [count]."""
-    logp, weights, is_trained = _trained_logp(logits, batch)
+    logp, weights, is_trained = _trained_logp(name, logits, batch)
     if "position_ids" in batch:  # all sequences in one row, each of which counts from 0; padding may be one more
-        sequences = (batch["position_ids"] == 0).cumsum(1) - 1
+        sequences = (_whole_numbers(batch, "position_ids") == 0).cumsum(1) - 1
+        is_of_batch = sequences.shape == batch["input_ids"].shape
     else:
-        sequences = torch.arange(count, device=weights.device)[:, None].expand(batch["input_ids"].shape)
-    numbers = sequences[:, 1:][is_trained]
+        is_of_batch = len(is_trained) == count
+        sequences = torch.arange(len(is_trained), device=weights.device)[:, None].expand(batch["input_ids"].shape)
+    if is_of_batch:
+        numbers = sequences[:, 1:][is_trained]
+        is_of_batch = not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < count
+    if not is_of_batch:
+        raise FormatError(f"batch: pair has {count} sequences, input_ids have others; take a batch as collate makes it")
     sums = logp.new_zeros(count).index_add(0, numbers, logp * weights)
     trained = torch.zeros(count, dtype=torch.bool, device=weights.device).index_fill(0, numbers, True)
     return sums, trained

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,13 +22,20 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.lines import Shown, get_logger, value_text
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.batch import Batch, SourceFiles, parallel_multiple
 from megatron_sft_idx.training.rows import PackedRows, SingleRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit, require_shard_judged
+from megatron_sft_idx.training.sources import (
+    PlannedPacks,
+    PlanOptions,
+    StoredPacks,
+    blend_weights,
+    require_fit,
+    require_shard_judged,
+)
 
 logger = get_logger(__name__)
 
@@ -165,11 +171,13 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     def _check_weights(paths: list[str], weights: list[float] | None) -> None:
         if not paths:
             raise FormatError("a blend without any path; name at least one shard, or leave the blend out")
-        if weights is not None and len(weights) != len(paths):
+        if weights is None:
+            return
+        if not isinstance(weights, list | tuple):
+            raise FormatError(f"blend: the weights are {brief(weights)}, expected a list of numbers, one a path")
+        if len(weights) != len(paths):
             raise FormatError(f"{len(weights)} weights for {len(paths)} paths in a blend; give one weight a path")
-        for path, weight in zip(paths, weights or (), strict=False):
-            if not (math.isfinite(weight) and weight > 0):
-                raise FormatError(f"{path}: blend weight {weight}, weights are above zero; leave the path out")
+        blend_weights(paths, weights)
 
     def _choose_caches(self) -> None:
         """Keep the cache for plans, and away from Megatron's blends where they cannot use it.

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
@@ -103,6 +104,32 @@ class PackSource(Protocol):
         memory or mapped.
         """
         ...
+
+
+def blend_weights(names: Sequence[str], weights: Sequence[Any]) -> list[float]:
+    """The weights of a blend as floats.
+
+    Args:
+        names: what errors call the members.
+        weights: one for each.
+
+    Raises:
+        FormatError: a weight is not a number above 0, or their sum is more than a float holds.
+    """
+    values = []
+    for name, weight in zip(names, weights, strict=True):
+        try:
+            value = float(weight) if isinstance(weight, Real) and not isinstance(weight, bool) else None
+        except OverflowError:
+            value = None
+        if value is None:
+            raise FormatError(f"{name}: blend weight {brief(weight)}, expected a number above zero")
+        if not (math.isfinite(value) and value > 0):
+            raise FormatError(f"{name}: blend weight {value}, weights are above zero; leave the path out")
+        values.append(value)
+    if math.isinf(sum(values)):
+        raise FormatError("blend: the weights add up to more than a float holds; divide all by one number")
+    return values
 
 
 # The column of KTO's labels, as preprocess writes it. A column ``label`` of another kind is anybody's.

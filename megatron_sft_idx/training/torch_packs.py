@@ -26,11 +26,13 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError, brief
+from megatron_sft_idx.formats.base import PackedReader
 from megatron_sft_idx.formats.packed_dataset import PackedDataset, open_dataset
-from megatron_sft_idx.formats.registry import Source, joined_spec, open_reader, options_of_reader
+from megatron_sft_idx.formats.registry import Source, open_reader, options_of_reader, require_one_tokenizer
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
-from megatron_sft_idx.training.sources import require_judged, require_shard_judged
+from megatron_sft_idx.training.sources import blend_weights, require_judged, require_shard_judged
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -55,6 +57,8 @@ class Packs(Protocol):
 
 # Paths or packs, and a blend of these: a list with a weight in front of each.
 Blend: TypeAlias = Sequence[float | str | os.PathLike[str] | Packs]
+# A blend holds the order of its packs, 12 bytes each; making it takes three times as many.
+_MOST_PACKS = 10**8
 
 
 class TorchPack(Mapping[str, Tensor]):
@@ -96,21 +100,28 @@ class WeightedPacks(Shown):
             least once; members with fewer packs than their share start over.
 
     Raises:
-        FormatError: a weight is not a number above 0, ``num_packs`` is below 1, or a member has no packs.
+        FormatError: a weight is not a number above 0, ``num_packs`` is below 1 or above 10^8, as it may be where it is
+            None and weights differ very much, or a member has no packs.
     """
 
     def __init__(self, members: Sequence[Packs], weights: Sequence[float], num_packs: int | None = None) -> None:
-        for member, weight in zip(members, weights, strict=True):
-            if not (math.isfinite(weight) and weight > 0):
-                raise FormatError(f"{_name(member)}: blend weight {weight}, weights are above zero; leave the path out")
+        weights = blend_weights([_name(member) for member in members], weights)
+        for member in members:
             if not len(member):
                 raise FormatError(f"{_name(member)}: has no packs; leave it out of the blend")
         self.members, self._shares = members, np.array(weights, np.float64) / math.fsum(weights)
         sizes = np.array([len(member) for member in members])
         if num_packs is None:
-            num_packs = math.ceil((sizes / self._shares).max() * (1 - 1e-12))
-        if num_packs < 1:
-            raise FormatError(f"num_packs {num_packs}: expected at least one pack")
+            with np.errstate(divide="ignore", over="ignore"):  # a share may be as good as none
+                each = sizes / self._shares
+            if (needed := float(each.max()) * (1 - 1e-12)) > _MOST_PACKS:
+                raise FormatError(
+                    f"{_name(members[int(each.argmax())])}: with this blend weight, every pack would"
+                    f" come once in {needed:.2g} packs, at most {_MOST_PACKS:,} fit; raise it, or pass num_packs"
+                )
+            num_packs = math.ceil(needed)
+        if not 1 <= num_packs <= _MOST_PACKS:
+            raise FormatError(f"num_packs {brief(num_packs)}: expected at least one pack, at most {_MOST_PACKS:,}")
         # Largest remainders: the counts are whole, add up, and differ from the shares by less than one pack.
         exact = self._shares * num_packs
         counts = np.floor(exact + 1e-9).astype(np.int64)
@@ -263,8 +274,8 @@ def as_torch(
             ``labels``; ``dpo_loss`` takes them.
 
     Raises:
-        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, or the packs hold preference pairs or
-            KTO labels and ``preferences`` does not fit; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers, or
+            they hold preference pairs or KTO labels and ``preferences`` does not fit; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -290,6 +301,7 @@ def as_torch(
         raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
     else:
         packs = _opened(source, columns)
+        _require_trainable([packs], columns)
     return TorchPacks(
         packs,
         layout,
@@ -304,16 +316,13 @@ def _is_weight(value: Any) -> bool:
 
 
 def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
-    """The packs of what ``as_torch`` takes, but for a blend; FormatError where a plain loss may not train on them."""
+    """The packs of what ``as_torch`` takes, but for a blend."""
     is_path = isinstance(source, (str, os.PathLike, Sequence))
     packs: Any = source
     if is_path:
         packs = open_dataset(source, columns=columns) if columns else open_dataset(source)
     if isinstance(packs, Mapping | np.ndarray) or not (hasattr(packs, "__len__") and hasattr(packs, "__getitem__")):
         raise FormatError(f"source: {brief(source)}, expected a path, a list of paths, or a dataset of this package")
-    _require_not_judged(packs, columns)
-    if columns and len(packs):
-        _pair_of(packs[0], 0)
     return packs  # type: ignore[no-any-return]
 
 
@@ -324,9 +333,8 @@ def _blended(source: Sequence[Any], num_packs: int | None, columns: tuple[str, .
     if not alternate:
         raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
     opened = [_opened(each, columns) for each in members]
-    if len(known := [each for each in opened if isinstance(each, PackedDataset)]) > 1:
-        joined_spec(known[0].paths[0], [each.spec for each in known])  # raises where tokenizers differ
-    return WeightedPacks(opened, [float(weight) for weight in weights], num_packs)
+    _require_trainable(opened, columns)
+    return WeightedPacks(opened, weights, num_packs)
 
 
 def _pair_of(pack: Mapping[str, Any], index: int) -> NDArray[Any]:
@@ -347,26 +355,47 @@ def _name(packs: Any) -> str:
     return str(prefix or type(packs).__name__)
 
 
-def _require_not_judged(packs: Any, columns: tuple[str, ...]) -> None:
-    """FormatError where a column of the shards or files that have these packs judges the answers."""
+def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...]) -> None:
+    """FormatError where a column judges the answers of packs, or where packs come from different tokenizers.
+
+    Args:
+        members: all packs that are trained on together.
+        columns: names of the columns that the loss takes.
+    """
+    first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
+    for path, file in (each for member in members for each in _files_of(member)):
+        first = first or path
+        if isinstance(file, Header):
+            require_shard_judged(path, file, columns, _REMEDIES)
+            stated.append((file.pad_id, file.metadata))
+        else:
+            require_judged(path, file.columns, file.columns.__getitem__, file.stated[1], columns, _REMEDIES)
+            stated.append(file.stated)
+    require_one_tokenizer(first, stated)
+    if columns:
+        for member in members:
+            if len(member):
+                _pair_of(member[0], 0)
+
+
+def _files_of(packs: Any) -> Iterator[tuple[str, Header | PackedReader]]:
+    """The path of everything that packs lie in: of each shard with its header, of each other file with its reader.
+
+    Files whose format states no columns and no tokenizer are left out, and so are packs of other classes.
+    """
     if isinstance(packs, TorchPacks | WeightedPacks):
         raise FormatError(f"source: {packs!r}, which as_torch has made; pass what it was made of")
     if isinstance(packs, Subset):
-        _require_not_judged(packs.dataset, columns)
-        return
-    if isinstance(packs, ConcatDataset):
+        yield from _files_of(packs.dataset)
+    elif isinstance(packs, ConcatDataset):
         for each in packs.datasets:
-            _require_not_judged(each, columns)
-        return
-    if not isinstance(packs, PackedDataset):
+            yield from _files_of(each)
+    elif not isinstance(packs, PackedDataset):
         shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
-        headers = [(shard.prefix, shard.header)] if isinstance(shard, Shard) else []
-    else:
-        headers = list(zip(packs.paths, packs.headers, strict=False))
-        if not headers and "columns" in options_of_reader(packs.format):
-            for path in packs.paths:
-                reader = open_reader(path, packs.format, columns=None)
-                metadata = reader.spec.metadata if reader.columns else {}
-                require_judged(path, reader.columns, reader.columns.__getitem__, metadata, columns, _REMEDIES)
-    for prefix, header in headers:
-        require_shard_judged(prefix, header, columns, _REMEDIES)
+        if isinstance(shard, Shard):
+            yield shard.prefix, shard.header
+    elif packs.headers:
+        yield from zip(packs.paths, packs.headers, strict=True)
+    elif "columns" in options_of_reader(packs.format):
+        for path in packs.paths:
+            yield path, open_reader(path, packs.format, columns=None)
