@@ -354,6 +354,52 @@ def test_a_dry_run_shows_what_is_kept_and_left_out(tmp_path: Path, workers: int)
     assert "rows.jsonl:3: score is 'high', expected a finite number to store as float32" in done.out
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--loss-weight-column", "score"),
+        ("--loss-weight-column", "score", "--no-source"),
+        ("--loss-weight-column", "score", "--where", "rank < 4000", "--max-rows", 4100),
+        ("--loss-weight-column", "score", "--where", "rank < 4000", "--where", "source == rows.jsonl"),
+        ("--loss-weight-column", "score", "--valid-fraction", 0.5, "--max-rows", 4100),
+        ("--loss-weight-column", "score", "--loss-weight", "rows.jsonl=1e-30", "--where", "rank < 4000"),
+        ("--loss-weight-column", "score", "--max-rows", 1000),
+        ("--where", "score > 3"),
+        ("--where", "score > 2", "--where", "score < 1", "--loss-weight-column", "score", "--max-rows", 4000),
+        ("--where", "rank == 4190", "--sample", 0.2),
+        ("--where", "rank == 5", "--valid-fraction", 0.5),
+        ("--repeat", "rows.jsonl=0"),
+        ("--sample", 0.5, "--seq-length", 64),
+        ("--drop-untrained", "--seq-length", 64),
+    ],
+)
+def test_a_full_dry_run_says_why_the_run_would_stop(tmp_path: Path, more: tuple[object, ...], workers: int) -> None:
+    given = [{**row, "rank": number} for number, row in enumerate(rows(60) * 70)]
+    given[4050]["score"] = -0.5
+    given[7]["score"] = 1e-20
+    common = (tmp_path / "x", *KEEP, "--workers", workers, *more)
+    dry = preprocess(*common, "--dry-run", "--full", rows=given)
+    run = preprocess(*common, rows=given)
+    assert dry.code == 0, dry
+    said = [line.removeprefix("would stop").strip() for line in dry.out.splitlines() if line.startswith("would stop")]
+    stopped = [line.removeprefix("megatron-sft-idx: error: ") for line in run.err.splitlines() if " error: " in line]
+    assert said[:1] == stopped, (dry.out, run.err)
+    assert bool(stopped) == (run.code != 0)
+    if not stopped:
+        assert f"packs           {len(Shard(tmp_path / 'x'))} " in dry.out
+
+
+def test_first_rows_with_a_wrong_weight_would_stop_the_run(tmp_path: Path) -> None:
+    given = rows()
+    given[3]["score"] = -1
+    common = (tmp_path / "x", *KEEP, "--loss-weight-column", "score", "--dry-run")
+    said = "would stop      rows.jsonl:4: --loss-weight-column score: the weight is -1, expected"
+    assert said in preprocess(*common, rows=given).out
+    for more in (("--where", "score >= 0"), ("--where", "score > 9"), ("--sample", 0.1)):
+        assert "would stop" not in preprocess(*common, *more, rows=given).out
+
+
 def test_programs_ask_for_the_same(tmp_path: Path) -> None:
     given = rows(12)
     common: dict[str, Any] = {"tokenizer": str(TOKENIZER), "seq_length": 512, "workers": 0}

@@ -340,7 +340,7 @@ def test_inspect_lists_the_packs_with_selected_sequences(tmp_path: Path) -> None
     write_random(tmp_path / "x", random.Random(5), np.uint8)
     shard, everything = Shard(tmp_path / "x"), sequences_with_columns(tmp_path / "x")
     owner = [number for number, pack in enumerate(shard) for _ in range(len(pack["seq_boundaries"]) - 1)]
-    for where in (("rank >= 2",), ("tw<=1", "grade != 0"), ("source == b/t.jsonl",), ("source != /data/b/t.jsonl",)):
+    for where in (("rank >= 2",), ("tw<=1", "grade != 0"), ("source == b/t.jsonl",), ("source != ./b/t.jsonl",)):
         given = [word for condition in where for word in ("--where", condition)]
         found = command("inspect", tmp_path / "x", "--limit", 1000, "--json", *given)
         shown = json.loads(found.out)
@@ -369,6 +369,14 @@ def test_inspect_searches_selected_sequences_only(tmp_path: Path) -> None:
         found = json.loads(command("inspect", tmp_path / "x", *words, "--where", "score>2", "--json").out)[key]
         first = 0 if words[1] == "a:1" else 4
         assert [2 * one["pack"] + one["sequence"] for one in found] == [n for n in range(first, first + 4) if n > 2]
+    # A row that was only left out was made into sequences.
+    row = ("inspect", tmp_path / "x", "--row")
+    left_out = command(*row, "a:1", "--where", "score > 2", "--where", "score > 3")
+    said = "a:1: 4 sequences, left out by --where score > 2 --where score > 3\n"
+    assert (left_out.code, left_out.out) == (1, said)
+    assert json.loads(command(*row, "a:1", "--where", "score > 3", "--json").out)["left_out"] == 4
+    none = command(*row, "a:3", "--where", "score > 3")
+    assert (none.code, "no sequence was made from a:3" in none.out) == (1, True), none
     for words in (("--pack", 0), ("--diff", tmp_path / "x"), ("--html", tmp_path / "p.html")):
         refused = command("inspect", tmp_path / "x", "--where", "score > 2", *words)
         assert (refused.code, "--where goes alone, or with --find or --row" in refused.err) == (2, True)

@@ -298,14 +298,19 @@ def _find(
 
 
 def _show_row(shard: Shard, arguments: argparse.Namespace, selected: NDArray[np.bool_] | None) -> int:
-    found = find_row(shard, *parse_origin(shard, arguments.row), selected=selected)
-    sequences = list(islice(found, arguments.limit + 1))
+    origin = parse_origin(shard, arguments.row)
+    sequences = list(islice(find_row(shard, *origin, selected=selected), arguments.limit + 1))
     named = [{"pack": pack, "sequence": sequence} for pack, sequence in sequences[: arguments.limit]]
     lines = [f"{arguments.row}: pack {one['pack']}, sequence {one['sequence']}" for one in named]
     is_cut_off = len(sequences) > len(named)
     lines += [f"stopped after {len(named)}: --limit says how many"] if is_cut_off else []
     value = {"prefix": shard.prefix, "row": arguments.row, "stopped_at_limit": is_cut_off, "sequences": named}
-    _print_result(arguments, value, lines or [f"{shard.prefix}: no sequence was made from {arguments.row}"])
+    nothing = f"{shard.prefix}: no sequence was made from {arguments.row}"
+    if selected is not None and not named and (left_out := sum(1 for _ in find_row(shard, *origin))):
+        value["left_out"] = left_out
+        nothing = f"{arguments.row}: {counted(left_out, 'sequence')}, left out by --where"
+        nothing += f" {' --where '.join(arguments.where)}"
+    _print_result(arguments, value, lines or [nothing])
     return 0 if named else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from megatron_sft_idx.layout.column import ColumnSpec, is_source, number_of
 from megatron_sft_idx.layout.files import no_column
 from megatron_sft_idx.lines import on_one_line
 from megatron_sft_idx.packs.run import Window, windows
-from megatron_sft_idx.packs.source_names import find_name, listed_names
+from megatron_sft_idx.packs.source_names import find_name, listed_names, shortest_names, told_apart
 from megatron_sft_idx.shard import Shard, pair_numbers
 from megatron_sft_idx.storage.progress import Update
 
@@ -96,8 +96,28 @@ class Condition:
             raise FormatError(f"--where {on_one_line(str(condition))}: a file is compared by == or !=")
         return condition
 
+    @property
+    def _where(self) -> str:
+        """How errors begin."""
+        return f"--where {on_one_line(str(self))}"
+
     def __str__(self) -> str:
         return f"{self.column} {self.operator} {self.value}"
+
+    def named(self, paths: Sequence[str]) -> Condition:
+        """The same, if it is on ``source``, with the name of the file of the input that is meant.
+
+        Only a job that reads the input knows ``paths``. Headers and the column have names alone.
+
+        Raises:
+            FormatError: as of ``find_name``.
+        """
+        if self.column != _SOURCE:
+            return self
+        names = told_apart(shortest_names(paths))
+        named = replace(self, value=names[find_name(self.value, names, self._where, paths)])
+        # A name that begins or ends with a space cannot be written in a condition.
+        return named if Condition.parse(str(named)) == named else self
 
     def bind(self, spec: ColumnSpec) -> BoundCondition:
         """The condition for a column of this kind.
@@ -105,7 +125,7 @@ class Condition:
         Raises:
             FormatError: the column's dtype does not hold the value; or no file of ``source`` is meant, or several.
         """
-        where, compare = f"--where {on_one_line(str(self))}", _COMPARE[self.operator]
+        where, compare = self._where, _COMPARE[self.operator]
         if self.column == _SOURCE:
             if not is_source(spec):
                 raise FormatError(f"{where}: the column source names no files; that of preprocess does")

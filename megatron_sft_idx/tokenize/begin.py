@@ -97,14 +97,16 @@ class PreprocessOptions:
         return replace(self.packing, selection=replace(self.packing.selection or Selection(), weights=weights))
 
     def expanded(self) -> tuple[list[InputFile], PreprocessOptions]:
-        """The files of the input, and the options with the weights of files by their numbers.
+        """The files of the input, and the options with weights by the numbers of files, and conditions by their names.
 
         Raises:
             FormatError: an input that is none, or holds packs; or conditions that cannot be.
         """
         files = row_files(self.inputs)
-        bind_all(map(Condition.parse, self.packing.where), self.column_specs(files), "--where")
-        return files, replace(self, packing=self.packing_of(files))
+        paths, packing = [file.path for file in files], self.packing_of(files)
+        conditions = [Condition.parse(text).named(paths) for text in packing.where]
+        bind_all(conditions, self.column_specs(files), "--where")
+        return files, replace(self, packing=replace(packing, where=tuple(map(str, conditions))))
 
     def check_outputs(self, files: Sequence[InputFile]) -> None:
         """FormatError where shards or corpus would replace a file of the input, or lie beside other splits."""

@@ -14,23 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
-from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.packs.conditions import BoundCondition, Condition, bind_all, holding, whole_pairs
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
+from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
+from megatron_sft_idx.tokenize.column_weights import wrong_weight
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
-from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.plan import plan_packs
+from megatron_sft_idx.tokenize.plan import PackOptions, chosen_where, plan_packs
 from megatron_sft_idx.tokenize.report import CorpusReport
 from megatron_sft_idx.tokenize.row_files import look_at_rows
+from megatron_sft_idx.tokenize.selection import select_rows
 
 # Bytes of first rows, of all files together and at most of one: about a second of tokenising.
 _SAMPLE_NBYTES, _MAX_FILE_NBYTES = 1 << 22, 1 << 18
 # Bad rows that are shown.
 _MAX_SHOWN = 20
+
+# Beside columns, by a name that none has: the least and the largest value of the mask of each sequence that are not 0.
+_EXTREMES = "extremes of the mask"
 
 # Ids of a sequence, and its label-aligned mask.
 Marked: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -44,7 +50,8 @@ class _Looked(NamedTuple):
         part: what would be the part of these rows; it is not written.
         trained_tokens: how many of the tokens are trained on.
         first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
-        columns: values of the columns that conditions are on, by name.
+        columns: values of the columns that are asked for, by name; rows in ``source`` are counted from the first of the
+            stretch.
     """
 
     stretch: Stretch
@@ -61,7 +68,7 @@ def preview(
 
     Args:
         options: of the job.
-        full: encode all rows, on this machine, which finds every bad row, and plan the packs.
+        full: encode all rows, on this machine, which finds every bad row, and select rows and plan packs as the job.
 
     Returns:
         What the rows become, in lines for people; the first sequence, None where there is none; and the function that
@@ -72,12 +79,12 @@ def preview(
     """
     files, options = options.expanded()
     look_at_rows(files, options.encoding.rows, options.max_rows)
-    encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
+    content = full and options.encoding.content
+    encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=content))
     job = Job(options, files, encoder, Cutting.of(files), lambda line: None)
     by_file = [PartsSoFar(CorpusReport(), "skip") for _ in files]
     trained, first, missing = [0] * len(files), None, options.max_rows
-    conditions = bind_all(map(Condition.parse, options.packing.where), options.column_specs(files), "--where")
-    names = tuple({condition.column for condition in conditions} - {"pair"})
+    names = tuple(_needed(options, encoder.options) - {"pair"})
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     shared = encoder.options, job.cutting, missing, names
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
@@ -100,10 +107,11 @@ def preview(
                 info = looked.part.info
                 progress.update(info.num_bytes, info.rows)
                 parts = by_file[number]
+                before = np.array([0, parts.lines[0]], np.uint32)
+                for name, values in looked.columns.items():
+                    columns[name].append(values + before if name == "source" else values)
                 parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
                 trained[number] += looked.trained_tokens
-                for name, values in looked.columns.items():
-                    columns[name].append(values)
                 first = first or looked.first
                 if missing == 0:
                     break
@@ -117,26 +125,19 @@ def preview(
     rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
     read = CorpusReport(rows, skipped, bad_rows)
     lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
-    taken = _end_to_end(lengths)
-    if conditions:
-        kept = _kept(conditions, columns, len(taken), is_pairs=options.encoding.rows.kind == "preference")
-        lines.append(f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where")
-        taken = taken[kept]
-    lines += _outlook(options, read, taken, full=full)
+    lines += _outlook(options, read, _Sequences.of(options, files, lengths, columns), full=full)
     lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
 
 
-def _kept(
-    conditions: Sequence[BoundCondition], columns: Mapping[str, Sequence[NDArray[Any]]], count: int, *, is_pairs: bool
-) -> NDArray[np.bool_]:
-    """Which sequences all conditions hold for, bool [count]; ``columns`` are values by name, end to end."""
-    if not count:
-        return np.ones(0, bool)
-    numbers, values = np.arange(count), {name: np.concatenate(some) for name, some in columns.items()}
-    values["pair"] = np.stack([numbers // 2, numbers % 2], 1).astype(np.uint32)
-    kept = holding(conditions, values, count)
-    return whole_pairs(kept) if is_pairs else kept
+def _needed(options: PreprocessOptions, encoding: EncodingOptions) -> set[str]:
+    """Names of the columns that tell which sequences are packed, and whether masks can be weighted."""
+    needed = {Condition.parse(text).column for text in options.packing.where}
+    if encoding.content:
+        needed.add("content")
+    if options.packing.loss_weight_column is not None:
+        needed |= {options.packing.loss_weight_column, _EXTREMES} | {"source"} & {*encoding.columns}
+    return needed
 
 
 def _in_the_way(job: Job) -> Iterator[str]:
@@ -198,7 +199,7 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
         if "source" in columns:
             encoded.columns["source"][:, 0] = stretch.number
         for name, values in columns.items():
-            values.append(encoded.columns[name])
+            values.append(_extremes(encoded) if name == _EXTREMES else encoded.columns[name])
         # As labels: nothing predicts a first token.
         labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
         labels[np.cumsum(encoded.lengths) - 1] = 0
@@ -216,11 +217,79 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
     return _Looked(stretch, part, trained_tokens, first, joined)
 
 
-def _outlook(
-    options: PreprocessOptions, read: CorpusReport, lengths: NDArray[np.int64], *, full: bool
-) -> Iterator[str]:
+def _extremes(encoded: EncodedPiece) -> NDArray[np.float32]:
+    """The least and the largest value of the mask of each sequence that are not 0, or 0: float32 [sequences, 2].
+
+    A weight goes with a mask if it goes with these two.
+    """
+    if not len(encoded.lengths):
+        return np.empty((0, 2), np.float32)
+    starts, mask = np.cumsum(encoded.lengths) - encoded.lengths, encoded.loss_mask.astype(np.float32)
+    largest = np.maximum.reduceat(mask, starts)
+    least = np.minimum.reduceat(np.where(mask == 0, np.float32(np.inf), mask), starts)
+    return np.stack([np.minimum(least, largest), largest], 1)
+
+
+class _Sequences(NamedTuple):
+    """All sequences that were encoded, in the order of the input.
+
+    Attributes:
+        files: of the input.
+        numbers: of the file of each sequence, int64 [sequences].
+        lengths: tokens of each, int64 [sequences].
+        columns: values of the columns that are needed, by name.
+        kept: which of them all conditions hold for, bool [sequences]; None without conditions.
+    """
+
+    files: Sequence[InputFile]
+    numbers: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    columns: Mapping[str, NDArray[Any]]
+    kept: NDArray[np.bool_] | None
+
+    @classmethod
+    def of(
+        cls,
+        options: PreprocessOptions,
+        files: Sequence[InputFile],
+        lengths: Sequence[NDArray[np.int64]],
+        parts: Mapping[str, Sequence[NDArray[Any]]],
+    ) -> _Sequences:
+        """The sequences of these files, with their lengths by file and the parts of columns."""
+        numbers, every = np.repeat(np.arange(len(files)), [*map(len, lengths)]), _end_to_end(lengths)
+        columns = {name: np.concatenate(some) for name, some in parts.items() if some}
+        kept = None
+        if options.packing.where:
+            tests = bind_all(map(Condition.parse, options.packing.where), options.column_specs(files), "--where")
+            places = np.arange(len(every))
+            pairs = np.stack([places // 2, places % 2], 1).astype(np.uint32)
+            kept = holding(tests if len(every) else [], {**columns, "pair": pairs}, len(every))
+            kept = whole_pairs(kept) if options.encoding.rows.kind == "preference" else kept
+        return cls(files, numbers, every, columns, kept)
+
+    def of_conditions(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these sequences that all conditions hold for."""
+        return chosen if self.kept is None else chosen[self.kept[chosen]]
+
+    def require_weights(self, column: str, chosen: NDArray[np.int64]) -> None:
+        """As ``SequenceReader.weigh_by``: FormatError where the mask of a sequence cannot be multiplied by a column."""
+        masks, weights = self.columns[_EXTREMES][chosen], self.columns[column][chosen]
+        if (wrong := wrong_weight(masks.reshape(-1), np.repeat(weights, 2))) is None:
+            return
+        at, what = wrong
+        number = int(chosen[at // 2])
+        place = f"sequence {number}"
+        if "source" in self.columns:
+            file, row = self.columns["source"][number].tolist()
+            place = f"{shortest_names([each.path for each in self.files])[file]}:{row + 1}"
+        raise FormatError(f"{place}: --loss-weight-column {column}: {what}")
+
+
+def _outlook(options: PreprocessOptions, read: CorpusReport, sequences: _Sequences, *, full: bool) -> Iterator[str]:
     """In lines for people: the packs, where all rows were encoded, and the reasons why the job would stop."""
     reasons: list[str] = []
+    if (kept := sequences.kept) is not None:
+        yield f"left out        {int((~kept).sum()):,} of {len(kept):,} sequences left out by --where"
     if read.skipped and options.encoding.on_bad_row == "error":
         reasons.append(f"{read.skipped:,} rows cannot be used; --on-bad-row skip goes on without them")
     elif options.max_bad_rows is not None:
@@ -228,19 +297,61 @@ def _outlook(
             options.max_bad_rows.require(read, read.rows if full else None, "the input")
         except TooManyBadRowsError as error:
             reasons.append(str(error))
-    if not full or not len(lengths):
-        longest = options.packing.longest_sequence
-        if (overlong := int((lengths > longest).sum())) and options.packing.overlong == "error":
-            reasons.append(
-                f"{overlong:,} of {len(lengths):,} sequences are longer than {longest:,} tokens; choose --overlong"
-                " drop, truncate or split, or a larger --seq-length"
-            )
-    elif options.packing.selection is None:
-        pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
+    if full and not len(sequences.lengths) and not reasons:
+        reasons.append(str(read.no_usable_row(sequences.files[0].path)))
+    if full and len(sequences.lengths):
         try:
-            shards, prefix = options.output_shards, options.prefix or "the output"
-            plan = plan_packs(lengths, options.packing, shards=shards, name=prefix, groups=pairs).plan
-            yield f"packs           {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
+            yield from _planned(options, sequences, reasons)
         except SFTIndexError as error:
             reasons.append(str(error))
-    yield from (f"would stop      {reason}" for reason in reasons)
+    elif not full:
+        reasons += _first_reasons(options.packing, sequences)
+    yield from (f"would stop      {reason}" for reason in dict.fromkeys(reasons))
+
+
+def _first_reasons(packing: PackOptions, sequences: _Sequences) -> Iterator[str]:
+    """Why a job would stop at the first rows."""
+    chosen = sequences.of_conditions(np.arange(len(sequences.lengths)))
+    # Of rows that are selected, it is not known which those are.
+    selects = packing.selection is not None and packing.selection.of_rows
+    if packing.loss_weight_column is not None and len(chosen) and not selects:
+        try:
+            sequences.require_weights(packing.loss_weight_column, chosen)
+        except FormatError as error:
+            yield str(error)
+    lengths, longest = sequences.lengths[chosen], packing.longest_sequence
+    if (overlong := int((lengths > longest).sum())) and packing.overlong == "error":
+        yield (
+            f"{overlong:,} of {len(lengths):,} sequences are longer than {longest:,} tokens; choose --overlong"
+            " drop, truncate or split, or a larger --seq-length"
+        )
+
+
+def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[str]) -> Iterator[str]:
+    """The packs of all rows, in lines for people, as ``make_packs`` plans them; what would stop it goes to ``reasons``.
+
+    Raises:
+        FormatError: no row is selected.
+    """
+    packing, name, lengths = options.packing, options.prefix or "the output", sequences.lengths
+    shards = [(np.arange(len(lengths)), options.output_shards)]
+    if packing.selection is not None and packing.selection.of_rows:
+        selected = select_rows(sequences.columns["content"], sequences.numbers, packing.selection, packing.seed)
+        shards = [(selected.train, options.output_shards)] + [(selected.valid, 1)] * bool(len(selected.valid))
+    if packing.loss_weight_column is not None:
+        every = np.unique(np.concatenate([numbers for numbers, _ in shards]))
+        try:
+            sequences.require_weights(packing.loss_weight_column, sequences.of_conditions(every))
+        except FormatError as error:
+            reasons.append(str(error))
+    pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
+    for label, (numbers, count) in zip(("packs", "valid packs"), shards, strict=False):
+        try:
+            chosen = numbers if sequences.kept is None else chosen_where(numbers, sequences.kept, packing, name)
+            plan = plan_packs(lengths, packing, shards=count, name=name, groups=pairs, chosen=chosen).plan
+        except SFTIndexError as error:
+            reasons.append(str(error))
+            continue
+        # What trains nothing is not known here.
+        if packing.selection is None or not packing.selection.drop_untrained:
+            yield f"{label:<15} {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"

@@ -31,7 +31,7 @@ from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.local import Local
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsSoFar, PartsTable
-from megatron_sft_idx.tokenize.plan import PackOptions, PlannedRun, SequenceReader, plan_packs
+from megatron_sft_idx.tokenize.plan import PackOptions, PlannedRun, SequenceReader, chosen_where, plan_packs
 from megatron_sft_idx.tokenize.ray import Cluster
 from megatron_sft_idx.tokenize.selection import Selected
 
@@ -244,13 +244,8 @@ class ToPack:
         left_out = {}
         if self.kept is not None:
             numbers = np.arange(len(self.lengths)) if chosen is None else chosen
-            chosen = numbers[self.kept[numbers]]
+            chosen = chosen_where(numbers, self.kept, options, self.name)
             left_out = {"left_out": len(numbers) - len(chosen)}
-            if not len(chosen):
-                raise FormatError(
-                    f"{self.name}: no sequence is left to pack, of {len(numbers):,}: --where"
-                    f" {' --where '.join(options.where)}"
-                )
         packing = plan_packs(
             self.lengths,
             options,

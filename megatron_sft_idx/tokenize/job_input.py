@@ -25,6 +25,7 @@ from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.chat.values import MAX_DEPTH, refuse_deep
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError, brief
 from megatron_sft_idx.lines import unescaped
+from megatron_sft_idx.packs.source_names import PASSED_FOLDER
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.publish import Place, places_at
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
@@ -46,8 +47,6 @@ Rows: TypeAlias = StrPath | Iterable[Any] | ArrowStream
 
 # Bytes of a name of a data set, at most: file systems take 255, and working names are longer.
 _MAX_NAME_NBYTES = 200
-# In the name of the folder of rows that a program passes, or that come through a pipe.
-ROWS_FOLDER = ".rows-"
 # The role of the files of the input, in messages.
 INPUT = "the input"
 
@@ -102,7 +101,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
         raise FormatError(f"inputs: two data sets are called {twice[0]!r}; give each a name")
     folder = os.path.dirname(os.path.abspath(prefix))
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ROWS_FOLDER, dir=folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + PASSED_FOLDER, dir=folder) as temporary:
         paths, names = [], dict[str, str]()
         for entry in entries:
             if isinstance(entry, str):

@@ -366,6 +366,17 @@ def plan_packs(
     return Packing(plan, run, metadata | ({} if options.selection is None else {"selected": counts}))
 
 
+def chosen_where(
+    numbers: NDArray[np.int64], kept: NDArray[np.bool_], options: PackOptions, name: str
+) -> NDArray[np.int64]:
+    """The numbers of sequences for which the conditions of ``options`` hold, ``kept``; FormatError for none."""
+    chosen = numbers[kept[numbers]]
+    if not len(chosen):
+        conditions = " --where ".join(options.where)
+        raise FormatError(f"{name}: no sequence is left to pack, of {len(numbers):,}: --where {conditions}")
+    return chosen
+
+
 def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
     """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments and errors as of it."""
     cuts = _cut(lengths, _overlong(lengths, None, options, "lengths"), options)

@@ -22,9 +22,9 @@ from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, DifferentIdsError, co
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import FormatError, SequenceError, did_you_mean, nearest_names
 from megatron_sft_idx.formats import jsonl_chunks, parquet
+from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.tokenize.encoding import RowEncoder, read_row
-from megatron_sft_idx.tokenize.job_input import ROWS_FOLDER
 
 # What is looked at before the work begins.
 _FIRST_ROWS, _FIRST_NBYTES = COMPARED_ROWS, 2 << 20
@@ -54,7 +54,7 @@ def row_files(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
 def _holds_packs(file: InputFile) -> bool:
     if file.kind == "lines":
         # Lines without a file that convert could read are read as rows, which they can be: their masks are of tokens.
-        has_name = not (is_remote(file.path) or ROWS_FOLDER in os.path.basename(os.path.dirname(file.path)))
+        has_name = not (is_remote(file.path) or is_passed(file.path))
         return has_name and not file.compression and jsonl_chunks.recognise(file.path)
     return file.kind in ("parquet", "arrow") and parquet.KEY in _schema_metadata(file)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from numbers import Real
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from megatron_sft_idx.chat.types import Conversation, TextRow, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.packing import csr_rows
-from megatron_sft_idx.packs.source_names import find_name, shortest_names
+from megatron_sft_idx.packs.source_names import find_names, shortest_names, told_apart
 
 _MAX_WEIGHT = 1000
 
@@ -69,26 +68,22 @@ def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]
 
     Args:
         option: name of the option in errors.
-        by_file: weights by FILE: a glob or a folder as in the input, or one file as for ``find_name``.
+        by_file: weights by FILE: a glob or a folder as in the input, or one file (``find_names``).
         files: paths of the input.
 
     Raises:
-        FormatError: a weight is not a number from 0 to 1,000, or a FILE means no file, one of several files, or a file
-            that has a weight already.
+        FormatError: a weight is not a number from 0 to 1,000, or a FILE means no file, any of several, or one that has
+            a weight already.
     """
     weights: dict[int, float] = {}
-    names = shortest_names(files)
+    names = told_apart(shortest_names(files))
     for name, weight in by_file.items():
         entry = f"{name}={weight}"
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)
         if not isinstance(name, str) or not name or not is_number or not 0 <= weight <= _MAX_WEIGHT:
             form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MAX_WEIGHT:,}"
             raise FormatError(f"{option} {brief(entry)}: expected {form}")
-        folder = name.rstrip("/") + "/"
-        # A path that is in the input is that file, whatever a glob of its letters would match.
-        matching = [n for n, path in enumerate(files) if path == name]
-        matching = matching or [n for n, path in enumerate(files) if fnmatch(path, name) or path.startswith(folder)]
-        matching = matching or [find_name(name, names, f"{option} {entry}")]
+        matching = find_names(name, names, f"{option} {entry}", files)
         if weighted := next((files[n] for n in matching if n in weights), None):
             raise FormatError(f"{option} {entry}: it has a weight already: {weighted}")
         weights |= dict.fromkeys(matching, float(weight))
