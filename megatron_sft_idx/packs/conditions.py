@@ -147,8 +147,9 @@ def _float_comparison(
 ) -> tuple[Callable[[Any, Any], NDArray[np.bool_]], Any]:
     """A comparison with a number, as one with a value of a float dtype.
 
-    A fraction stands for the value that it is rounded to. A whole number that would be rounded is compared exactly: it
-    lies between two values, the next lower and the next higher one, and is equal to none.
+    A fraction, or a number with an exponent, stands for the value that it is rounded to. A whole number in digits that
+    would be rounded is compared exactly: it lies between two values, the next lower and the next higher one, and is
+    equal to none.
     """
     if not _NUMBER.fullmatch(text):
         raise FormatError(f"{where}: the column is {dtype}, expected a number")
@@ -162,7 +163,7 @@ def _float_comparison(
     is_zero = not text.lower().partition("e")[0].strip("+-0.")
     if np.isinf(value) != is_inf or (value == 0) != is_zero:
         raise FormatError(f"{where}: {dtype} has no such number, it would become {value}")
-    if is_inf or float(value) == number or number != int(number):
+    if isinstance(number, float) or float(value) == number:
         return _COMPARE[operator], value
     if operator in ("==", "!="):
         return _COMPARE[operator], dtype.type(np.nan)
