@@ -306,6 +306,12 @@ def _whole_numbers(batch: Mapping[str, Any], name: str) -> Tensor:
     return value.to(torch.int64)
 
 
+def _range_of(numbers: Tensor) -> tuple[int, int]:
+    """The least and the largest of one or more whole numbers. Both come at once: a GPU is waited for once."""
+    lowest, highest = torch.stack(torch.aminmax(numbers)).tolist()
+    return lowest, highest
+
+
 def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities of trained tokens, their weights, and where they are in ``input_ids[:, 1:]``, as a mask.
 
@@ -325,11 +331,13 @@ def _trained_logp(name: str, logits: Tensor, batch: Mapping[str, Any]) -> tuple[
         raise FormatError(f"{name}: shape {[*logits.shape]}, expected [{', '.join(map(str, ids.shape))}, vocabulary]")
     is_trained = weights[:, 1:] != 0
     labels = ids[:, 1:][is_trained]
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[2]:
-        raise FormatError(
-            f"{name}: a vocabulary of {logits.shape[2]}, input_ids from {int(labels.min())} to {int(labels.max())} are"
-            " trained on; take the model and the tokenizer that belong together"
-        )
+    if len(labels):
+        lowest, highest = _range_of(labels)
+        if not 0 <= lowest <= highest < logits.shape[2]:
+            raise FormatError(
+                f"{name}: a vocabulary of {logits.shape[2]}, input_ids from {lowest} to {highest} are trained on; take"
+                " the model and the tokenizer that belong together"
+            )
     # Only logits that are needed are converted: those of all positions are the largest tensor of a step.
     predicted = logits[:, :-1][is_trained]
     predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
@@ -347,7 +355,8 @@ def _sequence_sums(name: str, logits: Tensor, batch: Mapping[str, Any], count: i
         sequences = torch.arange(len(is_trained), device=weights.device)[:, None].expand(batch["input_ids"].shape)
     if is_of_batch:
         numbers = sequences[:, 1:][is_trained]
-        is_of_batch = not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < count
+        lowest, highest = _range_of(numbers) if len(numbers) else (0, count - 1)
+        is_of_batch = 0 <= lowest <= highest < count
     if not is_of_batch:
         raise FormatError(f"batch: pair has {count} sequences, input_ids have others; take a batch as collate makes it")
     sums = logp.new_zeros(count).index_add(0, numbers, logp * weights)
