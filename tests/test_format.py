@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 from golden.make import make as make_golden
+from media_samples import MediaSample, item_of, seven_files, write_media
 from packs import Sample, assert_is, demo_samples, five_files, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError, SFTIndexError
@@ -74,7 +75,12 @@ def test_the_tiny_shard_has_the_bytes_of_the_hexdump(tmp_path: Path) -> None:
     write_samples(tmp_path / "tiny", packs, **options)
     write_column(tmp_path / "tiny", "grade", np.array([0.5, 1, 2], np.float32), per="sequence")
     column = {".grade.col": (tmp_path / "tiny.grade.col").read_bytes()}
-    assert five_files(tmp_path / "tiny") | column == dumped
+    items = [[item_of("image", 0, 2, b"\xff\xd8\xff\xd9")], [item_of("audio", 0, 1, b"RIFF")]]
+    write_media(tmp_path / "shown", list(map(MediaSample, packs, items)), **options)
+    shown = seven_files(tmp_path / "shown")
+    media = {suffix: shown.pop(suffix) for suffix in (".media.data", ".media.items")}
+    assert five_files(tmp_path / "tiny") | column | media == dumped
+    assert {suffix for suffix in shown if shown[suffix] != dumped[suffix]} == {".seq.idx"}
 
 
 def test_the_plain_reader_is_thirty_lines() -> None:
@@ -378,8 +384,8 @@ def test_weights_are_finite_and_not_negative(tmp_path: Path, weight: float) -> N
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    # Those of columns are broken in test_columns.py.
-    rules = set(re.findall(r"^- \*\*([^C]\d)\*\* ", SPECIFICATION, re.MULTILINE))
+    # Those of columns are broken in test_columns.py, those of images and audio in test_media_format.py.
+    rules = set(re.findall(r"^- \*\*([^CM]\d+)\*\* ", SPECIFICATION, re.MULTILINE))
     # About all bytes of a shard or the order of writing: no message of a reader or writer names these. Verification
     # does, see test_verify_rules.py.
     silent = {"F3", "H9", "I1", "P9", "W1", "W2", "W3", "W4"}

@@ -268,7 +268,7 @@ def test_a_header_of_another_shard_is_found_by_a_column(tmp_path: Path) -> None:
     others = [Sample(pack.tokens[::-1], pack.mask, pack.starts) for pack in PACKS]
     write_columned(tmp_path / "other" / "x", others, SPECS)
     shutil.copy(tmp_path / "other" / "x.seq.idx", tmp_path / "x.seq.idx")
-    with pytest.raises(FormatError, match=r"x\.seq\.idx: of shard .* as column source says .* move this one away"):
+    with pytest.raises(FormatError, match=r"x\.seq\.idx: of shard .* as .*x\.source\.col says .* move this one away"):
         rebuild(tmp_path / "x")
     os.unlink(tmp_path / "x.seq.idx")
     assert rebuild(tmp_path / "x").compared

@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parent / "golden" / "v1"
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("name", ["flags", "weights"])
+@pytest.mark.parametrize("name", ["flags", "weights", "columns", "media"])
 def test_the_golden_shards_are_clean(name: str, full: bool) -> None:
     report = verify_shard(GOLDEN / name, full=full)
     assert report.ok

@@ -15,6 +15,7 @@ from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.files import MEDIA_ENTRY
 from megatron_sft_idx.packs.merge import begin_copy
 from megatron_sft_idx.packs.provenance import SPLIT
 from megatron_sft_idx.packs.run import COPIED_TOKENS, nbytes_of_run, nbytes_to_check, windows
@@ -61,7 +62,9 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     """
     shard = Shard(paths.prefix, backend="pread")
     columns = dict(shard.columns)
-    metadata: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in (SPLIT, "columns")}
+    metadata: dict[str, Any] = {
+        key: value for key, value in header.metadata.items() if key not in (SPLIT, "columns", MEDIA_ENTRY)
+    }
     # Earlier entries stay: they name other damage to the same contents.
     earlier = metadata.get(ACCEPTED)
     metadata[ACCEPTED] = [
@@ -71,9 +74,10 @@ def write_accepted(paths: ShardPaths, header: Header, wrong: Mapping[str, Findin
     like = dataclasses.replace(header, metadata=metadata)
     specs = {name: column.spec for name, column in columns.items()}
     nbytes = nbytes_to_check(shard.files, columns)
-    new = begin_copy(paths.prefix, like, specs, work=ACCEPT, overwrite=True, durable=True, nbytes=nbytes)
+    how: dict[str, Any] = {"work": ACCEPT, "overwrite": True, "durable": True, "nbytes": nbytes}
+    new = begin_copy(paths.prefix, like, specs, media=shard.media is not None, **how)
     with watch("writing", nbytes) as advance, new as writer:
-        for window in windows(shard.files, COPIED_TOKENS, columns):
+        for window in windows(shard.files, COPIED_TOKENS, columns, media=shard.media):
             run = window.run()
             writer.add_run(run)
             advance(nbytes_of_run(run))

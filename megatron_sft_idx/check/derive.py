@@ -29,8 +29,10 @@ from megatron_sft_idx.layout import (
     mask_dtype_of,
     token_dtype_of,
 )
-from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY, MEDIA_ENTRY, MediaChecksums
+from megatron_sft_idx.layout.media import MEDIA, MediaHeader
 from megatron_sft_idx.shard import BuildOptions
+from megatron_sft_idx.shard.opening import read_start
 from megatron_sft_idx.shard.pack_log import PackChunk
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, header_of, write_idx, write_seq_idx
 from megatron_sft_idx.storage.local import digest_file
@@ -54,6 +56,7 @@ def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
             f"{paths.prefix}: there is no good .seq.idx, and {', '.join(missing)} is missing: it cannot be derived;"
             " restore it from a copy (rule F1)"
         )
+    media = _media_beside(paths)
     present = [path for path in paths.data if os.path.exists(path)]
     with watch("reading", sum(os.stat(path).st_size for path in present)) as advance:
         digests = {path: digest_file(path, advance=advance) for path in present}
@@ -78,12 +81,30 @@ def derive_indexes(repair: Repair) -> tuple[dict[str, str], Header]:
     tokens, loss, index, begins = (digests[path] for path in paths.data)
     unknown = [name for name in _HEADER_ONLY if getattr(facts, name) is None]
     rebuilt = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}
-    metadata = {"format_writer": FORMAT_WRITER, "rebuilt": rebuilt}
+    metadata: dict[str, Any] = {"format_writer": FORMAT_WRITER, "rebuilt": rebuilt}
+    if media is not None:
+        metadata[MEDIA_ENTRY] = media.encode()
     options = BuildOptions(*dtypes, facts.capacity, facts.sequence_multiple or 1, facts.pad_id, metadata)
     header = header_of(walk, options, (tokens, loss, index, begins), rebuilt=True)
     header = write_seq_idx(repair.create(paths.seq_idx), [packs], header)
     how_restored[paths.seq_idx] = f"from {origin} and the data; {_what_is_known(header, unknown)}"
     return how_restored, header
+
+
+def _media_beside(paths: ShardPaths) -> MediaChecksums | None:
+    """The checksums of the images and audio at a prefix, as ``.media.items`` has them; None if there are none.
+
+    FormatError: it is missing, damaged, or not known to be the shard's.
+    """
+    start = read_start(paths.media_items, MEDIA)
+    if start is not None:
+        return MediaHeader.decode(start.raw, paths.media_items).checksums
+    if os.path.lexists(paths.media_data):
+        raise FormatError(
+            f"{paths.media_data}: it may hold the images and audio of this shard, and {paths.media_items}, which says"
+            " where they stand, is missing: restore that from a copy; if the shard has none, move this file away"
+        )
+    return None
 
 
 def _index_and_dtypes(

@@ -29,8 +29,9 @@ from megatron_sft_idx.errors import (
 )
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
-from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns
-from megatron_sft_idx.shard.at_prefix import inode_of, with_present_columns
+from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns, listed_media
+from megatron_sft_idx.layout.media import MEDIA, MediaHeader
+from megatron_sft_idx.shard.at_prefix import inode_of, with_present_files
 from megatron_sft_idx.shard.opening import columns_beside, read_header, read_start, where_to_look
 from megatron_sft_idx.shard.publication import finish_interrupted, taken
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
@@ -304,7 +305,7 @@ def _faults(
     report = _verified(paths, watch, "reading")
     faults = dict(missing)
     for finding in report.findings:
-        if finding.rule in ("F2", "F3"):
+        if finding.rule in ("F2", "F3") and finding.path in paths.all:
             faults.setdefault(finding.path, finding.what)
     if faults.keys() <= {paths.idx}:
         sound = [finding for finding in _of_five(report) if finding.path not in faults]
@@ -331,7 +332,7 @@ def _verified(
     beside: Collection[str] | None = None,
 ) -> Report:
     """The report of a full verification; ``unpublished`` and ``beside`` as of ``verify_shard``."""
-    files = {path: path for path in with_present_columns(paths).present()} | dict(unpublished or {})
+    files = {path: path for path in with_present_files(paths).present()} | dict(unpublished or {})
     with watch(stage, sum(os.stat(path).st_size for path in files.values())) as advance:
         # So many that each column has one of each rule.
         most = max(10, len(files))
@@ -353,8 +354,9 @@ _CHANGED_MEANWHILE = (
 
 
 def _of_five(report: Report) -> list[Finding]:
-    """The findings about the five files. Those about columns are not."""
-    return [finding for finding in report.findings if column_of(finding.path) is None]
+    """The findings about the five files. Those about columns, images and audio are not."""
+    five = ShardPaths(report.prefix).all
+    return [finding for finding in report.findings if finding.path in five]
 
 
 def _require_none(report: Report, findings: Sequence[Finding], what: str, why: str, remedy: str) -> None:
@@ -405,7 +407,7 @@ def _states(
             states.append(FileState(path, "lost", fault, _NOT_DERIVED[path.removeprefix(paths.prefix)]))
         else:
             states.append(FileState(path, "good"))
-    is_doubted = header.rebuilt and header.shard_id not in _shards_of_columns(paths).values()
+    is_doubted = header.rebuilt and header.shard_id not in _shards_beside(paths).values()
     beside = columns_beside([paths.prefix])[paths.prefix]
     for path in map(paths.column, sorted({*beside, *listed_columns(header.metadata)})):
         if (finding := broken.get(path)) and finding.rule == "C6" and is_doubted:
@@ -414,19 +416,27 @@ def _states(
             states.append(FileState(path, "lost", finding.what, f"a column cannot be derived; {finding.remedy}"))
         else:
             states.append(FileState(path, "good"))
+    for path in (paths.media_data, paths.media_items) if listed_media(header.metadata) else ():
+        if finding := broken.get(path):
+            states.append(FileState(path, "lost", finding.what, finding.remedy))
+        else:
+            states.append(FileState(path, "good"))
     return tuple(states)
 
 
 # ---- which file is believed ----
 
 
-def _shards_of_columns(paths: ShardPaths) -> dict[str, bytes]:
-    """The shard ids in whole headers of columns at the prefix, by the column's name."""
-    ids = {}
-    for name in with_present_columns(paths).columns:
+def _shards_beside(paths: ShardPaths) -> dict[str, bytes]:
+    """The shard ids in whole headers of columns and of ``.media.items`` at the prefix, by path."""
+    ids: dict[str, bytes] = {}
+    for name in with_present_files(paths).columns:
         with contextlib.suppress(SFTIndexError):
             if (start := read_start(path := paths.column(name), COLUMN)) is not None:
-                ids[name] = ColumnHeader.decode(start.raw, path).shard_id
+                ids[path] = ColumnHeader.decode(start.raw, path).shard_id
+    with contextlib.suppress(SFTIndexError):
+        if (start := read_start(paths.media_items, MEDIA)) is not None:
+            ids[paths.media_items] = MediaHeader.decode(start.raw, paths.media_items).shard_id
     return ids
 
 
@@ -448,21 +458,21 @@ def _compare_with_witnesses(paths: ShardPaths, header: Header) -> tuple[bool, li
     names = ("tokens", "loss", "idx", "starts")
     digests = zip(paths.data, names, header.digests, strict=True)
     differing = [path for path, name, digest in digests if values.get(f"{name}_checksum") != digest.checksum]
-    ids = _shards_of_columns(paths)
+    ids = _shards_beside(paths)
     is_proven = not differing or header.shard_id in ids.values()
     if ids and not is_proven:
-        name, shard_id = next(iter(ids.items()))
+        path, shard_id = next(iter(ids.items()))
         raise FormatError(
-            f"{paths.column(name)}: of shard {shard_id.hex()}, and the other files would be shard"
-            f" {header.shard_id.hex()} (rule C6): tokens, masks, starts or pack lengths have changed, or the column is"
-            " another shard's; restore .seq.idx, or what has changed, from a copy; only if you know that the column is"
+            f"{path}: of shard {shard_id.hex()}, and the other files would be shard"
+            f" {header.shard_id.hex()} (rule C6): tokens, masks, starts or pack lengths have changed, or this file is"
+            " another shard's; restore .seq.idx, or what has changed, from a copy; only if you know that this file is"
             " not of this shard, move it away, and run again"
         )
     notes = []
     if not is_proven and len(differing) < len(names):
         notes.append(f"the damaged .seq.idx has other checksums of {', '.join(differing)}: it or they have changed")
-    if ids:
-        notes.append(f"the new .seq.idx lists no columns; {', '.join(ids)} stay beside it, like attached ones")
+    if columns := [column[1] for column in map(column_of, ids) if column]:
+        notes.append(f"the new .seq.idx lists no columns; {', '.join(columns)} stay beside it, like attached ones")
     return is_proven, notes
 
 
@@ -479,14 +489,14 @@ def _damaged_and_readable(paths: ShardPaths, header: Header, damaged: Collection
 def _require_own_header(paths: ShardPaths, header: Header, faults: Mapping[str, str]) -> None:
     """FormatError if it is not the data that is wrong but the ``.seq.idx``, which is another shard's, by a column."""
     is_damaged = faults.keys() & {paths.tokens, paths.loss, paths.starts}
-    others = {name: each for name, each in _shards_of_columns(paths).items() if each != header.shard_id}
+    others = {path: each for path, each in _shards_beside(paths).items() if each != header.shard_id}
     if is_damaged and others and all(map(os.path.exists, paths.data)):
         tokens, loss, idx, starts = tuple(map(digest_file, paths.data))
         found = replace(header, digests=(tokens, loss, idx, starts)).shard_id
-        if names := [name for name, shard_id in others.items() if shard_id == found]:
+        if witnesses := [path for path, shard_id in others.items() if shard_id == found]:
             raise FormatError(
                 f"{paths.seq_idx}: of shard {header.shard_id.hex()}, and the other files are shard {found.hex()}, as"
-                f" column {names[0]} says (rule C6); restore the right one from a copy, or move this one away and run"
+                f" {witnesses[0]} says (rule C6); restore the right one from a copy, or move this one away and run"
                 " again to have it derived from them"
             )
 
@@ -523,13 +533,14 @@ def _recover_build(paths: ShardPaths, remains: Remains, overwrite: bool, dry_run
         report = _verified(paths, watch, "verifying", unpublished, remains.paths.columns)
         if not is_complete:
             _require_none(report, report.findings, *_CHANGED_MEANWHILE)
-        broken.update(found.path for found in report.findings if found.rule == "F3" or column_of(found.path))
+        five = ShardPaths(paths.prefix).all
+        broken.update(found.path for found in report.findings if found.rule == "F3" or found.path not in five)
         if not broken or not broken <= {paths.idx, paths.seq_idx}:  # the header brings back indexes, and nothing else
             what, why = "its folder says that all files are complete", "they were changed since"
             again = "run the same copy again" if remains.work == "copy" else "build it again"
             remedy = f"nothing was published; {again} with overwrite (--overwrite)"
             # Wrong checksums first, since the other findings may be their effects.
-            findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7"))
+            findings = sorted(report.findings, key=lambda found: found.rule not in ("F3", "C7", "M13"))
             _require_none(report, findings, what, why, remedy)
 
     if not dry_run:

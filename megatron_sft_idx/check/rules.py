@@ -36,9 +36,11 @@ from megatron_sft_idx.layout.files import (
     MAX_CAPACITY,
     MAX_COUNT,
     SEQ_IDX,
+    MediaChecksums,
     data_nbytes,
     idx_places,
     listed_columns,
+    listed_media,
     pack_idx_header,
     vocab_size_of,
 )
@@ -155,6 +157,7 @@ class HeaderClaims:
         sound: whether the header breaks no rule. What it claims is then what its writer wrote.
         vocab_size: the tokenizer's, from the JSON block; None if that has none.
         listed: checksums, in hex, of the columns that the shard was written with, by name.
+        media: checksums of its images and audio; None if it has none.
 
     Attributes:
         token_dtype: of ``.bin``; None if the code in the header means none.
@@ -171,9 +174,10 @@ class HeaderClaims:
         sound: bool = True,
         vocab_size: int | None = None,
         listed: Mapping[str, str] | None = None,
+        media: MediaChecksums | None = None,
     ) -> None:
         self.values, self.sound, self.vocab_size = values, sound, vocab_size
-        self.listed = listed or {}
+        self.listed, self.media = listed or {}, media
         counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
         self.num_packs, self.num_sequences, self.num_tokens = counts.values()
         self.capacity = min(int(values["capacity"]), MAX_CAPACITY)
@@ -219,7 +223,8 @@ def check_header(file: CheckedFile, findings: Findings) -> HeaderClaims | None:
     listed = listed_columns(metadata or {})
     if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
         findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
-    return HeaderClaims(values, sound=not broken, vocab_size=vocab_size, listed=listed)
+    media = listed_media(metadata or {})
+    return HeaderClaims(values, sound=not broken, vocab_size=vocab_size, listed=listed, media=media)
 
 
 # ---- sizes, and the ends of arrays ----

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.arguments import checked
+from megatron_sft_idx.check.media_rules import check_media
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, OffsetRun, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Finding,
@@ -153,6 +154,8 @@ def verify_shard(
             findings.notes.append("there is no header that can be read, so the other files could not be held to it")
         for name, file in columns.items():
             check_column(file, name, claims, findings, meter)
+        if claims is not None and claims.media is not None:
+            check_media(paths, files, claims, claims.media, unpublished or {}, findings, meter, stack)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
     in_order = sorted(
         findings.kept, key=lambda finding: (order.get(finding.path, len(order)), finding.path, finding.offset)

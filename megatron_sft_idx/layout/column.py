@@ -25,7 +25,7 @@ Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
 
 
-def _checks(values: Mapping[str, Any]) -> list[Check]:
+def _checks(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[Check]:
     """Rule C4, about the fixed fields of a column's header."""
     alignments = tuple(_ALIGNMENTS.values()) if values["per"] == PER["token"] else (0,)
     return [

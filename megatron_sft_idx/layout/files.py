@@ -30,17 +30,21 @@ _Stated = TypeVar("_Stated")
 
 # ---- names ----
 
-# The data files, in the order of their digests in the header. The shard id is a hash of these four digests' checksums.
+# The data files, in the order of their digests in the header. The shard id is a hash of these four digests' checksums,
+# and of those of images and audio.
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
 # All five files, in the order of publication: a shard exists once its .seq.idx does.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
+# The two files of a shard with images or audio, in the order of publication.
+MEDIA_SUFFIXES = (".media.data", ".media.items")
 # Ending of the folder next to an output in which everything unfinished for it lies (``storage.building``).
 BUILDING = ".building"
 _COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
 # No column has one of these names: parts of the five files' names, keys of packs and keys of batches.
 RESERVED_NAMES = frozenset(
-    {"loss", "seq"}
+    {"loss", "seq", "media"}
     | {"input_ids", "loss_mask", "seq_boundaries"}
     | {"tokens", "labels", "position_ids", "attention_mask", "padding_mask"}
     | {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params", "local_cp_size"}
@@ -84,23 +88,28 @@ class _PathWithSuffix:
 
 @dataclass(frozen=True, slots=True)
 class ShardPaths:
-    """Paths of one shard's files: of the five that every shard has, and of columns.
+    """Paths of one shard's files: of the five that every shard has, of columns, and of images and audio.
 
     Attributes:
         prefix: the path that all files share, as ``--data-path`` takes it.
         columns: names of the columns whose files are included.
+        media: whether the two files of images and audio are included.
         tokens: the file of all tokens.
         loss: the file of their loss mask.
         starts: the file of start positions of sequences in their packs.
         idx: Megatron's index.
         seq_idx: header and offsets; written last.
+        media_data: encoded images and audio, if the shard has any.
+        media_items: where in the packs these stand.
     """
 
     prefix: str
     columns: tuple[str, ...] = ()
+    media: bool = False
 
     tokens, loss, starts = _PathWithSuffix(".bin"), _PathWithSuffix(".loss.bin"), _PathWithSuffix(".seq.bin")
     idx, seq_idx = _PathWithSuffix(".idx"), _PathWithSuffix(".seq.idx")
+    media_data, media_items = _PathWithSuffix(".media.data"), _PathWithSuffix(".media.items")
 
     @classmethod
     def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
@@ -114,7 +123,7 @@ class ShardPaths:
         path = os.fspath(prefix)
         if column := column_of(path):
             path = column[0]
-        elif suffix := max((suffix for suffix in SUFFIXES if path.endswith(suffix)), key=len, default=""):
+        elif suffix := max((each for each in (*SUFFIXES, *MEDIA_SUFFIXES) if path.endswith(each)), key=len, default=""):
             path = path[: -len(suffix)]
         if os.path.basename(path) in ("", ".", ".."):
             raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
@@ -145,16 +154,26 @@ class ShardPaths:
         """These paths, with the columns of these names added."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
-    def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
-        """The same paths, and those of this prefix's columns whose files are in ``paths``."""
-        named = map(column_of, paths)
-        return self.with_columns(column[1] for column in named if column and column[0] == self.prefix)
+    def with_media(self, present: bool = True) -> ShardPaths:
+        """These paths, with the two files of images and audio if there are any."""
+        return replace(self, media=self.media or present)
+
+    def with_listed(self, metadata: Mapping[str, Any]) -> ShardPaths:
+        """These paths, with those of the columns, images and audio that the JSON block of a shard lists."""
+        return self.with_columns(listed_columns(metadata)).with_media(listed_media(metadata) is not None)
+
+    def with_files_of(self, paths: Iterable[str]) -> ShardPaths:
+        """The same paths, and those in ``paths`` that are a column of this prefix, or hold its images and audio."""
+        given = set(paths)
+        columns = [column[1] for column in map(column_of, given) if column and column[0] == self.prefix]
+        return self.with_columns(columns).with_media(not given.isdisjoint((self.media_data, self.media_items)))
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The five files, and the columns, in the order of publication."""
+        """The five files, the columns, and the files of images and audio, in the order of publication."""
         files = [self.prefix + suffix for suffix in SUFFIXES]
-        return (*files[:-1], *map(self.column, self.columns), files[-1])
+        media = (self.media_data, self.media_items) if self.media else ()
+        return (*files[:-1], *map(self.column, self.columns), *media, files[-1])
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -350,7 +369,7 @@ class BrokenRule(NamedTuple):
 
 # One rule about one fixed field: the field's name, the rule's number, whether the rule is kept, and what it expects.
 Check = tuple[str, str, bool, str]
-Checks = Callable[[Mapping[str, Any]], Iterable[Check]]
+Checks = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Check]]
 
 _as_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
@@ -365,7 +384,8 @@ class HeaderForm:
         fields: names and ``struct`` formats of the fixed fields, in their order.
         rules: numbers of the rules of FORMAT.md about magic, version, size, checksum, the bytes between JSON block and
             checksum, and the JSON block.
-        checks: takes the values of the fixed fields by name, and gives a ``Check`` for each rule about them.
+        checks: takes the values of the fixed fields by name, and the JSON block, which is empty where it is damaged. It
+            gives a ``Check`` for each rule about them.
 
     Attributes:
         fields: the fixed fields with their offsets.
@@ -456,7 +476,7 @@ class HeaderForm:
         if stored != computed:
             found = f"header checksum {stored.hex()}"
             yield BrokenRule(len(raw) - CHECKSUM_NBYTES, checksum_rule, found, f"{computed.hex()} by its bytes")
-        for name, rule, ok, expected in self._checks(values):
+        for name, rule, ok, expected in self._checks(values, self.metadata(raw) or {}):
             if not ok:
                 shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
                 yield BrokenRule(self.offsets[name], rule, f"{name} {shown}", expected)
@@ -512,6 +532,34 @@ def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in listed.items() if _may_name_column(name)}
 
 
+# The key of a shard's JSON block that holds the checksums of its images and audio.
+MEDIA_ENTRY = "media"
+
+
+class MediaChecksums(NamedTuple):
+    """Checksums of the images and audio of a shard, xxh3_128: of ``.media.data``, and of the arrays of the items."""
+
+    data: bytes
+    items: bytes
+
+    def encode(self) -> dict[str, str]:
+        """As the JSON block of the shard holds them."""
+        return {"data": self.data.hex(), "items": self.items.hex()}
+
+
+def listed_media(metadata: Mapping[str, Any]) -> MediaChecksums | None:
+    """The checksums that the JSON block of a shard has of its images and audio; None if it was written without."""
+    listed = metadata.get(MEDIA_ENTRY)
+    if not isinstance(listed, Mapping) or listed.keys() != {"data", "items"}:
+        return None
+    values = [str(listed[name]) for name in MediaChecksums._fields]
+    return MediaChecksums(*map(bytes.fromhex, values)) if all(map(_CHECKSUM.fullmatch, values)) else None
+
+
+def _shard_id(checksums: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join([*checksums, *(listed_media(metadata) or ())]))
+
+
 def stated_in(metadata: Mapping[str, Any], entry: str, name: str, kind: type[_Stated]) -> _Stated | None:
     """``metadata[entry][name]`` of a JSON block, as in ("tokenizer", "fingerprint"); None unless its type is ``kind``.
 
@@ -544,8 +592,8 @@ LABEL_ALIGNED = 1
 FLAG_REBUILT = 1
 
 
-def _checks(values: Mapping[str, Any]) -> Iterator[Check]:
-    """Rules H5, H6 and H8, and F2 for the sizes in the header."""
+def _checks(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[Check]:
+    """Rules H5, H6, H8 and M1, and F2 for the sizes in the header."""
     packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
     longest, most_in_pack, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
     few = f"below {MAX_COUNT}, and 0 only with 0 packs"
@@ -571,7 +619,9 @@ def _checks(values: Mapping[str, Any]) -> Iterator[Check]:
         if suffix in derived:
             ok = values[f"{name}_nbytes"] == derived[suffix]
             yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
-    shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
+    is_listed = MEDIA_ENTRY not in metadata or listed_media(metadata) is not None
+    yield "json_nbytes", "M1", is_listed, "'media' in the JSON block as two checksums, 'data' and 'items'"
+    shard_id = _shard_id((values[f"{name}_checksum"] for name in _DIGESTS), metadata)
     yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"
 
 
@@ -634,8 +684,8 @@ class Header:
 
     @property
     def shard_id(self) -> bytes:
-        """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``."""
-        return xxhash.xxh3_128_digest(b"".join(digest.checksum for digest in self.digests))
+        """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``, and those of media."""
+        return _shard_id((digest.checksum for digest in self.digests), self.metadata)
 
     @cached_property
     def nbytes(self) -> int:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.live.documents import Positive, Record, read_document, write_document
 from megatron_sft_idx.live.waiting import listed, patiently, status_of
@@ -153,7 +152,7 @@ class Catalog(Shown):
         total, paths = 0, ShardPaths.of(self.shard_prefix(number))
         with contextlib.suppress(FormatError, ShardNotFoundError):
             header = patiently(paths.seq_idx, lambda: read_header(paths))
-            paths = paths.with_columns(listed_columns(header.metadata))
+            paths = paths.with_listed(header.metadata)
         for path in paths.all:
             if (status := status_of(path)) is not None:
                 total += status.st_size

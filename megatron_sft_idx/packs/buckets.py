@@ -18,7 +18,8 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import BUILDING, MAGIC, SUFFIXES
+from megatron_sft_idx.layout.files import BUILDING, MAGIC, MEDIA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout.media import MEDIA_MAGIC
 from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download, other_shard_error
 from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
@@ -112,13 +113,22 @@ class RemoteTarget:
         index = self.stored(".seq.idx")
         is_shard = index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC
         for suffix in self.suffixes:
-            is_ours = is_shard if suffix in SUFFIXES else is_of_another_shard(self.prefix + suffix, b"")
+            if suffix in SUFFIXES:
+                is_ours = bool(is_shard)
+            else:
+                is_media = suffix in MEDIA_SUFFIXES
+                is_ours = self._is_media() if is_media else is_of_another_shard(self.prefix + suffix, b"")
             stored = index if suffix == ".seq.idx" else self.stored(suffix)
             if stored and stored[1] is None and not is_ours:
                 raise FormatError(
                     f"{self.prefix}{suffix}: an object of {stored[0]} bytes that is of no SFT shard is here, and is"
                     " never replaced; choose another prefix, or remove it yourself"
                 )
+
+    def _is_media(self) -> bool:
+        """Whether images and audio of a shard are at the prefix."""
+        items = self.stored(".media.items")
+        return bool(items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", 8) == MEDIA_MAGIC)
 
     def _read(self, suffix: str, nbytes: int) -> bytes:
         return bytes(self.store.read(self.key + suffix, 0, nbytes))
@@ -205,8 +215,11 @@ class _Upload(RemoteTarget):
         if present[".seq.idx"] and not only_columns:
             self.store.delete(self.key + ".seq.idx")
         if ".seq.idx" not in right:
-            # Remove the columns of the shard that was replaced. Where these credentials may not list objects, such a
-            # column stays, and readers pass it over: its header names another shard.
+            # Remove images and audio, and the columns, of the shard that was replaced. Where these credentials may not
+            # list objects, such a column stays, and readers pass it over: its header names another shard.
+            if not self._source.paths.media and self._is_media():
+                for suffix in MEDIA_SUFFIXES:
+                    self.store.delete(self.key + suffix)
             with contextlib.suppress(StorageError):
                 for name in sorted(columns_beside([self.prefix])[self.prefix]):
                     suffix = f".{name}.col"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import WEIGHTED_BY, ColumnSpec, weighted_by
+from megatron_sft_idx.layout.files import listed_media
 from megatron_sft_idx.packs.joined_columns import JoinedColumns, common_entries
 from megatron_sft_idx.packs.provenance import MAX_RUNS, ORIGIN, PER_SHARD, OriginRun, extend_runs, origin_runs, own_run
 from megatron_sft_idx.packs.run import nbytes_of
@@ -194,7 +195,14 @@ def merge(
     columns = JoinedColumns(prefixes, headers, broken, lossy=lossy)
     total = sum(map(nbytes_of, headers)) + columns.nbytes
     new = begin_copy(
-        paths.prefix, like, columns.specs, work="merge", overwrite=overwrite, durable=durable, nbytes=total
+        paths.prefix,
+        like,
+        columns.specs,
+        media=any(listed_media(header.metadata) for header in headers),
+        work="merge",
+        overwrite=overwrite,
+        durable=durable,
+        nbytes=total,
     )
     with new as writer, watch("merging", total) as advance:
         for number, (source, header) in enumerate(zip(prefixes, headers, strict=True)):
@@ -241,6 +249,7 @@ def begin_copy(
     like: Header,
     columns: Mapping[str, ColumnSpec],
     *,
+    media: bool,
     work: str,
     overwrite: bool,
     durable: bool,
@@ -252,13 +261,14 @@ def begin_copy(
         prefix: the path that the five files will share.
         like: a header with the dtypes, capacity, multiple, pad id, metadata and flags of the new shard.
         columns: the columns of the new shard, by name.
+        media: whether it has images or audio.
         work: name of the verb; as of ``ShardWriter.begin``, and so are the others.
         overwrite: see there.
         durable: see there.
         nbytes: see there.
     """
     numbers = like.capacity or None, like.sequence_multiple, like.pad_id  # an empty shard may have no capacity
-    options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns))
+    options = BuildOptions(like.token_dtype, like.mask_dtype, *numbers, dict(like.metadata), dict(columns), media)
     writer = ShardWriter.begin(prefix, options, work=work, overwrite=overwrite, durable=durable, nbytes=nbytes)
     writer.rebuilt = like.rebuilt
     return writer

@@ -14,11 +14,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.files import MEDIA_ENTRY
 
 ORIGIN, SPLIT = "origin", "split"
 # An entry takes some 250 bytes, and the JSON block of a header holds 16 MiB.
 MAX_RUNS = 50_000
-PER_SHARD = frozenset({"columns", "notes", "packing", "sources", ORIGIN, SPLIT})
+PER_SHARD = frozenset({"columns", MEDIA_ENTRY, "notes", "packing", "sources", ORIGIN, SPLIT})
 """Keys of the JSON block that count or name what is in one shard: they hold neither of a merged nor of a split one."""
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens")

@@ -23,12 +23,14 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceErro
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.layout.files import MAX_CAPACITY, integer_array, mask_array, plain_array, token_array
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.columns import ShardColumn
+    from megatron_sft_idx.shard.media_reader import ShardMedia
     from megatron_sft_idx.shard.opening import OpenFiles
     from megatron_sft_idx.shard.reader import Pack
 
@@ -77,6 +79,7 @@ class PackRun:
         pack_sequences: sequences in each pack, int64 [packs].
         unplaced: how many set values of a file's mask a label-aligned mask has no position for; they were left out.
         columns: columns of these packs, by name.
+        media: images and audio in their sequences; None if they have none.
 
     Raises:
         ValueError: a column has another number of rows than there are tokens, sequences or packs.
@@ -89,6 +92,7 @@ class PackRun:
     pack_sequences: NDArray[np.int64]
     unplaced: int = 0
     columns: Columns = field(default_factory=dict)
+    media: RunMedia | None = None
 
     def __post_init__(self) -> None:
         for name, (spec, values) in self.columns.items():
@@ -168,6 +172,7 @@ class PackRun:
             self.pack_lengths[packs],
             self.pack_sequences[packs],
             columns=sliced(self.columns, token=tokens, sequence=sequences, pack=packs),
+            media=self.media and self.media.subrun(sequences),
         )
 
     @classmethod
@@ -180,7 +185,10 @@ class PackRun:
 
     @classmethod
     def joined(cls, runs: Sequence[PackRun]) -> PackRun:
-        """Copy the packs of one or more runs into one. ValueError where the runs differ in their columns."""
+        """Copy the packs of one or more runs into one.
+
+        ValueError: the runs differ in their columns, or only some of them have images and audio.
+        """
         specs = {name: column.spec for name, column in runs[0].columns.items()}
         if any({name: column.spec for name, column in run.columns.items()} != specs for run in runs):
             raise ValueError("runs with different columns")
@@ -190,7 +198,11 @@ class PackRun:
         }
         names = ("tokens", "loss_mask", "seq_starts", "pack_lengths", "pack_sequences")
         arrays = {name: np.concatenate([getattr(run, name) for run in runs]) for name in names}
-        return cls(**arrays, unplaced=sum(run.unplaced for run in runs), columns=columns)
+        media = [run.media for run in runs if run.media is not None]
+        if len(media) not in (0, len(runs)):
+            raise ValueError("runs with and without images and audio")
+        unplaced = sum(run.unplaced for run in runs)
+        return cls(**arrays, unplaced=unplaced, columns=columns, media=RunMedia.joined(media) if media else None)
 
 
 # ---- packs of other people ----
@@ -245,7 +257,7 @@ def checked_run(
     if mask_alignment == "rolled-right" and (pack := first_true(mask[np.cumsum(lengths) - lengths] != 0)) is not None:
         reason = "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
         raise SequenceError(path, first_pack + pack, f"{reason} say mask alignment label or token")
-    run = PackRun(ids, mask, starts, lengths, sequences, columns=run.columns)
+    run = replace(run, tokens=ids, loss_mask=mask, seq_starts=starts, pack_lengths=lengths, pack_sequences=sequences)
     return run if breach is None and mask_alignment == "label" else label_aligned(run, mask_alignment)
 
 
@@ -339,6 +351,7 @@ class Window:
         sequence_offsets: the same in sequences of the window: int64 [packs + 1].
         bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
         columns: columns of these packs, by name.
+        media: images and audio in their sequences; None if they were not asked for.
     """
 
     files: OpenFiles
@@ -349,6 +362,7 @@ class Window:
     sequence_offsets: NDArray[np.int64]
     bounds: NDArray[np.int64]
     columns: Columns = field(default_factory=dict)
+    media: RunMedia | None = None
 
     def __len__(self) -> int:
         return len(self.pack_bounds) - 1
@@ -363,11 +377,14 @@ class Window:
         tokens = slice(self.first_token, self.first_token + self.num_tokens)
         return self.files.tokens[tokens], self.files.loss[tokens]
 
+    def starts(self) -> NDArray[np.int64]:
+        """Where each sequence begins in its pack, int64 [sequences]."""
+        return self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
+
     def run(self) -> PackRun:
         """The packs as a run; reads ids and masks."""
         lengths, sequences = np.diff(self.pack_bounds), np.diff(self.sequence_offsets)
-        starts = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], sequences)
-        return PackRun(*self.content(), starts, lengths, sequences, columns=self.columns)
+        return PackRun(*self.content(), self.starts(), lengths, sequences, columns=self.columns, media=self.media)
 
     def locate(self, sequence: int) -> tuple[int, int]:
         """Number in the shard of the pack that a sequence of the window is in, and its number in that pack."""
@@ -376,7 +393,12 @@ class Window:
 
 
 def windows(
-    files: OpenFiles, tokens: int | None = None, columns: OpenColumns = _NONE, first: int = 0, stop: int | None = None
+    files: OpenFiles,
+    tokens: int | None = None,
+    columns: OpenColumns = _NONE,
+    first: int = 0,
+    stop: int | None = None,
+    media: ShardMedia | None = None,
 ) -> Iterator[Window]:
     """Packs of a shard, in order, in windows of bounded size.
 
@@ -387,6 +409,7 @@ def windows(
         columns: those that the windows carry.
         first: the first pack.
         stop: the pack behind the last; None, or more than there are, for all packs from ``first`` on.
+        media: images and audio of the shard, if the windows are to carry them.
 
     Raises:
         FormatError: offsets or starts do not divide the tokens (rules O1, O2, P2 to P4).
@@ -397,13 +420,18 @@ def windows(
     # Twice the packs that fit on average: to read the offsets of more for each window takes longer than its tokens.
     step = 1 + 2 * tokens * files.num_packs // max(1, files.num_tokens)
     while first < stop:
-        window = read_window(files, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns)
+        window = read_window(files, first, min(first + step, first + WINDOW_PACKS, stop), tokens, columns, media)
         yield window
         first += len(window)
 
 
 def read_window(
-    files: OpenFiles, first: int, stop: int, tokens: int | None = None, columns: OpenColumns = _NONE
+    files: OpenFiles,
+    first: int,
+    stop: int,
+    tokens: int | None = None,
+    columns: OpenColumns = _NONE,
+    media: ShardMedia | None = None,
 ) -> Window:
     """As many of the packs ``[first, stop)`` as fit a window, at least the first. Errors as of ``windows``."""
     stop = min(stop, files.num_packs)
@@ -427,7 +455,10 @@ def read_window(
         sequence=slice(sequence, last),
         pack=slice(first, first + count),
     )
-    return Window(files, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)
+    window = Window(files, first, token, sequence, pack_bounds, sequence_offsets, bounds, values)
+    if media is not None:
+        window = replace(window, media=media.of_sequences(first, sequence_offsets, window.starts()))
+    return window
 
 
 def nbytes_of_run(run: PackRun) -> int:
@@ -436,12 +467,16 @@ def nbytes_of_run(run: PackRun) -> int:
     return run.tokens.nbytes + run.loss_mask.nbytes + 4 * len(run.seq_starts) + columns
 
 
-def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> Iterator[PackRun]:
-    """All packs of a shard, with columns; each file is held to its checksum.
+def checked_runs(
+    files: OpenFiles, columns: OpenColumns, advance: Advance, media: ShardMedia | None = None
+) -> Iterator[PackRun]:
+    """All packs of a shard, with columns, images and audio; each file is held to its checksum.
+
+    Encoded files of images and audio are not read here: each is held to its hash when it is (``ShardMedia.data``).
 
     The checksums of local indexes and starts are compared before the first run, all others behind the last. ``advance``
     is called with the bytes that were read since the last call. CorruptShardError: a file does not have its checksum
-    (F3, of a column C7), or the offsets break O1 or O2.
+    (F3, of a column C7, of ``.media.items`` M13), or the offsets break O1 or O2.
     """
     files.check_ends()
     paths, header = files.paths, files.header
@@ -454,7 +489,9 @@ def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> It
     expected = {paths.tokens: ("F3", tokens.checksum), paths.loss: ("F3", loss.checksum)}
     expected |= {paths.column(name): ("C7", column.header.checksum) for name, column in columns.items()}
     hashes = {path: StreamHash() for path in expected}
-    for window in windows(files, COPIED_TOKENS, columns):
+    if media is not None:
+        _require_checksum(paths, media.paths.media_items, "M13", media.items_checksum(), media.header.arrays_checksum)
+    for window in windows(files, COPIED_TOKENS, columns, media=media):
         run = window.run()
         rows = run.tokens, run.loss_mask, *(column.values.reshape(-1) for column in run.columns.values())
         for stream, values in zip(hashes.values(), rows, strict=True):
@@ -466,13 +503,15 @@ def checked_runs(files: OpenFiles, columns: OpenColumns, advance: Advance) -> It
         _require_checksum(paths, path, rule, hashes[path].checksum(), checksum)
 
 
-def require_checksums(files: OpenFiles, columns: OpenColumns, advance: Advance) -> None:
-    """Read all bytes of a shard, with columns, and hold them to their checksums.
+def require_checksums(
+    files: OpenFiles, columns: OpenColumns, advance: Advance, media: ShardMedia | None = None
+) -> None:
+    """Read all bytes of a shard, with columns and items of images and audio, and hold them to their checksums.
 
     Arguments and errors are those of ``checked_runs``. This is for verbs that read a shard in another order than it is
     stored in: a checksum covers a whole file, in its order.
     """
-    for _ in checked_runs(files, columns, advance):
+    for _ in checked_runs(files, columns, advance, media):
         pass
 
 

@@ -115,7 +115,7 @@ def split(
 
         def write(missing: Sequence[int]) -> Iterator[Header]:
             kept.difference_update(missing)
-            require_checksums(shard.files, columns, advance)
+            require_checksums(shard.files, columns, advance, shard.media)
             advance(sum(outputs[number].nbytes for number in kept))
             for number in missing:
                 yield _copy(outputs[number], shard, columns, origin, overwrite=overwrite, durable=durable)
@@ -150,8 +150,9 @@ def _copy(
     own = {ORIGIN: list(map(dataclasses.asdict, runs)), SPLIT: output.entry()}
     like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in columns.items()}
-    with begin_copy(output.paths.prefix, like, specs, work="split", overwrite=overwrite, durable=durable) as writer:
-        for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop):
+    how: dict[str, Any] = {"work": "split", "overwrite": overwrite, "durable": durable}
+    with begin_copy(output.paths.prefix, like, specs, media=shard.media is not None, **how) as writer:
+        for window in windows(shard.files, COPIED_TOKENS, columns, output.first, output.stop, shard.media):
             writer.add_run(window.run())
         return writer.set_aside()
 
@@ -160,7 +161,8 @@ def _copy(
 class _Output:
     """One output of a split: the packs ``[first, stop)`` of the shard, which take ``nbytes`` in all files.
 
-    ``columns`` has the names of the shard's columns and their checksums, hex.
+    ``columns`` has the names of the shard's columns and their checksums, hex; ``media`` says whether it has images or
+    audio.
     """
 
     shard_id: bytes
@@ -170,12 +172,13 @@ class _Output:
     first: int
     stop: int
     columns: tuple[tuple[str, str], ...]
+    media: bool
     nbytes: int
 
     @property
     def paths(self) -> ShardPaths:
         paths = ShardPaths.of(output_prefix(self.prefix, self.number, self.outputs))
-        return paths.with_columns(name for name, _ in self.columns)
+        return paths.with_columns(name for name, _ in self.columns).with_media(self.media)
 
     def entry(self) -> dict[str, Any]:
         """What the JSON block of the output says under ``split``: which packs of which shard it has."""
@@ -223,12 +226,13 @@ def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> l
     num_packs = shard.header.num_packs
 
     def before(pack: int) -> int:
-        """Bytes of all packs before this one, in all files."""
+        """Bytes of all packs before this one, in all files; of images and audio at most, as equal ones are one."""
         (_, tokens), (_, sequences) = _spans(shard, 0, pack)
         rows = {"token": tokens, "sequence": sequences, "pack": pack}
         beside = sum(rows[column.spec.per] * column.spec.row_nbytes for column in columns.values())
         token_nbytes = shard.header.token_dtype.itemsize + shard.header.mask_dtype.itemsize
-        return tokens * token_nbytes + 4 * sequences + pack * _PACK_NBYTES + beside
+        media = shard.media.nbytes_before(pack) if shard.media is not None else 0
+        return tokens * token_nbytes + 4 * sequences + pack * _PACK_NBYTES + beside + media
 
     first_packs: Iterable[int]
     if size.packs is not None:
@@ -242,8 +246,11 @@ def _plan(shard: Shard, columns: OpenColumns, prefix: str, size: SplitSize) -> l
     if len(edges) > _MAX_OUTPUTS + 1:
         raise FormatError(f"{shard.prefix}: more than {_MAX_OUTPUTS} parts, five files each; ask for larger ones")
     checksums = tuple((name, column.header.checksum.hex()) for name, column in columns.items())
+    media = shard.media is not None
     return [
-        _Output(shard.shard_id, prefix, number, len(edges) - 1, first, stop, checksums, before(stop) - before(first))
+        _Output(
+            shard.shard_id, prefix, number, len(edges) - 1, first, stop, checksums, media, before(stop) - before(first)
+        )
         for number, (first, stop) in enumerate(pairwise(edges))
     ]
 

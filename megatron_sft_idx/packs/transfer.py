@@ -17,10 +17,11 @@ import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, SUFFIXES, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, DATA_SUFFIXES, MEDIA_SUFFIXES, SUFFIXES, listed_columns
 from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.at_prefix import with_present_columns
+from megatron_sft_idx.shard.at_prefix import with_present_files
 from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.media_reader import open_media
 from megatron_sft_idx.shard.opening import column_names, columns_beside, is_of_another_shard, object_at
 from megatron_sft_idx.shard.publication import Publication, finish_interrupted, places_of
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
@@ -54,7 +55,7 @@ class FileContent(NamedTuple):
     """What a file of a shard must hold.
 
     Attributes:
-        head: the file's first bytes: the header of a column; empty for every other file.
+        head: the file's first bytes: the header of a column, or of ``.media.items``; empty for every other file.
         rest: size and checksum of the bytes behind ``head``.
     """
 
@@ -136,7 +137,13 @@ class CopySource:
         contents = {suffix: FileContent(b"", digest) for suffix, digest in digests.items()}
         self.notes: tuple[str, ...] = ()
         columns = self._columns(beside)
-        self.paths = self.paths.with_columns(columns)
+        media = open_media(self.paths, header, "pread")
+        self.paths = self.paths.with_columns(columns).with_media(media is not None)
+        if media is not None:
+            head = media.header.encode()
+            items = FileDigest(media.header.nbytes - len(head), media.header.arrays_checksum)
+            contents[".media.items"] = FileContent(head, items)
+            contents[".media.data"] = FileContent(b"", FileDigest(media.header.data_nbytes, media.header.data_checksum))
         if self._objects:
             self._objects = _objects(self.paths)
         for name in columns:
@@ -174,11 +181,12 @@ class CopySource:
                 yield chunk
 
     def corrupt(self, suffix: str) -> CorruptShardError:
-        """The error about a file that does not hold what it must (rule F3, of a column C7)."""
+        """The error about a file that does not hold what it must (rule F3, of a column C7, of media M13)."""
         content = self.files[suffix]
         expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
         detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
-        return CorruptShardError(self.paths.prefix + suffix, 0, "C7" if content.head else "F3", detail)
+        rule = "M13" if suffix in MEDIA_SUFFIXES else "C7" if content.head else "F3"
+        return CorruptShardError(self.paths.prefix + suffix, 0, rule, detail)
 
 
 def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
@@ -187,7 +195,7 @@ def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
         beside = ()
         with contextlib.suppress(StorageError):  # these credentials may not list objects
             beside = columns_beside([prefix])[prefix]
-    paths = ShardPaths.of(prefix).with_columns(beside)
+    paths = ShardPaths.of(prefix).with_columns(beside).with_media()
     sizes = [info.nbytes for info in _objects(paths).values()] if is_remote(prefix) else _local_sizes(paths).values()
     return sum(sizes)
 
@@ -234,9 +242,10 @@ def check_destinations(
         paths = ShardPaths.of(target)
         if not is_remote(prefix):
             header = read_header(prefix)
-            paths = paths.with_columns(column_names(ShardPaths.of(prefix), header, beside.get(prefix)))
+            names = column_names(ShardPaths.of(prefix), header, beside.get(prefix))
+            paths = paths.with_listed(header.metadata).with_columns(names)
         check_free(paths, overwrite=True, any_file=not overwrite)
-        if not overwrite and with_present_columns(paths).present():
+        if not overwrite and with_present_files(paths).present():
             _compare(CopySource(prefix, beside.get(prefix)), paths, overwrite=False)
 
 
@@ -253,7 +262,7 @@ def download(
         FormatError: something else is at the prefix, or another process writes it.
         OSError: the disk says no.
     """
-    paths = ShardPaths.of(prefix).with_columns(source.paths.columns)
+    paths = ShardPaths.of(prefix).with_columns(source.paths.columns).with_media(source.paths.media)
     finish_interrupted(paths, overwrite=overwrite)
     right, obsolete = _compare(source, paths, overwrite=overwrite)
     missing = [suffix for suffix in source.files if suffix not in right]
@@ -283,7 +292,7 @@ _Stamps = Mapping[str, tuple[int, ...] | None]  # of files, by suffix or path
 
 
 def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple[_Stamps, list[str]]:
-    """The files that are right at the target, by suffix, and paths of the columns of a shard that is replaced.
+    """The files that are right at the target, by suffix; and paths of columns and media of a shard that is replaced.
 
     FormatError: files of something else are at the target, and ``overwrite`` is False.
     """
@@ -292,8 +301,9 @@ def _compare(source: CopySource, paths: ShardPaths, *, overwrite: bool) -> tuple
     right = {suffix: stamp for suffix, stamp in stamps.items() if source.files[suffix].is_at(targets[suffix])}
     obsolete = []
     if ".seq.idx" not in right:
-        beside = [path for path in with_present_columns(ShardPaths(paths.prefix)).all if path not in targets.values()]
-        obsolete = [path for path in beside if is_of_another_shard(path, source.header.shard_id)]
+        beside = [path for path in with_present_files(ShardPaths(paths.prefix)).all if path not in targets.values()]
+        media = paths.media_data, paths.media_items
+        obsolete = [path for path in beside if path in media or is_of_another_shard(path, source.header.shard_id)]
     replaced = [path for suffix, path in targets.items() if suffix not in right and os.path.lexists(path)] + obsolete
     if replaced and not overwrite:
         raise other_shard_error(paths.prefix, replaced)

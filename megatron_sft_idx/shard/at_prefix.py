@@ -11,6 +11,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
 from megatron_sft_idx.layout.files import MAGIC, column_of
+from megatron_sft_idx.layout.media import MEDIA_MAGIC
 from megatron_sft_idx.storage.building_files import building_of, is_half_finished, is_whole_at
 from megatron_sft_idx.storage.publish import describe, head_of
 
@@ -48,6 +49,16 @@ def is_shard(paths: ShardPaths) -> bool:
     return is_whole_at(paths.prefix) and is_half_finished(paths.prefix)
 
 
+def has_media(paths: ShardPaths) -> bool:
+    """Whether the images and audio of a shard lie at a prefix: the items have their magic, or some are renamed.
+
+    Nothing tells encoded files without their items from a file of somebody else.
+    """
+    if head_of(paths.media_items, len(MEDIA_MAGIC)) == MEDIA_MAGIC:
+        return True
+    return is_whole_at(paths.prefix) and is_half_finished(paths.prefix)
+
+
 def is_building(paths: ShardPaths) -> bool:
     """Whether there is unfinished work at a prefix."""
     return building_of(paths.prefix) is not None
@@ -58,8 +69,8 @@ def holds_shard_files(paths: ShardPaths) -> bool:
     return is_building(paths) and any(map(os.path.lexists, paths.unpublished.all))
 
 
-def with_present_columns(paths: ShardPaths, *, refuse_strange: bool = False) -> ShardPaths:
-    """``paths``, with the columns that lie at the prefix; scans the folder once.
+def with_present_files(paths: ShardPaths, *, refuse_strange: bool = False) -> ShardPaths:
+    """``paths``, with the columns, images and audio that lie at the prefix; scans the folder once.
 
     FormatError: with ``refuse_strange``, a file or link has the name of a column that is not among ``paths``, and is
     none. Next to a shard it would count as a damaged column.
@@ -81,7 +92,7 @@ def with_present_columns(paths: ShardPaths, *, refuse_strange: bool = False) -> 
                     f"{path}: it has the name of a column of {paths.prefix} and is no column; give it another name, or"
                     " choose another prefix"
                 )
-    return paths.with_columns_of(found)
+    return paths.with_files_of(found).with_media(has_media(paths))
 
 
 def refuse_journal(paths: ShardPaths) -> None:

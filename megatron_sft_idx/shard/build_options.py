@@ -44,6 +44,7 @@ class BuildOptions:
         pad_id: the tokenizer's padding id; None if it is unknown.
         metadata: JSON object, as far as it was known when the build began.
         columns: the columns that are written beside the tokens, by name.
+        media: whether images and audio are written beside them.
 
     Raises:
         FormatError: a value that no shard can have, or that cannot be stored.
@@ -56,6 +57,7 @@ class BuildOptions:
     pad_id: int | None
     metadata: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, ColumnSpec] = field(default_factory=dict)
+    media: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_dtype", token_dtype_of(self.token_dtype)[1])
@@ -75,6 +77,10 @@ class BuildOptions:
             if not isinstance(spec, ColumnSpec):
                 raise FormatError(f"columns: {name} is {brief(spec)}, expected a ColumnSpec")
             check_named_spec(name, spec)
+
+    def paths_of(self, paths: ShardPaths) -> ShardPaths:
+        """The paths at a prefix, with all files of a shard that is built with these options."""
+        return paths.with_columns(self.columns).with_media(self.media)
 
     def growing_files(self, paths: ShardPaths) -> list[GrowingFile]:
         """The files that grow as packs come: tokens, masks, starts, then the columns."""
@@ -96,6 +102,7 @@ class BuildOptions:
             "pad_id": self.pad_id,
             "metadata": self.metadata,
             **({"columns": {name: spec.encode() for name, spec in self.columns.items()}} if self.columns else {}),
+            **({"media": True} if self.media else {}),
         }
 
     @classmethod
@@ -105,7 +112,7 @@ class BuildOptions:
             dtypes = TOKEN_DTYPES[content["token_dtype"]], MASK_DTYPES[content["mask_dtype"]]
             numbers = content["capacity"], content["sequence_multiple"], content["pad_id"]
             columns = {name: ColumnSpec.decode(spec) for name, spec in content.get("columns", {}).items()}
-            return cls(*dtypes, *numbers, {**content["metadata"]}, columns)
+            return cls(*dtypes, *numbers, {**content["metadata"]}, columns, content.get("media") is True)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path}: not the options of a build ({error}); remove its folder, and build again"

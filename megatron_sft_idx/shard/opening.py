@@ -121,10 +121,10 @@ def _seq_idx_start(paths: ShardPaths) -> FileStart:
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Paths of the files of a shard that are missing: of the five, and of the columns that it lists."""
+    """Paths of the files of a shard that are missing: of the five, and of the columns and media that it lists."""
     paths = ShardPaths.of(prefix)
     with contextlib.suppress(FormatError, ShardNotFoundError):
-        paths = paths.with_columns(listed_columns(read_header(paths).metadata))
+        paths = paths.with_listed(read_header(paths).metadata)
     return _missing(paths)
 
 

@@ -5,7 +5,8 @@ Blocks, one behind the other, all numbers little-endian::
     4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records, one for each pack: uint32 length in tokens,
              uint32 number of sequences
 
-A block is appended after the data of its packs was written. So after a kill, the data of all complete blocks is there.
+The logs of images and audio consist of blocks of the same form, with other records (``media_writer``). A block is
+appended after the data of its packs was written. So after a kill, the data of all complete blocks is there.
 After a power failure, data that was not synced may be missing from the end of any file; then only those packs count
 that lie wholly in all data files. A block that is cut short or damaged ends the log.
 
@@ -24,9 +25,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import OutputFile, open_regular
 
-_MAGIC = b"PACK"
 _BLOCK = struct.Struct("<4sIQ")
-_RECORD_NBYTES = 8
+_PACK_MAGIC, _PACK = b"PACK", np.dtype(("<u4", 2))
 _MAX_RECORDS = 1 << 24  # in one block
 # So many packs are given at once, which takes a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
@@ -39,24 +39,34 @@ class PackChunk(NamedTuple):
     sequences: NDArray[np.int64]
 
 
+def append_records(log: OutputFile, magic: bytes, records: NDArray[Any]) -> None:
+    """Note records, [n] or [n, fields], in blocks that begin with ``magic``."""
+    for start in range(0, len(records), _MAX_RECORDS):
+        part = records[start : start + _MAX_RECORDS]
+        raw = np.ascontiguousarray(part).tobytes()
+        log.write(_BLOCK.pack(magic, len(part), xxhash.xxh3_64_intdigest(raw)) + raw)
+
+
+def read_records(stream: BinaryIO, magic: bytes, record: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """Read the records of each block, up to a block that is cut short, damaged, or of another log."""
+    while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
+        found, count, checksum = _BLOCK.unpack(head)
+        if found != magic or count > _MAX_RECORDS:
+            return
+        raw = stream.read(count * record.itemsize)
+        if len(raw) != count * record.itemsize or xxhash.xxh3_64_intdigest(raw) != checksum:
+            return
+        yield np.frombuffer(raw, record)
+
+
 def append_packs(log: OutputFile, records: NDArray[Any]) -> None:
     """Note packs whose data is in the files: of each its tokens and its sequences, integers [packs, 2]."""
-    for start in range(0, len(records), _MAX_RECORDS):
-        raw = np.ascontiguousarray(records[start : start + _MAX_RECORDS], dtype="<u4").tobytes()
-        count = len(raw) // _RECORD_NBYTES
-        log.write(_BLOCK.pack(_MAGIC, count, xxhash.xxh3_64_intdigest(raw)) + raw)
+    append_records(log, _PACK_MAGIC, records.astype("<u4", copy=False))
 
 
 def read_blocks(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
-    """Read the records of each block, uint32 [packs, 2], up to a block that is cut short or damaged."""
-    while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
-        magic, count, checksum = _BLOCK.unpack(head)
-        if magic != _MAGIC or count > _MAX_RECORDS:
-            return
-        raw = stream.read(count * _RECORD_NBYTES)
-        if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
-            return
-        yield np.frombuffer(raw, dtype="<u4").reshape(count, 2)
+    """Read the records of each block of packs, uint32 [packs, 2], up to a block that is cut short or damaged."""
+    return read_records(stream, _PACK_MAGIC, _PACK)
 
 
 class LoggedPacks:

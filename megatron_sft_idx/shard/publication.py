@@ -18,18 +18,19 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.layout.files import MEDIA_SUFFIXES, column_of
 from megatron_sft_idx.shard.at_prefix import (
+    has_media,
     inodes_of,
     is_column,
     is_shard,
     refuse_journal,
-    with_present_columns,
+    with_present_files,
 )
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.storage.building import Building, may_drop, require_replaceable, take_free
 from megatron_sft_idx.storage.building_files import (
-    PACKS,
+    LOGS,
     building_of,
     is_whole_at,
     lost_files,
@@ -80,14 +81,14 @@ def check_free(
         OSError: too little space on the disk, or too few inodes.
     """
     _check_room(paths, num_files=len(paths.all if only is None else only), nbytes=nbytes)
-    paths = with_present_columns(paths, refuse_strange=True) if only is None else paths.with_columns_of(only)
+    paths = with_present_files(paths, refuse_strange=True) if only is None else paths.with_files_of(only)
     require_ours(paths.prefix)
     refuse_journal(paths)
     present = [path for path in reversed(paths.all) if only is None or path in only]
     replaced = inodes_of(paths, present)
     if not overwrite and replaced:
         shown = (
-            [paths.prefix + suffix for suffix in reversed(replaced)] if only else with_present_columns(paths).present()
+            [paths.prefix + suffix for suffix in reversed(replaced)] if only else with_present_files(paths).present()
         )
         names, remedy = ", ".join(shown), "pass overwrite (--overwrite)"
         try:
@@ -104,14 +105,14 @@ def check_free(
 
 def _require_shard(paths: ShardPaths, suffixes: Iterable[str]) -> None:
     """FormatError if one of these files at a prefix belongs to no shard."""
-    is_of_shard = is_shard(paths)
-    file, column = (
-        Kind("a file of a shard, which has a .seq.idx", lambda _: is_of_shard),
-        Kind("a column of a shard", is_column),
-    )
-    for path in (paths.prefix + suffix for suffix in suffixes):
+    is_of_shard, is_of_media = is_shard(paths), has_media(paths)
+    file = Kind("a file of a shard, which has a .seq.idx", lambda _: is_of_shard)
+    column = Kind("a column of a shard", is_column)
+    media = Kind("a file of a shard's images and audio, which has a .media.items", lambda _: is_of_media)
+    for suffix in suffixes:
+        kind = file if column_of(path := paths.prefix + suffix) is None else column
         with contextlib.suppress(FileNotFoundError):
-            check_place(path, file if column_of(path) is None else column, overwrite=True)
+            check_place(path, media if suffix in MEDIA_SUFFIXES else kind, overwrite=True)
 
 
 def _check_room(paths: ShardPaths, *, num_files: int, nbytes: int) -> None:
@@ -251,9 +252,9 @@ class Publication:
         """The unpublished file of the file that will be at ``path``. Its content is removed unless ``keep``."""
         return self.building.open(self.paths.suffix(path), keep=keep)
 
-    def open_log(self) -> OutputFile:
-        """The file in which a writer notes its packs (``pack_log``)."""
-        return self.building.open(PACKS, keep=True)
+    def open_log(self, name: str) -> OutputFile:
+        """The file in which a writer notes what it has written, one of ``LOGS`` (``pack_log``)."""
+        return self.building.open(name, keep=True)
 
     def drop(self, path: str) -> None:
         """Remove the unpublished file of ``path``, where no new file will be published then."""
@@ -261,7 +262,7 @@ class Publication:
 
     def stage(self) -> None:
         """Sync all files. FormatError: a file has appeared at the prefix since the work began."""
-        paths = self.paths.with_columns_of(self.paths.prefix + suffix for suffix in self._replaced)
+        paths = self.paths.with_files_of(self.paths.prefix + suffix for suffix in self._replaced)
         written = [path for path in self.paths.all if os.path.lexists(self.building.path(paths.suffix(path)))]
         replaced = inodes_of(
             paths, (path for path in reversed(paths.all) if path in written or path not in self.paths.all)
@@ -302,7 +303,7 @@ class Publication:
         if not self._borrowed:
             self.building.discard()
         else:
-            for path in (*map(self.paths.suffix, self.paths.all), PACKS):
+            for path in (*map(self.paths.suffix, self.paths.all), *LOGS):
                 self.building.remove(path)
         self.close()
 
@@ -319,10 +320,10 @@ def remove_shard(paths: ShardPaths) -> None:
     FormatError: files without a ``.seq.idx`` are there, which may be stock data; or a writer is at work.
     """
     finish_interrupted(paths)
-    if not with_present_columns(paths).present():
+    if not with_present_files(paths).present():
         return
     with taken(paths.prefix) as building:
-        paths = with_present_columns(paths)
+        paths = with_present_files(paths)
         replaced = inodes_of(paths, reversed(paths.all))
         _require_shard(paths, replaced)
         building.begin({"work": "removal"})

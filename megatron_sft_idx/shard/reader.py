@@ -19,6 +19,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.columns import ShardColumns
+from megatron_sft_idx.shard.media_reader import MediaItem, ShardMedia, open_media
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
@@ -33,17 +34,22 @@ from megatron_sft_idx.storage import (
 )
 
 
-class Pack(TypedDict):
+class _TextPack(TypedDict):
+    input_ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    seq_boundaries: NDArray[np.int32]
+
+
+class Pack(_TextPack, total=False):
     """One pack.
 
     ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
     whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: where each sequence begins, then
-    the pack's length. Columns that the shard was opened with are further keys.
+    the pack's length. Columns that the shard was opened with are further keys. ``media`` is there if the shard was
+    written with images or audio: a list of them in the order of their positions.
     """
 
-    input_ids: NDArray[Any]
-    loss_mask: NDArray[Any]
-    seq_boundaries: NDArray[np.int32]
+    media: list[MediaItem]
 
 
 class Shard(Shown):
@@ -94,6 +100,7 @@ class Shard(Shown):
         self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, tuple(columns)
         self._files: OpenFiles | None = open_files(self._paths, options, index_cache)
         self._shard_id = self._files.header.shard_id
+        _ = self.media  # raises its errors now
         for name in self._chosen:
             self.columns.open(check_column_name(name))
 
@@ -118,6 +125,11 @@ class Shard(Shown):
     def columns(self) -> ShardColumns:
         """The columns by name: those that the shard was written with, and those that were attached to it."""
         return ShardColumns(self._paths, self.header, self.backend)
+
+    @cached_property
+    def media(self) -> ShardMedia | None:
+        """Images and audio of the packs; None if the shard was written without. Errors as of ``open_media``."""
+        return open_media(self._paths, self.header, self.backend)
 
     @property
     def prefix(self) -> str:
@@ -204,6 +216,8 @@ class Shard(Shown):
                 rows = column.values[spans[column.spec.per]]
                 rows = rows[0] if column.spec.per == "pack" else rows
                 pack[name] = rows.copy() if self._copy else rows  # type: ignore[literal-required]
+        if (media := self.media) is not None:
+            pack["media"] = media.of_pack(i, stop - start)
         return pack
 
     def __iter__(self) -> Iterator[Pack]:

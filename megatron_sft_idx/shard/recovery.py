@@ -16,7 +16,8 @@ import numpy as np
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
-from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, SUFFIXES, HeaderForm
+from megatron_sft_idx.layout.files import MAX_COUNT, SEQ_IDX, HeaderForm, column_of
+from megatron_sft_idx.layout.media import MEDIA, MediaHeader
 from megatron_sft_idx.shard.at_prefix import refuse_journal
 from megatron_sft_idx.shard.build_options import BuildOptions
 from megatron_sft_idx.shard.opening import read_start
@@ -99,7 +100,7 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
         done = building.done
         names = {building.target(name): building.path(name) for name in done.files}
         paths, unpublished = (
-            paths.with_columns_of(names),
+            paths.with_files_of(names),
             {p: name for p, name in names.items() if os.path.lexists(name)},
         )
         if paths.seq_idx not in names or work == "rebuild":
@@ -110,7 +111,7 @@ def read_remains(paths: ShardPaths, building: Building) -> Remains | None:
     if (described := building.content.get("shard")) is None:
         return Remains(paths, work, None, num_parts=building.num_parts())
     options = BuildOptions.decode(described, building.folder)
-    paths = paths.with_columns(options.columns)
+    paths = options.paths_of(paths)
     # How many tokens, sequences and packs lie wholly in the files.
     num_present = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
     for file in options.growing_files(paths):
@@ -160,9 +161,13 @@ def complete_header(prefix: str | ShardPaths) -> Header:
     seq_idx = present_name(paths.seq_idx)
     header = header_of(seq_idx, SEQ_IDX, Header.decode)
     sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items() if paths.suffix(path) in suffixes}
-    for path in (paths.prefix + suffix for suffix in suffixes if suffix not in SUFFIXES):
+    for path in (paths.prefix + suffix for suffix in suffixes if column_of(paths.prefix + suffix)):
         column = present_name(path)
         sizes[path] = header_of(column, COLUMN, ColumnHeader.decode).nbytes, column
+    if ".media.items" in suffixes:
+        items = present_name(paths.media_items)
+        media = header_of(items, MEDIA, MediaHeader.decode)
+        sizes[paths.media_items], sizes[paths.media_data] = (media.nbytes, items), (media.data_nbytes, items)
     for path, (nbytes, header_path) in sizes.items():
         if (actual := _nbytes(present_name(path))) != nbytes:
             detail = f"file has {actual} bytes, expected {nbytes} by the header of {header_path}{_CHANGED}"
@@ -213,7 +218,7 @@ def recover(
         check_free(paths, overwrite=overwrite)
         if remains is None or remains.options is None:
             raise FormatError(f"{building.folder}: no packs were being written, so there is nothing to recover")
-        publication = Publication.resume(building, paths.with_columns(remains.options.columns), overwrite=overwrite)
+        publication = Publication.resume(building, remains.options.paths_of(paths), overwrite=overwrite)
         writer = ShardWriter.of(publication, remains.options)
         if not (num_packs := writer.replay(remains.num_packs, progress)):
             raise FormatError(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import BUILDING, SUFFIXES, check_column_name, column_of
+from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, check_column_name, column_of
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.at_prefix import holds_shard_files, is_building
 from megatron_sft_idx.shard.columns import open_column
@@ -125,7 +125,7 @@ def distinct(sources: Iterable[str | os.PathLike[str]]) -> list[str]:
     paths: list[str] = []
     first_files: dict[str, str] = {}
     for path in [os.fspath(source) for source in sources]:
-        is_file = path.endswith(SUFFIXES) or column_of(path) is not None
+        is_file = path.endswith((*SUFFIXES, *MEDIA_SUFFIXES)) or column_of(path) is not None
         if not is_file or first_files.setdefault(ShardPaths.of(path).prefix, path) == path:
             paths.append(path)
     return paths

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,8 +24,10 @@ from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, NamedRows, 
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     MAX_CAPACITY,
+    MEDIA_ENTRY,
     integer_array,
     listed_columns,
+    listed_media,
     mask_array,
     pack_idx_header,
     token_array,
@@ -33,7 +35,10 @@ from megatron_sft_idx.layout.files import (
 )
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.build_options import BuildOptions, GrowingFile
+from megatron_sft_idx.shard.media_reader import MediaItem
+from megatron_sft_idx.shard.media_writer import MediaWriter, PlacedMedia, placed_media
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, LoggedPacks, PackChunk, append_packs
 from megatron_sft_idx.shard.publication import Publication, finish_interrupted
@@ -74,6 +79,8 @@ class ShardWriter(Shown):
             the same input and options.
         columns: the columns that are written beside the tokens, by name; ``add_pack`` takes their values. The JSON
             block lists them under ``columns``.
+        media: whether packs may have images and audio, which ``add_pack`` takes. The JSON block then has a key
+            ``media``.
         durable: False skips fsync, for files that are thrown away anyway.
 
     Attributes:
@@ -99,11 +106,12 @@ class ShardWriter(Shown):
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         columns: Mapping[str, ColumnSpec] | None = None,
+        media: bool = False,
         durable: bool = True,
     ) -> None:
         numbers = capacity, sequence_multiple, pad_id
-        options = BuildOptions(token_dtype, mask_dtype, *numbers, dict(metadata or {}), dict(columns or {}))
-        paths = ShardPaths.of(prefix).with_columns(options.columns)
+        options = BuildOptions(token_dtype, mask_dtype, *numbers, dict(metadata or {}), dict(columns or {}), media)
+        paths = options.paths_of(ShardPaths.of(prefix))
         content = {"work": PROGRAM, "shard": options.encode()}
         self._begin(Publication(paths, content, overwrite=overwrite, durable=durable), options)
 
@@ -130,7 +138,7 @@ class ShardWriter(Shown):
         A shard at the prefix that was made with the same options may turn out to be this very shard (``found``).
         Other arguments as of ``Publication``, errors as of the class.
         """
-        paths = ShardPaths.of(prefix).with_columns(options.columns)
+        paths = options.paths_of(ShardPaths.of(prefix))
         content = {"work": work, "shard": options.encode()}
         present = None if overwrite or building is not None else _header_like(paths, options)
         publication = Publication(
@@ -181,7 +189,8 @@ class ShardWriter(Shown):
                 if file.nbytes < each.begin:
                     file.write(bytes(each.begin - file.nbytes))
                 self._files[each.path] = each, HashedFile(file)
-            self._packs = publication.open_log()
+            self._media = MediaWriter(publication) if options.media else None
+            self._packs = publication.open_log(PACKS)
 
     @property
     def prefix(self) -> str:
@@ -227,6 +236,7 @@ class ShardWriter(Shown):
         *,
         mask_alignment: MaskAlignment = "label",
         columns: Mapping[str, ArrayLike] | None = None,
+        media: Sequence[MediaItem] = (),
     ) -> None:
         """Add one pack.
 
@@ -240,6 +250,7 @@ class ShardWriter(Shown):
             mask_alignment: which of the two ``loss_mask`` is.
             columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], with one
                 row for each token or sequence of the pack, or one row for the pack.
+            media: images and audio of the pack, in order. The mask must be 0 on the labels that are on them.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
@@ -248,6 +259,8 @@ class ShardWriter(Shown):
             type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray
             and columns is None
             and not self._staged_columns
+            and isinstance(media, tuple | list)
+            and not media
         ):
             # The fast way, for arrays of the dtypes that the stage takes. The stage keeps nothing of a pack that it
             # refuses because of its dtypes, a broken rule or lack of room; add_packs deals with such a pack.
@@ -258,7 +271,9 @@ class ShardWriter(Shown):
                 added = False
             if added:
                 return
-        self.add_packs(tokens, loss_mask, seq_starts, None, None, mask_alignment=mask_alignment, columns=columns)
+        self.add_packs(
+            tokens, loss_mask, seq_starts, None, None, mask_alignment=mask_alignment, columns=columns, media=media
+        )
 
     def add_packs(
         self,
@@ -270,6 +285,7 @@ class ShardWriter(Shown):
         *,
         mask_alignment: MaskAlignment = "label",
         columns: Mapping[str, ArrayLike] | None = None,
+        media: RunMedia | Sequence[MediaItem] | None = None,
     ) -> None:
         """Add many packs at once: the arrays of ``add_pack`` end to end.
 
@@ -281,6 +297,7 @@ class ShardWriter(Shown):
             pack_sequences: sequences in each pack [packs]; None if there is one pack.
             mask_alignment: as in ``add_pack``.
             columns: as in ``add_pack``, for all packs end to end.
+            media: images and audio of the packs; a list, as in ``add_pack``, if there is one pack.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
@@ -304,6 +321,10 @@ class ShardWriter(Shown):
         except ValueError as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         arrays = self._column_arrays({} if columns is None else columns, ids.size, starts.size, lengths.size)
+        has_media = media is not None and not (isinstance(media, Sequence | RunMedia) and not len(media))
+        if media is not None and has_media:
+            run = PackRun(ids, mask, starts, lengths, sequences)
+            shown = self._checked_media(run, media, mask_alignment)
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
@@ -312,6 +333,29 @@ class ShardWriter(Shown):
         for name, values in arrays.items():
             self._named_rows[name].accept(values)
             self._staged_columns[name].append(values.copy())  # the caller may change its array before the flush
+        if has_media:
+            self._add_media(shown)
+
+    def _checked_media(
+        self, run: PackRun, media: RunMedia | Sequence[MediaItem], mask_alignment: MaskAlignment = "label"
+    ) -> PlacedMedia | None:
+        """Images and audio of a run of packs; None if the packs break a rule, so that the stage refuses them.
+
+        SequenceError: this writer takes none, or they break a rule.
+        """
+        try:
+            if self._media is None:
+                raise ValueError("has images or audio, and this writer was opened without media=True")
+            return placed_media(run, media, mask_alignment)
+        except ValueError as error:
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
+
+    def _add_media(self, placed: PlacedMedia | None) -> None:
+        """Add the images and audio of packs that were added just now."""
+        assert self._media is not None
+        assert placed is not None
+        with self._all_or_nothing():
+            self._media.add(placed, self.num_packs)
 
     def _column_arrays(
         self, columns: Mapping[str, ArrayLike], tokens: int, sequences: int, packs: int
@@ -368,7 +412,7 @@ class ShardWriter(Shown):
         with self._all_or_nothing():
             self._logs_packs = False
             opened = {name: shard.columns.open(name) for name in columns}
-            for run in checked_runs(shard.files, opened, advance):
+            for run in checked_runs(shard.files, opened, advance, shard.media):
                 try:
                     if refused is None:  # of a shard that is damaged, that is the error
                         self.add_run(changed(run))
@@ -388,12 +432,15 @@ class ShardWriter(Shown):
         """Add the packs of a run, with its columns. Errors as of ``add_packs``."""
         arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
         columns = {name: column.values for name, column in run.columns.items()}
+        media = run.media if run.media is not None and len(run.media) else None
         dtypes = self._options.token_dtype, self._options.mask_dtype
         if len(run.tokens) < _LONG_RUN or (run.tokens.dtype, run.loss_mask.dtype) != dtypes:
-            self.add_packs(*arrays, columns=columns)
+            self.add_packs(*arrays, columns=columns, media=media)
             return
         self._require_ready("label")
         values = self._column_arrays(columns, len(run.tokens), len(run.seq_starts), len(run))
+        if media is not None:
+            shown = self._checked_media(run, media)
         self.flush()
         try:
             self._stage.count(*arrays)
@@ -402,6 +449,8 @@ class ShardWriter(Shown):
         for name in values:
             self._named_rows[name].accept(values[name])
             self._staged_columns[name].append(values[name])
+        if media is not None:
+            self._add_media(shown)
         self._write_staged(run.tokens, run.loss_mask)
 
     def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
@@ -410,13 +459,20 @@ class ShardWriter(Shown):
         At most ``num_packs`` are replayed, and none from one on that breaks a rule, as its bytes did not reach the
         disk. Returns how many were; ``progress`` is called with the tokens replayed since the last call.
         """
+        if self._media is not None:
+            num_packs = self._media.whole_packs(num_packs)
+        self._replay_packs(num_packs, progress)
+        if self._media is not None:
+            self._media.resume(self.num_packs)
+        return self.num_packs
+
+    def _replay_packs(self, num_packs: int, progress: Advance) -> None:
         for lengths, sequences in LoggedPacks(self._log_path, num_packs):
             ends = np.append(0, np.cumsum(lengths))
             for first, last in run_bounds(ends, self._stage_tokens):
                 if not self._replay_run(lengths[first:last], sequences[first:last]):
-                    return self.num_packs
+                    return
                 progress(int(ends[last] - ends[first]))
-        return self.num_packs
 
     def _replay_run(self, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> bool:
         """Replay a run of packs, up to the first that breaks a rule. Returns whether none does."""
@@ -455,6 +511,8 @@ class ShardWriter(Shown):
                 for values in arrays:
                     self._files[paths.column(name)][1].write(values.reshape(-1))
                 arrays.clear()
+            if self._media is not None:
+                self._media.flush()
             if self._logs_packs:
                 append_packs(self._packs, np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
             stage.clear()
@@ -503,10 +561,15 @@ class ShardWriter(Shown):
         packs = LoggedPacks(self._log_path, stage.num_packs)
         idx = write_idx(publication.open(paths.idx), packs, options.token_dtype, stage.num_packs)
         tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
-        metadata = {key: value for key, value in self.metadata.items() if key != "columns"}
+        metadata = {key: value for key, value in self.metadata.items() if key not in ("columns", MEDIA_ENTRY)}
         digests = tokens, loss, idx, starts
         header = header_of(stage, dataclasses.replace(options, metadata=metadata), digests, rebuilt=self.rebuilt)
         header.metadata["format_writer"] = FORMAT_WRITER
+        if self._media is not None:
+            items = publication.open(paths.media_items)
+            media = self._media.write_items(items, stage.num_packs)
+            header.metadata[MEDIA_ENTRY] = media.checksums.encode()
+            items.write_at(dataclasses.replace(media, shard_id=header.shard_id).encode(), 0)
         listed: dict[str, str] = {}
         for name, spec in options.columns.items():
             hashed = self._files[paths.column(name)][1]
@@ -583,8 +646,9 @@ def _header_like(paths: ShardPaths, options: BuildOptions) -> Header | None:
     finish_interrupted(paths)
     if not os.path.isfile(paths.seq_idx) or paths.missing():
         return None
-    header, written = read_header(paths), {"format_writer": None, "columns": None}
+    header, written = read_header(paths), {"format_writer": None, "columns": None, MEDIA_ENTRY: None}
     same = header.metadata | written == options.metadata | written
+    same = same and (listed_media(header.metadata) is not None) == options.media
     return header if same and listed_columns(header.metadata).keys() == options.columns.keys() else None
 
 

@@ -15,15 +15,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout.files import BUILDING, SUFFIXES, column_of
+from megatron_sft_idx.layout.files import BUILDING, MEDIA_SUFFIXES, SUFFIXES, column_of
 from megatron_sft_idx.storage.publish import MAX_NAME_NBYTES, describe, head_of
 
-OUTPUT, OLD_OUTPUT, REMOVED, PACKS, PARTS = "output", "output.old", "removed", "packs", "parts"
+OUTPUT, OLD_OUTPUT, REMOVED, PARTS = "output", "output.old", "removed", "parts"
+# What a writer notes of packs, of the items of images and audio in them, and of the encoded files that these show.
+PACKS, ITEMS, BLOBS = LOGS = "packs", "items", "blobs"
 LOCK, BUILD, DONE = "lock", "build.json", "done.json"
 # What build.json and done.json begin with.
 MARK = {"sft-building": 1}
 _BEGIN = json.dumps(MARK).removesuffix("}").encode()
-_OURS = {LOCK, BUILD, DONE, BUILD + ".tmp", DONE + ".tmp", OUTPUT, OLD_OUTPUT, REMOVED, PACKS, PARTS, *SUFFIXES}
+_OF_SHARDS = (*SUFFIXES, *MEDIA_SUFFIXES)
+_OURS = {LOCK, BUILD, DONE, BUILD + ".tmp", DONE + ".tmp", OUTPUT, OLD_OUTPUT, REMOVED, *LOGS, PARTS, *_OF_SHARDS}
 _PART = re.compile(r"[0-9a-f]{32}\.part(\.[0-9a-f]+\.tmp)?")
 _MAX_NBYTES = 1 << 28
 
@@ -204,7 +207,7 @@ def _strange_in(folder: str, *, parts: bool, begun: bool) -> Iterator[str]:
 
 def is_file_name(name: str) -> bool:
     """Whether a file of an output may have this name in the folder."""
-    return name in (OUTPUT, ".json", *SUFFIXES) or (name.startswith(".") and column_of("x" + name) is not None)
+    return name in (OUTPUT, ".json", *_OF_SHARDS) or (name.startswith(".") and column_of("x" + name) is not None)
 
 
 def read_json(path: str) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import ShardWriter, write_column
+from megatron_sft_idx.shard.media_reader import MediaItem
 
 
 def make(folder: Path) -> list[str]:
@@ -34,7 +35,13 @@ def make(folder: Path) -> list[str]:
             pack, rows, grade, topk = packs
             writer.add_pack(*pack, columns={"source": rows, "grade": grade, "topk": topk})
     write_column(columns, "attached", np.array([-1, -2, -3], np.int64), per="sequence")
-    return [flags, weights, columns]
+    media = str(folder / "media")
+    image = b"\xff\xd8\xff\xd9"
+    with ShardWriter(media, token_dtype=np.uint16, capacity=8, media=True) as writer:
+        items = [MediaItem("image", 0, 2, image), MediaItem("audio", 2, 1, b"RIFF")]
+        writer.add_pack([5, 5, 6, 7, 8], [0, 0, 1, 0, 0], [0, 4], media=items)
+        writer.add_pack([1, 2, 3, 5], [1, 0, 0, 0], [0, 2], media=[MediaItem("image", 3, 1, image)])
+    return [flags, weights, columns, media]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,233 @@
+"""Images and audio of an open shard: where they stand, and their encoded files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.files import listed_media
+from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA, Items, Kind, MediaHeader, blob_hash
+from megatron_sft_idx.packs.run_media import RunMedia
+from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
+from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
+from megatron_sft_idx.storage.local import StreamHash, digest_file, stamp_of
+from megatron_sft_idx.storage.remote import RemoteArray, open_store
+from megatron_sft_idx.storage.remote.store import read_ahead
+
+_NAMES = {code: kind for kind, code in KINDS.items()}
+_RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One image or recording at one place of a pack.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position in the pack.
+        length: how many positions its placeholder tokens take.
+        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given.
+    """
+
+    kind: Kind
+    start: int
+    length: int
+    data: bytes | memoryview
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "data": bytes(self.data)}  # a view cannot be pickled
+
+
+class ShardMedia:
+    """The images and audio of an open shard. Equal files are stored once, so several items may show one *blob*.
+
+    Attributes:
+        header: of ``.media.items``.
+        arrays: its arrays, by name (``ARRAYS``).
+        data_bytes: ``.media.data``, uint8 [data_nbytes].
+    """
+
+    def __init__(self, paths: ShardPaths, header: MediaHeader, arrays: dict[str, Array], data: Array) -> None:
+        self.paths, self.header, self.arrays, self.data_bytes = paths, header, arrays, data
+
+    def __len__(self) -> int:
+        return self.header.num_blobs
+
+    def check_ends(self) -> None:
+        """CorruptShardError unless the items are those of all packs (M5), and the blobs all of the data (M10)."""
+        header = self.header
+        for rule, name, last, total in (
+            ("M5", "item_offsets", header.num_packs, header.num_items),
+            ("M10", "blob_offsets", header.num_blobs, header.data_nbytes),
+        ):
+            for at, expected in ((0, 0), (last, total)):
+                if (found := int(self.arrays[name][at : at + 1][0])) != expected:
+                    raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
+
+    def _error(self, array: str, at: int, rule: str, detail: str) -> CorruptShardError:
+        begin = self.header.places()[array][0]
+        itemsize = next(each.dtype.itemsize for each in ARRAYS if each.name == array)
+        return CorruptShardError(self.paths.media_items, begin + at * itemsize, rule, f"{detail}; {_RESTORE}")
+
+    def data(self, number: int) -> memoryview:
+        """The bytes of a blob, a view where the file is mapped.
+
+        CorruptShardError: its offsets leave the file (M10), or it does not have its hash (M11).
+        """
+        found = self._bytes(number)
+        if blob_hash(found) != self.hash(number):
+            begin = int(self.arrays["blob_offsets"][number : number + 1][0])
+            detail = f"blob {number} does not have its hash; the file was changed or damaged: {_RESTORE}"
+            raise CorruptShardError(self.paths.media_data, begin, "M11", detail)
+        return found
+
+    def _bytes(self, number: int) -> memoryview:
+        begin, end = self.arrays["blob_offsets"][number : number + 2].tolist()
+        if not 0 <= begin < end <= self.header.data_nbytes:
+            detail = f"blob {number} from {begin} to {end}, expected ascending and at most {self.header.data_nbytes}"
+            raise self._error("blob_offsets", number, "M10", detail)
+        return self.data_bytes[begin:end].data
+
+    def hash(self, number: int) -> bytes:
+        """The hash of a blob, as it is stored."""
+        return bytes(self.arrays["blob_hashes"][number : number + 1].tobytes())
+
+    def items_checksum(self) -> bytes:
+        """The xxh3_128 of the arrays in ``.media.items``, which is read for it."""
+        path, begin = self.paths.media_items, self.header.header_nbytes
+        if not is_remote(path):
+            return digest_file(path, begin).checksum
+        store, key = open_store(path)
+        hashed = StreamHash()
+        if (info := store.head(key)) is not None:
+            for chunk in read_ahead(store, info, offset=begin):
+                hashed.update(chunk)
+        return hashed.checksum()
+
+    def items(self, first: int, last: int) -> tuple[NDArray[np.int64], Items]:
+        """Items of packs ``[first, last)``: how many each has, int64 [packs], and their places in the packs.
+
+        CorruptShardError: the offsets leave the file (M5), or an item shows a blob that is not there (M9).
+        """
+        offsets = self.arrays["item_offsets"][first : last + 1]
+        counts = np.diff(offsets)
+        begin, end = int(offsets[0]), int(offsets[-1])
+        if (counts < 0).any() or ((offsets < 0) | (offsets > self.header.num_items)).any():
+            detail = f"item offsets of packs {first} to {last - 1} are not ascending, up to {self.header.num_items}"
+            raise self._error("item_offsets", first, "M5", detail)
+        items = Items(*(self.arrays[name][begin:end] for name in ("starts", "lengths", "kinds", "blobs")))
+        if (wrong := items.blobs >= self.header.num_blobs).any():
+            at = int(np.argmax(wrong))
+            detail = f"blob {items.blobs[at]}, expected less than {self.header.num_blobs}"
+            raise self._error("blobs", begin + at, "M9", detail)
+        return counts, items
+
+    @cached_property
+    def _item_ends(self) -> NDArray[np.int64]:
+        sizes = np.diff(self.arrays["blob_offsets"][:])
+        return np.append(0, np.cumsum(sizes[self.arrays["blobs"][:]]))
+
+    def nbytes_before(self, pack: int) -> int:
+        """Bytes of the items of all packs before this one, each with its own encoded file."""
+        return int(self._item_ends[int(self.arrays["item_offsets"][pack : pack + 1][0])])
+
+    def of_pack(self, pack: int, length: int) -> list[MediaItem]:
+        """The items of one pack, which has ``length`` tokens, in order.
+
+        CorruptShardError: a rule is broken that keeps one from being read: M5, M6, M8 to M10.
+        """
+        _, items = self.items(pack, pack + 1)
+        found: list[MediaItem] = []
+        for start, size, code, blob in zip(*(values.tolist() for values in items), strict=True):
+            begin = int(self.arrays["item_offsets"][pack : pack + 1][0]) + len(found)
+            if not (size and start + size <= length):
+                detail = f"pack {pack} of {length} tokens: an item at positions {start} to {start + size - 1}"
+                raise self._error("starts", begin, "M6", detail)
+            if code not in _NAMES:
+                raise self._error("kinds", begin, "M8", f"kind {code}, expected {' or '.join(map(str, _NAMES))}")
+            found.append(MediaItem(_NAMES[code], start, size, self._bytes(blob)))
+        return found
+
+    def of_sequences(self, first: int, sequence_offsets: NDArray[np.int64], seq_starts: NDArray[np.int64]) -> RunMedia:
+        """The items of the packs from ``first`` on, by sequence.
+
+        Args:
+            first: number of the first pack.
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1], the first 0.
+            seq_starts: where each sequence begins in its pack, int64 [sequences].
+
+        CorruptShardError: as of ``items``.
+        """
+        counts, items = self.items(first, first + len(sequence_offsets) - 1)
+        packs = np.repeat(np.arange(len(counts)), counts)
+        # Sequences and items as one ascending number each: the pack, then the place in it.
+        keys = (np.repeat(np.arange(len(counts)), np.diff(sequence_offsets)) << 32) + seq_starts
+        sequences = np.searchsorted(keys, (packs << 32) + items.starts, "right") - 1
+        by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
+        items = items._replace(starts=(items.starts - seq_starts[sequences]).astype(np.uint32))
+        return RunMedia(by_sequence, items, self)
+
+
+def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> ShardMedia | None:
+    """Open the images and audio of the shard at ``paths``, whose header is given; None if it has none.
+
+    Raises:
+        ShardNotFoundError: one of the two files is missing.
+        CorruptShardError: a rule of FORMAT.md is broken: M1 to M5, M10.
+        StorageError: an object store does not answer.
+    """
+    if (listed := listed_media(header.metadata)) is None:
+        return None
+    paths = paths.with_media()
+    path = paths.media_items
+    if (file := read_start(path, MEDIA)) is None:
+        raise ShardNotFoundError(paths.prefix, [path], f"the shard was written with images or audio (M1): {_RESTORE}")
+    media = MediaHeader.decode(file.raw, path)
+    if media.checksums != listed:
+        detail = f"checksums {media.checksums.encode()}, expected {listed.encode()} by .seq.idx; {_RESTORE}"
+        raise CorruptShardError(path, MEDIA.offsets["arrays_checksum"], "M1", detail)
+    if media.shard_id != header.shard_id:
+        detail = f"of shard {media.shard_id.hex()}, this one is {header.shard_id.hex()}; {_RESTORE}"
+        raise CorruptShardError(path, 16, "M4", detail)
+    if media.num_packs != header.num_packs:
+        raise CorruptShardError(path, 32, "M4", f"{media.num_packs} packs, expected {header.num_packs}; {_RESTORE}")
+    check_size(path, file.nbytes, media.nbytes)
+
+    def confirm() -> None:
+        require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
+        if (present := read_start(path, MEDIA)) is None or present.raw != file.raw:
+            raise FormatError(f"{path}: replaced since it was opened; open the shard again")
+
+    if file.info is not None:
+        store, key = open_store(path)
+        arrays: dict[str, Array] = {
+            each.name: RemoteArray(store, key, each.dtype, entries, file.info.etag, offset=begin)
+            for each, (begin, entries) in zip(ARRAYS, media.places().values(), strict=True)
+        }
+        store, key = open_store(paths.media_data)
+        if (info := store.head(key)) is None:
+            raise ShardNotFoundError(paths.prefix, [paths.media_data], _RESTORE)
+        check_size(paths.media_data, info.nbytes, media.data_nbytes)
+        opened = ShardMedia(paths, media, arrays, RemoteArray(store, key, np.dtype("u1"), info.nbytes, info.etag))
+        opened.check_ends()
+        return opened
+    if not os.path.isfile(paths.media_data):
+        raise ShardNotFoundError(paths.prefix, [paths.media_data], _RESTORE)
+    check_size(paths.media_data, os.stat(paths.media_data).st_size, media.data_nbytes)
+    arrays = {
+        each.name: open_items(path, each.dtype, entries, file.nbytes, backend, confirm, begin)
+        for each, (begin, entries) in zip(ARRAYS, media.places().values(), strict=True)
+    }
+    data = open_items(paths.media_data, np.dtype("u1"), media.data_nbytes, media.data_nbytes, backend, confirm, 0)
+    if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
+        confirm()
+    opened = ShardMedia(paths, media, arrays, data)
+    opened.check_ends()
+    return opened

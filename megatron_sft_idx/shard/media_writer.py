@@ -1,0 +1,293 @@
+"""Writing the images and audio of a shard: each encoded file once, and the items that show it.
+
+Encoded files are appended to ``.media.data`` as items first use them. Two logs of blocks (``pack_log``) note what was
+written: ``X.building/blobs`` with ``_BLOB`` records, and ``X.building/items`` with ``_ITEM`` records. In the end,
+``.media.items`` is made from them. Only the hashes of the files are kept in memory, in 24 to 32 bytes each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import brief
+from megatron_sft_idx.layout.files import MAX_CAPACITY
+from megatron_sft_idx.layout.media import ARRAYS, HASH_NBYTES, KINDS, Items, MediaHeader, blob_hash, broken_items
+from megatron_sft_idx.packs.run import PackRun, label_aligned
+from megatron_sft_idx.packs.run_media import Blobs, BlobsInMemory, RunMedia
+from megatron_sft_idx.shard.media_reader import MediaItem
+from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, append_records, read_records
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage import OutputFile, open_regular
+from megatron_sft_idx.storage.building_files import BLOBS, ITEMS
+from megatron_sft_idx.storage.local import HashedFile
+
+_ITEM = np.dtype([("pack", "<u8"), ("start", "<u4"), ("length", "<u4"), ("blob", "<u4"), ("kind", "u1")])
+_BLOB = np.dtype([("nbytes", "<u8"), ("hash", f"V{HASH_NBYTES}")])
+_ITEM_MAGIC, _BLOB_MAGIC = b"ITEM", b"BLOB"
+_MOST_IN_TABLE = (1 << 32) - 2
+
+
+class PlacedMedia(NamedTuple):
+    """Images and audio of a run of packs, held to the rules.
+
+    Attributes:
+        items: in order; ``starts`` are counted from the first token of the pack.
+        packs: the pack of each, counted in the run, int64 [items].
+        num_packs: how many packs the run has.
+        blobs: the files that the items show.
+    """
+
+    items: Items
+    packs: NDArray[np.int64]
+    num_packs: int
+    blobs: Blobs
+
+
+def placed_media(
+    run: PackRun, media: RunMedia | Sequence[MediaItem], mask_alignment: Literal["label", "token"] = "label"
+) -> PlacedMedia | None:
+    """The images and audio of a run; of one pack, they may be a list.
+
+    None: sequences do not divide the packs (rules P1 to P4), so there is no place to hold items to.
+
+    ValueError: an item breaks a rule, or the list holds something else.
+    """
+    if not _is_divided(run):
+        return None
+    run = label_aligned(run, mask_alignment)
+    if isinstance(media, RunMedia):
+        sequences = np.repeat(np.arange(len(media.counts)), media.counts)
+        packs = np.repeat(np.arange(len(run)), run.pack_sequences)[sequences]
+        items = media.items._replace(starts=run.seq_starts[sequences] + media.items.starts.astype(np.int64))
+        blobs = media.blobs
+    elif isinstance(media, Sequence) and len(run) == 1:
+        items, blobs = _items_of(media)
+        packs = np.zeros(len(media), np.int64)
+    else:
+        raise ValueError(f"media: {brief(media)}, expected a list of the MediaItem objects of one pack")
+    if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
+        raise ValueError(f"{broken.found}, expected {broken.expected} (rule {broken.rule})")
+    return PlacedMedia(items, packs, len(run), blobs)
+
+
+def _is_divided(run: PackRun) -> bool:
+    """Whether all packs of a run have tokens, and sequences divide them."""
+    lengths, sequences, starts = run.pack_lengths, run.pack_sequences, run.seq_starts
+    if len(lengths) != len(sequences) or lengths.min(initial=1) < 1 or sequences.min(initial=1) < 1:
+        return False
+    if lengths.sum() != len(run.tokens) or sequences.sum() != len(starts):
+        return False
+    return bool((starts[run.sequence_offsets[:-1]] == 0).all() and (np.diff(run.bounds) > 0).all())
+
+
+def _items_of(media: Sequence[MediaItem]) -> tuple[Items, BlobsInMemory]:
+    """The items of one pack. ValueError: one is no image or recording at some tokens."""
+    rows, blobs = np.empty((len(media), 4), np.int64), BlobsInMemory()
+    for number, item in enumerate(media):
+        if not isinstance(item, MediaItem) or item.kind not in [*KINDS]:
+            raise ValueError(f"media: {brief(item)}, expected MediaItem objects of kind {' or '.join(KINDS)}")
+        start, length, data = item.start, item.length, item.data
+        integers = all(isinstance(each, int | np.integer) for each in (start, length))
+        if not integers or not 0 <= start < MAX_CAPACITY or not 0 < length < MAX_CAPACITY:
+            raise ValueError(f"media: start {brief(start)}, length {brief(length)}, expected positions of the pack")
+        if not isinstance(data, bytes | bytearray | memoryview) or not memoryview(data).contiguous or not len(data):
+            raise ValueError(f"media: the {item.kind} at position {start} is {brief(data)}, expected bytes of a file")
+        rows[number] = start, length, KINDS[item.kind], number
+        blobs.append(memoryview(data).cast("B"))
+    return Items(*rows.T), blobs
+
+
+class BlobTable:
+    """Numbers of blobs by their hashes, from 0 in the order in which they are added. A blob takes 24 to 32 bytes.
+
+    Example:
+        >>> table = BlobTable()
+        >>> table.number(bytes(16)), table.number(b"x" * 16), table.number(bytes(16)), len(table)
+        (0, 1, 0, 2)
+    """
+
+    # Open addressing: a slot holds a number + 1, or 0. At most half of the slots are taken.
+    def __init__(self) -> None:
+        self._slots, self._hashes = array("I", bytes(4 << 10)), bytearray()
+
+    def __len__(self) -> int:
+        return len(self._hashes) // HASH_NBYTES
+
+    def _slot(self, hashed: bytes) -> int:
+        slots, hashes = self._slots, self._hashes
+        slot = int.from_bytes(hashed[:8], "little") % len(slots)
+        while (taken := slots[slot]) and hashes[(taken - 1) * HASH_NBYTES : taken * HASH_NBYTES] != hashed:
+            slot = (slot + 1) % len(slots)
+        return slot
+
+    def number(self, hashed: bytes) -> int:
+        """The number of the blob with this hash, which is added if it is new. OverflowError: there are too many."""
+        slot = self._slot(hashed)
+        if not self._slots[slot]:
+            if len(self) >= _MOST_IN_TABLE:
+                raise OverflowError("more than 4 billion different images and recordings")
+            self._hashes += hashed
+            self._slots[slot] = len(self)
+            if 2 * len(self) > len(self._slots):
+                self._grow()
+            return len(self) - 1
+        return self._slots[slot] - 1
+
+    def _grow(self) -> None:
+        self._slots = array("I", bytes(8 * len(self._slots)))
+        for number in range(len(self)):
+            begin = number * HASH_NBYTES
+            self._slots[self._slot(bytes(self._hashes[begin : begin + HASH_NBYTES]))] = number + 1
+
+
+class MediaWriter:
+    """Writes ``.media.data`` and ``.media.items`` of a shard, as its packs come.
+
+    Args:
+        publication: of the shard, whose paths include both files.
+    """
+
+    def __init__(self, publication: Publication) -> None:
+        self._publication, self._paths = publication, publication.paths
+        self._data = HashedFile(publication.open(self._paths.media_data, keep=publication.is_resumed))
+        self._item_log, self._blob_log = publication.open_log(ITEMS), publication.open_log(BLOBS)
+        self._table = BlobTable()
+        self._staged_items: list[NDArray[Any]] = []
+        self._staged_blobs: list[tuple[int, bytes]] = []
+        self._numbers: tuple[Blobs, dict[int, int]] | None = None  # of the blobs of the source that came last
+        self.num_items = 0
+
+    def add(self, placed: PlacedMedia, num_packs: int) -> None:
+        """Add the items of the last packs, of ``num_packs`` that there are now; new files are written at once.
+
+        CorruptShardError: a file that is read from another shard does not have its hash.
+        """
+        items, packs, of, blobs = placed
+        if self._numbers is None or self._numbers[0] is not blobs:
+            self._numbers = blobs, {}
+        numbers = self._numbers[1]
+        for number in dict.fromkeys(items.blobs.tolist()):
+            if number not in numbers:
+                numbers[number] = self._number_of(blobs, number)
+        records = np.empty(len(packs), _ITEM)
+        for name, values in zip(("pack", "start", "length", "kind"), (num_packs - of + packs, *items[:3]), strict=True):
+            records[name] = values
+        records["blob"] = [numbers[number] for number in items.blobs.tolist()]
+        self._staged_items.append(records)
+
+    def _number_of(self, blobs: Blobs, number: int) -> int:
+        hashed, known = blobs.hash(number), len(self._table)
+        if (new := self._table.number(hashed)) == known:
+            data = blobs.data(number)
+            self._data.write(data)
+            self._staged_blobs.append((len(data), hashed))
+        return new
+
+    def flush(self) -> None:
+        """Note what was added. The packs must be noted after this."""
+        if self._staged_blobs:
+            append_records(self._blob_log, _BLOB_MAGIC, np.array(self._staged_blobs, _BLOB))
+            self._staged_blobs.clear()
+        for records in self._staged_items:
+            append_records(self._item_log, _ITEM_MAGIC, records)
+            self.num_items += len(records)
+        self._staged_items.clear()
+
+    def _logged(self, name: str, magic: bytes, record: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+        with open_regular(self._publication.building.path(name)) as stream:
+            yield from read_records(stream, magic, record)
+
+    def write_items(self, file: OutputFile, num_packs: int) -> MediaHeader:
+        """Write ``.media.items`` from the logs; returns its header, which is written once the shard id is known."""
+        self._data.file.truncate(self._data.nbytes)
+        media = MediaHeader(
+            bytes(16),
+            num_packs,
+            self.num_items,
+            len(self._table),
+            self._data.nbytes,
+            bytes(HASH_NBYTES),
+            self._data.checksum(),
+        )
+        file.write(bytes(media.header_nbytes))
+        out, places = HashedFile(file), media.places()
+        fields = {"starts": "start", "lengths": "length", "kinds": "kind", "blobs": "blob"}
+        for name, dtype, _, _ in ARRAYS:
+            out.write(bytes(places[name][0] - file.nbytes))
+            if name in fields:
+                for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+                    out.write(records[fields[name]].astype(dtype))
+            elif name == "item_offsets":
+                for offsets in self._item_offsets(num_packs):
+                    out.write(offsets)
+            elif name == "blob_offsets":
+                end = 0
+                out.write(np.zeros(1, dtype))
+                for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+                    ends = end + np.cumsum(records["nbytes"].astype(dtype))
+                    out.write(ends)
+                    end = int(ends[-1])
+            else:
+                for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+                    out.write(records["hash"].tobytes())
+        assert file.nbytes == media.nbytes
+        return dataclasses.replace(media, arrays_checksum=out.checksum())
+
+    def _item_offsets(self, num_packs: int) -> Iterator[NDArray[np.int64]]:
+        """``item_offsets``: for each pack how many items come before it, then how many there are."""
+        next_pack = num_before = 0
+        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+            packs = records["pack"].astype(np.int64)
+            last = int(packs[-1]) + 1
+            for first in range(next_pack, last, CHUNK_PACKS):
+                numbers = np.arange(first, min(first + CHUNK_PACKS, last))
+                yield num_before + np.searchsorted(packs, numbers)
+            next_pack, num_before = max(next_pack, last), num_before + len(records)
+        for first in range(next_pack, num_packs + 1, CHUNK_PACKS):
+            yield np.full(min(first + CHUNK_PACKS, num_packs + 1) - first, num_before)
+
+    # ---- going on with an interrupted build ----
+
+    def whole_packs(self, num_packs: int) -> int:
+        """How many of the first packs of an interrupted build show no file whose bytes, or whose note, were lost."""
+        for number, (nbytes, hashed, begin) in enumerate(self._logged_blobs()):
+            data = self._data.file.read_at(begin, nbytes)
+            if len(data) != nbytes or blob_hash(data) != hashed:
+                num_blobs = number
+                break
+        else:
+            num_blobs = sum(map(len, self._logged(BLOBS, _BLOB_MAGIC, _BLOB)))
+        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+            lost = records["pack"][records["blob"] >= num_blobs]
+            num_packs = min(num_packs, int(lost.min(initial=num_packs)))
+        return num_packs
+
+    def resume(self, num_packs: int) -> None:
+        """Take over the items of the first packs, and the files that they show, as if they had just been added."""
+        num_blobs = 0
+        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+            kept = records[records["pack"] < num_packs]
+            num_blobs = max(num_blobs, int(kept["blob"].astype(np.int64).max(initial=-1)) + 1)
+            self._staged_items.append(kept)
+        for nbytes, hashed, begin in itertools.islice(self._logged_blobs(), num_blobs):
+            self._data.update(self._data.file.read_at(begin, nbytes))
+            self._table.number(hashed)
+            self._staged_blobs.append((nbytes, hashed))
+        self._item_log.truncate(0)
+        self._blob_log.truncate(0)
+        self.flush()
+
+    def _logged_blobs(self) -> Iterator[tuple[int, bytes, int]]:
+        """The blobs that were noted: of each its size in bytes, its hash, and where it begins in ``.media.data``."""
+        begin = 0
+        for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+            for nbytes, hashed in records.tolist():
+                yield nbytes, bytes(hashed), begin
+                begin += nbytes
