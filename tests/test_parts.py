@@ -95,7 +95,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     places = np.array([[0, 0], [0, 10], [1, 0]], np.uint32)
     bases = {"source": places, "label": np.zeros(3, np.uint8)}
     reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", [*bases], places))
-    ids, mask, columns = reader.read(PlannedRun(np.array([0, 5]), sequences, begins, lengths, 18))
+    ids, mask, columns, _ = reader.read(PlannedRun(np.array([0, 5]), sequences, begins, lengths, 18))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
     spans = [

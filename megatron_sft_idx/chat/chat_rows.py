@@ -49,6 +49,7 @@ from megatron_sft_idx.chat.field_names import (
     TOOLS,
     TURNS,
     VERDICTS,
+    VIDEOS,
 )
 from megatron_sft_idx.chat.fields import (
     first_filled,
@@ -60,6 +61,7 @@ from megatron_sft_idx.chat.fields import (
     typed,
     without_nulls,
 )
+from megatron_sft_idx.chat.media_parts import NO_VIDEO, NOT_READ, place_media
 from megatron_sft_idx.chat.packed_rows import refuse_pack_fields
 from megatron_sft_idx.chat.row_mapping import paths_of, shown_paths
 from megatron_sft_idx.chat.row_options import RowKind, RowOptions
@@ -166,6 +168,8 @@ def read_prepared(data: dict[str, Any], options: RowOptions) -> Conversation | T
         messages, weights = _read_alpaca(data, options)
     if not options.mapping.has_content:
         _refuse_unread(data, kind, messages, said=options.kind == kind)
+    if options.media:
+        messages = place_media(data, messages)
     if options.requires_answer and not any(map(says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
     return to_conversation(data, messages, weights)
@@ -212,7 +216,7 @@ def _with_tools_of_message(data: dict[str, Any], messages: list[Message]) -> tup
 
 
 def _refuse_keys(data: dict[str, Any], options: RowOptions) -> None:
-    refuse_media(data)
+    refuse_media(data, options)
     if names := preference_keys(data):
         raise RowError(
             f"a preference row ({', '.join(names)}), but supervised fine-tuning takes one answer: make pairs of such"
@@ -240,10 +244,10 @@ def verdict_of(value: Any, *, is_judged: bool) -> bool | None:
     return bool(value) if is_judged and isinstance(value, (int, float, np.number)) and value in (0, 1) else None
 
 
-def refuse_media(data: dict[str, Any]) -> None:
-    """RowError where a row has images, audio or video."""
-    if (media := first_filled(data, MEDIA)) is not None:
-        raise RowError(f"the row has {media}; only text can be trained on here")
+def refuse_media(data: dict[str, Any], options: RowOptions) -> None:
+    """RowError where a row has video, or has images or audio that are not read."""
+    if (media := first_filled(data, VIDEOS if options.media else MEDIA)) is not None:
+        raise RowError(f"the row has {media}; {NOT_READ if media not in VIDEOS else NO_VIDEO}")
 
 
 def preference_keys(data: dict[str, Any]) -> list[str]:

@@ -17,7 +17,10 @@ REJECTED: Final = ("rejected", "rejected_response", "rejected_messages")
 VERDICTS: Final = ("label", "kto_tag")
 # What says which tokens are trained on.
 MASKS: Final = ("loss_mask", "labels", "assistant_masks", "completion_mask", "loss_scale", "loss_weights")
-MEDIA: Final = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
+IMAGES: Final = ("images", "image", "image_url")
+AUDIOS: Final = ("audios", "audio", "input_audio")
+VIDEOS: Final = ("videos", "video")
+MEDIA: Final = (*IMAGES, *AUDIOS, *VIDEOS)
 # Keys of a question and of its answer, in a turn that is both.
 PAIRS: Final = ((("human", "user"), ("assistant", "gpt", "bot")), (("input",), ("output",)))
 # Text that is trained on as it is.

@@ -70,7 +70,7 @@ def read_judged(data: Any, options: RowOptions) -> tuple[list[Conversation | Tok
 def _read_judged_row(row: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
     if options.kind == "kto":
         return _read_verdict(row, options)
-    refuse_media(row)
+    refuse_media(row, options)
     refuse_row_fields(row, read=())
     chosen, rejected, shared = _pair_of(row, options)
     conversations: list[Conversation | TokenizedRow] = []

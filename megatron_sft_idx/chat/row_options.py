@@ -27,6 +27,7 @@ class RowOptions:
         train_on: what is trained on. With ``markers`` and ``all``, a conversation may be without an answer. With
             ``all``, rows of plain text are read, and a message of another role that says "do not train" is refused.
         ignore_fields: names of fields without which rows, messages and parts are read; sorted.
+        media: whether images and audio are read; else a row that has some is refused.
         system_starts: what a system message after an answer is: the beginning of another conversation, a turn of the
             same one, or (error) nothing that may be guessed.
 
@@ -39,6 +40,7 @@ class RowOptions:
     mask_alignment: MaskAlignment = "token"
     train_on: TrainOn = "assistant"
     ignore_fields: tuple[str, ...] = ()
+    media: bool = False
     system_starts: SystemStarts = "error"
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from megatron_sft_idx.chat.field_names import MEDIA, TURNS
 from megatron_sft_idx.chat.fields import first_filled, first_given, is_filled, json_of, pair_keys, typed, without_nulls
+from megatron_sft_idx.chat.media_parts import NOT_READ, kind_of_part, media_part
 from megatron_sft_idx.chat.row_mapping import ROLES
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.training_fields import (
@@ -231,7 +232,8 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
     message, role = _with_role(message, what, options)
     if not _RARE.isdisjoint(message):
         if (key := first_filled(message, MEDIA)) is not None:
-            raise RowError(f"{what} has {key}; only text can be trained on here")
+            advice = "give it to the row, or as a part of the content" if options.media else NOT_READ
+            raise RowError(f"{what} has {key}; {advice}")
         refuse_verdict(message, what)
     weight = 1.0
     if names := training_names(message):
@@ -250,9 +252,11 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
         raise RowError(f"{what} has tool calls and the role {given!r}; only the assistant makes them")
     reasoning = _reasoning_of(message, what) if role == "assistant" else {}
     out: dict[str, Any] = {"role": role}
+    says_words = False
     if message.get("content") is not None:
-        out["content"] = _text_of(message["content"], f"{what}.{text_in}")
-    if weight and not (out.get("content") and not out["content"].isspace()):
+        out["content"] = content = _content_of(message["content"], f"{what}.{text_in}", options)
+        says_words = bool(content) and not (isinstance(content, str) and content.isspace())
+    if weight and not says_words:
         says_more = bool(role != "assistant" or calls or reasoning.get("reasoning_content"))
         refuse_unread_words(message, what, _READ, says_more=says_more)
     if "content" not in out and not calls and not reasoning.get("reasoning_content"):
@@ -264,6 +268,21 @@ def _read_message(message: Any, what: str, options: RowOptions, *, text_in: str 
     if "name" in out:
         typed(out["name"], str, f"{what}.name")
     return out, weight
+
+
+def _content_of(content: Any, what: str, options: RowOptions) -> str | list[dict[str, Any]]:
+    """The text of a content, as of ``_text_of``; or, where images and audio are read, its parts if it has several."""
+    if not options.media or not isinstance(content, list):
+        return _text_of(content, what)
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        kind = kind_of_part(part, f"{what}[{i}]") if isinstance(part, dict) else None
+        if kind is not None:
+            parts.append(media_part(part, kind, f"{what}[{i}]"))
+        elif text := _text_of([part], what):
+            parts.append({"type": "text", "text": text})
+    # Templates for images may write something between two texts, so these stay apart.
+    return parts if len(parts) > 1 or any(part["type"] != "text" for part in parts) else _text_of(content, what)
 
 
 def _text_of(content: Any, what: str) -> str:
@@ -280,7 +299,7 @@ def _text_of(content: Any, what: str) -> str:
             continue
         kind = typed(part, dict, f"{what}[{i}]", "a text part").get("type")
         if kind not in _TEXT_PARTS:
-            raise RowError(f"{what}[{i}] is of type {kind!r:.40}; only text can be trained on here")
+            raise RowError(f"{what}[{i}] is of type {kind!r:.40}; {NOT_READ}")
         key = first_given(part, _TEXT_KEYS) or "text"
         texts.append(typed(part.get(key), str, f"{what}[{i}].{key}"))
     return "".join(texts)

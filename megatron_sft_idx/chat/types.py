@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
+from megatron_sft_idx.layout.media import Kind
 
 TrainOn: TypeAlias = Literal["assistant", "last-turn", "markers", "all"]
 EarlierReasoning: TypeAlias = Literal["error", "drop", "split"]
@@ -74,6 +75,9 @@ class Conversation(NamedTuple):
         tools: tool schemas handed to the template, or None.
         kwargs: extra template variables that the row itself sets (``chat_template_kwargs``).
         notes: counts for the summary by name.
+
+    Where a row has images or audio, the content of a message may be a list of parts of ``text``, ``image`` and
+    ``audio``, which keep their files (``media_parts``).
     """
 
     messages: list[dict[str, Any]]
@@ -136,6 +140,15 @@ class Rendered(NamedTuple):
     notes: Mapping[str, int] = {}
 
 
+class EncodedItem(NamedTuple):
+    """An image or a recording in a sequence: its first position, how many it takes, and its encoded file."""
+
+    kind: Kind
+    start: int
+    length: int
+    data: bytes
+
+
 class Encoded(NamedTuple):
     """One sequence.
 
@@ -145,12 +158,14 @@ class Encoded(NamedTuple):
         notes: counts for the summary by name: straddling tokens, literals kept as text, and those of ``Rendered``.
         straddling: the text of a token that brings characters of a header into a span, to be shown to people; empty
             where no token does.
+        media: images and recordings of the sequence, in order.
     """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
     notes: Mapping[str, int] = {}
     straddling: str = ""
+    media: Sequence[EncodedItem] = ()
 
 
 @dataclass(frozen=True, slots=True)

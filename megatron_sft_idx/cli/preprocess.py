@@ -206,6 +206,9 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         """
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
         --chat-template-kwargs JSON  variables for the template, as a JSON object
+        --processor FOLDER  read images and audio of rows, and expand their placeholders as this processor of
+            transformers does
+        --media-root FOLDER  where paths of images and audio begin (default: the working directory)
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
         --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
             generation markers enclose, or everything (default: %(default)s)

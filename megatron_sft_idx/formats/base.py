@@ -72,6 +72,7 @@ class PackedSpec:
         metadata: what else the file says of its packs, as JSON values.
         num_trained_tokens: positions whose loss mask is above zero; None where only reading all masks would tell.
         columns: specs of the columns that come with the packs, by name.
+        media: whether images or audio come with the packs.
     """
 
     num_packs: int
@@ -86,6 +87,7 @@ class PackedSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_trained_tokens: int | None = None
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    media: bool = False
 
     def package_metadata(self) -> dict[str, Any]:
         """The package metadata of a file of these packs, as JSON values; ``PackedReader`` reads them."""
@@ -288,6 +290,7 @@ class PackedWriter(Shown, ABC):
     is_folder: ClassVar[bool] = False
     binary_masks: ClassVar[bool] = False
     stores_columns: bool = False
+    stores_media: ClassVar[bool] = False
     columns: Mapping[str, ColumnSpec] = {}
     found: bool = False
     _output: PendingOutput
@@ -308,6 +311,11 @@ class PackedWriter(Shown, ABC):
         self._vocab_size = None
         if spec is not None:
             self.columns, self._vocab_size = spec.columns, vocab_size_of(spec.metadata)
+            if spec.media and not self.stores_media:
+                raise FormatError(
+                    f"{self._path}: images and audio: {self.format} has no place for them, and their placeholders mean"
+                    " nothing without them; convert to a format that has"
+                )
         try:
             self._begin(spec, **options)
             if self.columns and not self.stores_columns:

@@ -69,6 +69,12 @@ class ContentHash(PackCounts):
             array_hash = self._hashes.setdefault(name, StreamHash())
             array_hash.update(np.ascontiguousarray(values, dtype).reshape(-1))
 
+        if run.media is not None:
+            places = np.stack(run.media.items[:3]).astype("<i8")
+            hashes = b"".join(map(run.media.blobs.hash, run.media.items.blobs.tolist()))
+            for values in (run.media.counts.astype("<i8"), places.reshape(-1), np.frombuffer(hashes, np.uint8)):
+                self._hashes.setdefault("images and audio", StreamHash()).update(values)
+
     def differences(self, other: ContentHash) -> list[str]:
         """What people call the arrays that differ."""
         ours, theirs = (

@@ -465,6 +465,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         pad_id=pad_id,
         num_trained_tokens=None if None in trained else sum(map(int, filter(None, trained))),
         columns=columns_in_common([spec.columns for spec in specs]),
+        media=any(spec.media for spec in specs),
         metadata={  # the entries that all files have
             key: value
             for key, value in first.metadata.items()

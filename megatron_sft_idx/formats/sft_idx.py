@@ -13,9 +13,11 @@ from typing import Any
 
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, recogniser
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.files import MEDIA_ENTRY, listed_media
 from megatron_sft_idx.packs.run import MaskAlignment, PackRun, checked_runs, read_window
 from megatron_sft_idx.shard import BuildOptions, ShardWriter
 from megatron_sft_idx.shard.columns import open_column
+from megatron_sft_idx.shard.media_reader import open_media
 from megatron_sft_idx.shard.opening import column_names, open_files, read_header
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import ReadOptions
@@ -26,6 +28,10 @@ from megatron_sft_idx.storage.publish import require_space
 def recognise(path: str) -> bool:
     """Whether a shard is at this prefix, or the path is one of its files."""
     return bool(read_header(ShardPaths.of(path)))
+
+
+# Entries of the JSON block that are true of one shard's files only, not of a copy.
+_OF_THESE_FILES = ("format_writer", "columns", MEDIA_ENTRY)
 
 
 def spec_of(header: Header) -> PackedSpec:
@@ -41,8 +47,8 @@ def spec_of(header: Header) -> PackedSpec:
         sequence_multiple=header.sequence_multiple,
         pad_id=header.pad_id,
         num_trained_tokens=header.num_trained_tokens,
-        # What the writer's version and the columns' checksums say is true of these files only, not of a copy.
-        metadata={key: value for key, value in header.metadata.items() if key not in ("format_writer", "columns")},
+        metadata={key: value for key, value in header.metadata.items() if key not in _OF_THESE_FILES},
+        media=listed_media(header.metadata) is not None,
     )
 
 
@@ -73,17 +79,18 @@ class Reader(PackedReader):
         names = column_names(self._paths, header) if columns is None else columns
         self._opened = {name: open_column(self._paths, name, header) for name in names}
         self.columns = {name: column.spec for name, column in self._opened.items()}
+        self._media = open_media(self._paths, header)
         self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the mapped files."""
-        window = read_window(self._files, index, index + 1, columns=self._opened)
+        window = read_window(self._files, index, index + 1, columns=self._opened, media=self._media)
         return self._checked(index, window.run()).pack(0)
 
     def _runs(self) -> Iterator[PackRun]:
         """All packs, held to the checksums of the shard: the error about damage comes behind the last run."""
         first_pack = 0
-        for run in checked_runs(self._files, self._opened, lambda nbytes: None):
+        for run in checked_runs(self._files, self._opened, lambda nbytes: None, self._media):
             yield self._checked(first_pack, run)
             first_pack += len(run)
 
@@ -94,6 +101,7 @@ class Writer(PackedWriter):
     format = "sft-idx"
     reader = Reader
     stores_columns = True
+    stores_media = True
 
     def _begin(self, spec: PackedSpec) -> None:
         nbytes = spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize) + spec.column_nbytes()
@@ -106,6 +114,7 @@ class Writer(PackedWriter):
             spec.pad_id,
             dict(spec.metadata),
             dict(spec.columns),
+            spec.media,
         )
         self._writer = ShardWriter.begin(self._path, options, work="convert", overwrite=self._overwrite)
 

@@ -187,7 +187,8 @@ class Job(NamedTuple):
     def _check_output(self, prefix: str, differences_of: Callable[[Header], list[str]]) -> None:
         paths, overwrite = ShardPaths.of(prefix), self.options.overwrite
         may_be_own = not paths.missing()
-        check_free(paths.with_columns(self.encoder.options.columns), overwrite=overwrite or may_be_own)
+        paths = paths.with_columns(self.encoder.options.columns).with_media(self.encoder.processor is not None)
+        check_free(paths, overwrite=overwrite or may_be_own)
         if may_be_own and not overwrite and (differs := differences_of(read_header(prefix))):
             raise _other_shard_error(prefix, differs)
 

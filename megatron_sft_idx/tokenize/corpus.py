@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_sft_idx.layout.column import weighted_by
 from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.packs.conditions import conditions_of, selected_sequences
 from megatron_sft_idx.packs.run import fewer_tokens, nbytes_to_check, require_checksums
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import BuildOptions, Shard, pair_numbers
 from megatron_sft_idx.shard.publication import job_folder, places_of
@@ -25,7 +27,7 @@ from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.progress import show_progress
 from megatron_sft_idx.tokenize.column_weights import Weights, require_weight_column
 from megatron_sft_idx.tokenize.gather import ToPack, make_packs, output_prefixes, require_outputs_apart
-from megatron_sft_idx.tokenize.plan import FileSequences, PackOptions, PlannedRun, SequenceReader
+from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PackOptions, PlannedRun, SequenceReader
 from megatron_sft_idx.tokenize.report import PackReport
 
 # So much is checked between two lines of progress where there is no terminal.
@@ -67,15 +69,17 @@ def pack_shard(
         require_local(path, "packing")
     header, reader, groups = source.header, CorpusReader(source, lossy=lossy), pair_numbers(source)
     used = check_packing(source, options)
-    reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
-    require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
+    media = source.media is not None
+    paths = ShardPaths.of(source.prefix).with_columns(reader.columns).with_media(media)
+    reads = places_of(paths, "the shard to be packed")
+    require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns, media=media)
     if shards > 1:
         refuse_other_splits(prefix, shards)
     # Packs are read in the order of the plan, in which no checksum can be computed.
     watch = show_progress(_CHECK_LOG_MIB if log_interval else 0)
     columns = {name: column for name, column in source.columns.items() if name in {*reader.columns, *used}}
     with watch("checking", nbytes_to_check(source.files, columns)) as advance:
-        require_checksums(source.files, columns, advance)
+        require_checksums(source.files, columns, advance, source.media)
     # A tokenised corpus is identified by the fingerprint of its input, a packed shard by its id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     # An attached column may be replaced while the shard stays as it is.
@@ -92,6 +96,7 @@ def pack_shard(
             sequence_multiple=1,
             pad_id=header.pad_id,
             metadata=header.metadata,
+            media=media,
             columns={name: column.spec for name, column in reader.columns.items()},
         ),
         {"source": identity} | ({"attached_columns": checksums} if checksums else {}),
@@ -171,9 +176,20 @@ class CorpusReader(SequenceReader):
         pack = int(np.searchsorted(offsets[:], sequence, "right")) - 1
         return f"{self._prefix}: pack {pack}, sequence {sequence - int(offsets[pack : pack + 1][0])}"
 
-    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+    def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
+        """As ``SequenceReader.media_of``."""
+        return self._media and self._media.taken(sequences)
+
+    @cached_property
+    def _media(self) -> RunMedia | None:
+        """Images and audio of all sequences."""
+        if (media := self._source.media) is None:
+            return None
+        return media.of_sequences(0, self._source.sequence_offsets, self._source.files.starts[:].astype(np.int64))
+
+    def read(self, run: PlannedRun) -> GatheredCuts:
         """As ``SequenceReader.read``; columns in the order of their names in the shard."""
-        ids, mask, of_sequences = super().read(run)
+        ids, mask, of_sequences, media = super().read(run)
         lengths = run.lengths.astype(np.int64)
         ends = np.cumsum(lengths)
         # Behind a cut its last label is gone; at the end of a whole sequence it is 0 already (rule P6).
@@ -190,7 +206,7 @@ class CorpusReader(SequenceReader):
                     column.items_in_memory.view(np.uint8), first, nbytes, place, values.view(np.uint8)
                 )
             columns[name] = values.view(spec.dtype).reshape(spec.shape(len(values)))
-        return ids, mask, columns
+        return GatheredCuts(ids, mask, columns, media)
 
     def _by_file(self, sequences: NDArray[np.int64]) -> Iterator[FileSequences]:
         order = np.argsort(sequences, kind="stable")

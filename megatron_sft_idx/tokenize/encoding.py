@@ -16,6 +16,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
+from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, load_media
+from megatron_sft_idx.chat.media_parts import taken_media
+from megatron_sft_idx.chat.media_processor import MediaProcessor, PlacedItem, positions_of
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.row_options import RowOptions
@@ -25,10 +28,12 @@ from megatron_sft_idx.chat.training_fields import training_names
 from megatron_sft_idx.chat.types import (
     Conversation,
     Encoded,
+    EncodedItem,
     InputRow,
     Piece,
     Rendered,
     RowError,
+    Span,
     TextRow,
     TokenizedRow,
 )
@@ -69,6 +74,8 @@ class EncodingOptions:
         loss_weights: by the number of the input file, the factor of its rows' masks; empty for 1 everywhere.
         content: make the column ``content``.
         keep_fields: dtypes of the fields of rows that become columns, by name, as of ``read_keep_fields``.
+        processor: folder of the processor that expands images and audio; None where rows are text alone.
+        media: what is read of images and audio.
     """
 
     tokenizer: str
@@ -86,6 +93,8 @@ class EncodingOptions:
     loss_weights: tuple[float, ...] = ()
     content: bool = False
     keep_fields: Mapping[str, str] = field(default_factory=dict)
+    processor: str | None = None
+    media: MediaLimits = field(default_factory=MediaLimits)
 
     @property
     def columns(self) -> list[str]:
@@ -123,6 +132,7 @@ class EncodedPiece:
             2]: 0, and the number of the row (of JSON lines, the line), counted from the first of the piece. ``label``
             is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of the row (``row_hash``),
             and the number of the sequence in the row. Fields that are kept have their names and dtypes.
+        media: images and recordings of each sequence, where a processor expands them.
     """
 
     input_ids: NDArray[Any]
@@ -135,6 +145,7 @@ class EncodedPiece:
     straddling: str = ""
     undecided: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    media: Sequence[Sequence[EncodedItem]] = ()
 
 
 class _Row(NamedTuple):
@@ -150,6 +161,8 @@ class _Row(NamedTuple):
         rendered: its rendered texts: one, one for each turn or conversation, or the two of a pair.
         notes: counts for the summary by name, of how the row was read.
         kept: values of the fields that become columns, in the order of ``EncodingOptions.keep_fields``.
+        media: of each conversation, its images and recordings.
+        items: of each rendered text, where these stand in it.
     """
 
     position: int
@@ -161,6 +174,8 @@ class _Row(NamedTuple):
     rendered: Sequence[Rendered] = ()
     notes: Mapping[str, int] = {}
     kept: Sequence[int | float] = ()
+    media: Sequence[Sequence[LoadedMedia]] = ()
+    items: Sequence[Sequence[PlacedItem]] = ()
 
 
 def read_row(data: Any, options: RowOptions) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None]:
@@ -198,6 +213,9 @@ class RowEncoder:
         self.options = options
         self._kept_flags = frozenset(training_names(options.keep_fields))
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
+        self.processor: MediaProcessor | None = None
+        if options.processor is not None:
+            self.processor = MediaProcessor(options.processor, self.tokenizer.control_tokens)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
         if options.rows.kind in ("preference", "kto") and options.masks.train_on in ("markers", "all"):
@@ -255,6 +273,7 @@ class RowEncoder:
             "content": options.content,
             "keep_fields": dict(options.keep_fields),
         }
+        of_media = {"processor": {"fingerprint": self.processor.fingerprint}} if self.processor else {}
         return {
             "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
             "chat_template": {
@@ -272,6 +291,7 @@ class RowEncoder:
                 "template_kwargs": dict(options.template_kwargs),
                 **{name: value for name, value in if_set.items() if value},
             },
+            **of_media,
         }
 
     def encode(self, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
@@ -353,6 +373,9 @@ class RowEncoder:
         if isinstance(sources[0], TokenizedRow):
             return _Row(position, label, content, [], None, sources[0], notes=notes, kept=kept)
         conversations = [source for source in sources if isinstance(source, Conversation)]
+        media: list[list[LoadedMedia]] = []
+        if self.processor is not None:
+            conversations, media = self._loaded(conversations)
         if isinstance(sources[0], TextRow):
             conversations = [Conversation([{"role": "user", "content": sources[0].text}], [1.0])]
             template = self.text_template
@@ -362,7 +385,37 @@ class RowEncoder:
             raise FormatError(
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Row(position, label, content, conversations, template, notes=notes, kept=kept)
+        return _Row(position, label, content, conversations, template, notes=notes, kept=kept, media=media)
+
+    def _loaded(self, conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[list[LoadedMedia]]]:
+        """Conversations as templates get them, and the images and recordings of each. RowError: one cannot be read."""
+        plain, media, loaded = [], [], dict[int, LoadedMedia]()
+        for conversation in conversations:
+            messages, files = taken_media(conversation.messages)
+            for file in files:  # the answers of a pair share those of the prompt
+                if id(file) not in loaded:
+                    loaded[id(file)] = load_media(file, self.options.media)
+            plain.append(conversation._replace(messages=messages))
+            media.append([loaded[id(file)] for file in files])
+        return plain, media
+
+    def _expanded(self, row: _Row, outcomes: Sequence[Sequence[Rendered]]) -> _Row:
+        """A row with its rendered texts, in which placeholders are expanded. RowError: they do not fit its media."""
+        if self.processor is None or not any(row.media):
+            return row._replace(rendered=[each for outcome in outcomes for each in outcome])
+        rendered: list[Rendered] = []
+        items: list[list[PlacedItem]] = []
+        for outcome, media in zip(outcomes, row.media, strict=True):
+            for each in outcome:
+                expanded, placed = self.processor.expand(each, media)
+                rendered.append(expanded)
+                items.append(placed)
+            if len(placed) < len(media):
+                raise RowError(
+                    f"the chat template writes {len(placed)} placeholders for {len(media)} images and recordings of the"
+                    " row; --chat-template FILE names another template"
+                )
+        return row._replace(rendered=rendered, items=items)
 
     def _rendered(
         self, piece: Piece, read: Sequence[tuple[int, _Row | ValueError]], bad_rows: list[SequenceError]
@@ -381,13 +434,14 @@ class RowEncoder:
             try:
                 if isinstance(one, ValueError):
                     raise one
-                rendered: list[Rendered] = []
+                outcomes: list[Sequence[Rendered]] = []
                 # All of a row are taken, and only then looked at: a bad one spoils the row.
                 for outcome in [next(texts[one.template]) for _ in one.conversations if one.template]:
                     if isinstance(outcome, ValueError):
                         raise outcome
-                    rendered += outcome
-                if self.options.rows.kind == "preference" and len(rendered) != 2:
+                    outcomes.append(outcome)
+                done = self._expanded(one, outcomes)
+                if self.options.rows.kind == "preference" and len(done.rendered) != 2:
                     raise RowError(
                         "an answer makes several sequences with --earlier-reasoning split; a pair is one of each"
                     )
@@ -396,7 +450,7 @@ class RowEncoder:
                 if self.options.on_bad_row == "error":
                     break
                 continue
-            good.append(one._replace(rendered=rendered))
+            good.append(done)
         return good
 
     def _encode_batch(
@@ -408,7 +462,7 @@ class RowEncoder:
             if row.template is not None:
                 texts.setdefault(row.template, []).extend(row.rendered)
         try:
-            encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+            encoded = {template: iter(self._tokenise(rendered)) for template, rendered in texts.items()}
         except DifferentIdsError as error:
             row = next(row for row in batch if any(error.text in rendered.text for rendered in row.rendered))
             place = f"{piece.path}:{row.position}: "
@@ -427,15 +481,39 @@ class RowEncoder:
                         if not len(outcome.input_ids):
                             raise ValueError("the row has no tokens; a sequence holds at least one")
                         made.append(outcome)
+                    if row.items:
+                        made = self._with_items(row, made)
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, row.position))
                 continue
             if self.options.append_eod:
                 made = [append_eod(sequence, self.tokenizer) for sequence in made]
             # What columns need is kept; the texts of a whole piece are not.
-            yield row._replace(conversations=(), tokenized=None, rendered=()), made
+            yield row._replace(conversations=(), tokenized=None, rendered=(), media=(), items=()), made
 
-    def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
+    def _with_items(self, row: _Row, made: list[Encoded]) -> list[Encoded]:
+        """The sequences of a row with their images and recordings, whose tokens are not trained on."""
+        out = []
+        for rendered, items, sequence in zip(row.rendered, row.items, made, strict=True):
+            if not items:
+                out.append(sequence)
+                continue
+            numbered = [Span(item.start, item.stop, number) for number, item in enumerate(items, 1)]
+            unweighted = [span._replace(weight=0) for span in rendered.spans]
+            (found,) = self._tokenise([rendered._replace(spans=sorted([*numbered, *unweighted]))])
+            if isinstance(found, SequenceError):
+                raise found
+            places = positions_of(items, found.loss_mask).tolist()
+            mask = sequence.loss_mask.copy()
+            mask[found.loss_mask != 0] = 0
+            placed = [
+                EncodedItem(item.media.kind, start, length, item.media.data)
+                for item, (start, length) in zip(items, places, strict=True)
+            ]
+            out.append(sequence._replace(loss_mask=mask, media=placed))
+        return out
+
+    def _tokenise(self, rendered: Sequence[Rendered]) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
         encode = partial(
             self.tokenizer.encode,
@@ -473,7 +551,8 @@ class RowEncoder:
             mask = mask.astype(np.uint8)
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
         straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
-        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling)
+        media = [sequence.media for sequence in sequences] if self.processor is not None else []
+        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling, media=media)
 
 
 def _split(row: Encoded, bounds: NDArray[np.int64] | None) -> list[Encoded]:

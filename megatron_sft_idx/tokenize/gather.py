@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import WEIGHTED_BY, ColumnSpec, weighted_by
-from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.layout.files import MEDIA_ENTRY, listed_columns, listed_media
 from megatron_sft_idx.packs.split import output_prefix
 from megatron_sft_idx.shard import BuildOptions, ShardWriter, read_header
 from megatron_sft_idx.shard.columns import open_column
@@ -48,9 +48,11 @@ def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[st
     return [*trained, f"{prefix}.valid"] if valid else trained
 
 
-def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = ()) -> None:
+def require_outputs_apart(
+    prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = (), *, media: bool = False
+) -> None:
     """FormatError where shards at these prefixes, with these columns, would replace a file that is read for them."""
-    paths = [ShardPaths.of(prefix).with_columns(columns) for prefix in prefixes]
+    paths = [ShardPaths.of(prefix).with_columns(columns).with_media(media) for prefix in prefixes]
     require_apart([place for each in paths for place in places_of(each, "the output", written=True)], reads)
 
 
@@ -76,8 +78,8 @@ class PlannedShard(NamedTuple):
 
     @property
     def paths(self) -> ShardPaths:
-        """Its files, columns included."""
-        return ShardPaths.of(self.prefix).with_columns(self.build.columns)
+        """Its files, with columns, images and audio."""
+        return self.build.paths_of(ShardPaths.of(self.prefix))
 
     def existing_header(self) -> Header | None:
         """The header of this very shard, where it is set aside, or published and not to be replaced; else None."""
@@ -89,8 +91,9 @@ class PlannedShard(NamedTuple):
                 return None
             else:
                 header = read_header(self.prefix)
-            written: dict[str, Any] = {"format_writer": None, "columns": None}
+            written: dict[str, Any] = {"format_writer": None, "columns": None, MEDIA_ENTRY: None}
             same = header.metadata | written == self.build.metadata | written
+            same = same and (listed_media(header.metadata) is not None) == self.build.media
             if same and listed_columns(header.metadata).keys() == self.build.columns.keys():
                 specs = {name: open_column(paths, name, header, "pread").spec for name in self.build.columns}
                 return header if specs == self.build.columns else None
@@ -111,14 +114,16 @@ def write_packs(
                 window = run.window(first := firsts.popleft(), first + packs_per_window)
                 reading.append((window, thread.submit(reader.read, window)))
             window, future = reading.popleft()
-            ids, mask, columns = future.result()
+            ids, mask, columns, media = future.result()
             lengths, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
             ends = np.cumsum(lengths)
             pack_ends = ends[window.offsets[1:] - 1]
             pack_lengths = np.diff(pack_ends, prepend=0)
             starts = ends - lengths - np.repeat(pack_ends - pack_lengths, counts)
             alignment = reader.mask_alignment
-            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=alignment, columns=columns)
+            writer.add_packs(
+                ids, mask, starts, pack_lengths, counts, mask_alignment=alignment, columns=columns, media=media
+            )
             progress(len(lengths), len(lengths))
 
 
@@ -201,7 +206,7 @@ class ToPack:
         columns = columns or {}
         files = columns["source"].metadata["files"] if "source" in columns else []
         reader, lengths = (
-            parts.reader(columns, [file["name"] for file in files]),
+            parts.reader(columns, [file["name"] for file in files], media=encoder.processor is not None),
             np.concatenate(parts.lengths).astype(np.int64),
         )
         parts.lengths.clear()  # gigabytes in a large job
@@ -213,6 +218,7 @@ class ToPack:
             pad_id=encoder.tokenizer.pad_id,
             metadata={**encoder.describe(), "sources": dict(sources), "notes": parts.notes, **metadata},
             columns=dict(columns),
+            media=encoder.processor is not None,
         )
         groups = np.arange(len(lengths)) // 2 if "pair" in columns else None
         return cls(reader, lengths, name, build, {"source": sources["fingerprint"]}, groups)

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from megatron_sft_idx.arguments import require_type
+from megatron_sft_idx.chat.media_files import MediaLimits
 from megatron_sft_idx.chat.packed_rows import SystemStarts
 from megatron_sft_idx.chat.row_mapping import RowMapping
 from megatron_sft_idx.chat.row_options import MaskAlignment, RowKind, RowOptions
@@ -63,6 +64,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     seq_length: int,
     chat_template: StrPath | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processor: StrPath | None = None,
+    media_root: StrPath | None = None,
     template_date: str | None = None,
     train_on: TrainOn = "assistant",
     earlier_reasoning: EarlierReasoning = "error",
@@ -223,6 +226,8 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
         template_name=os.fspath(path or "chat template"),
         template_kwargs=given["chat_template_kwargs"] or {},
         keep_fields=read_keep_fields(given.get("keep_fields", ())),
+        processor=None if given.get("processor") is None else os.path.abspath(given["processor"]),
+        media=MediaLimits(os.path.abspath(given.get("media_root") or ".")),
         masks=_options(
             MaskOptions,
             given,
@@ -234,6 +239,7 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             given,
             kind=given["row_kind"],
             mapping=RowMapping.of(given["fields"], given["turn_fields"], given["roles"]),
+            media=given.get("processor") is not None,
         ),
     )
 

@@ -11,6 +11,9 @@
     masks              token-aligned, uint8 or float32 [tokens], likewise
     columns            values of each sequence [sequences, width], likewise, in the order of their names, to each of
                        which the JSON adds a suffix
+    media              only where a processor expands images and audio: how many each sequence has [sequences]; of each
+                       of these its first position in the sequence, its length, its kind, and the number of its file
+                       [items]; of each file its size and its hash [files]; and all files end to end [bytes]
 
 A part has the name of a digest: of its pieces and of the options that decide over its tokens and masks. So a later job,
 or a second attempt at a task, finds the part that it would make, and no other. It uses the part if the file is whole
@@ -29,7 +32,7 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -42,8 +45,10 @@ from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.packed_rows import DECIDE, UNDECIDED
 from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
-from megatron_sft_idx.chat.types import Piece
+from megatron_sft_idx.chat.types import EncodedItem, Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout.media import HASH_NBYTES, KINDS, Items, blob_hash
+from megatron_sft_idx.packs.run_media import BlobsByHash, RunMedia
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
@@ -51,7 +56,7 @@ from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.column_weights import Weights
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.plan import FileSequences, PlannedRun, SequenceReader, changed_error
+from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PlannedRun, SequenceReader, changed_error
 from megatron_sft_idx.tokenize.report import CorpusReport
 
 PART_MAGIC = b"SFTPART"
@@ -163,6 +168,7 @@ class Part:
         ids: uint16 or int32 [tokens].
         mask: token-aligned, uint8 or float32 [tokens].
         columns: values by name, [sequences] or [sequences, width]; row numbers count from the first row of the part.
+        media: images and audio of the sequences; None where no processor expanded any.
 
     Raises:
         FormatError: the file is not as ``write_part`` wrote it.
@@ -194,6 +200,7 @@ class Part:
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
             arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
         self.lengths, self.ids, self.mask = map(arrays.pop, ("lengths", "ids", "masks"))
+        self.media = _media_of({name: arrays.pop(name) for name in _MEDIA if name in arrays}, self)
         self.columns = {name.removesuffix(_COLUMN): values for name, values in arrays.items()}
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.starts = ends - self.lengths
@@ -220,6 +227,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
         "ids": [piece.input_ids for piece in encoded],
         "masks": [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
         **{name + _COLUMN: [piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)},
+        **_media_arrays([of for piece in encoded for of in piece.media]),
     }
     info.arrays = {
         name: (chunks[0].dtype.name, [sum(map(len, chunks)), *chunks[0].shape[1:]]) for name, chunks in arrays.items()
@@ -250,6 +258,66 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
     return MadePart(path, info, np.concatenate(arrays["lengths"]))
 
 
+# ---- images and audio of a part ----
+
+# Names of their arrays, without the suffix of columns.
+_MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "file sizes", "file hashes", "files")
+
+
+def _media_arrays(media: Sequence[Sequence[EncodedItem]]) -> dict[str, list[NDArray[Any]]]:
+    """The arrays of images and audio of all sequences of a part; none where no processor expanded any."""
+    if not media:
+        return {}
+    files, items = BlobsByHash(), [item for of_sequence in media for item in of_sequence]
+    numbers = np.array([files.number(item.data) for item in items], np.uint32)
+    places = np.array([(item.start, item.length, KINDS[item.kind]) for item in items], np.uint32).reshape(-1, 3)
+    arrays = (
+        np.array([len(of_sequence) for of_sequence in media], np.uint32),
+        *places.T[:2],
+        places[:, 2].astype(np.uint8),
+        numbers,
+        np.array([len(data) for data in files.datas], np.uint64),
+        np.frombuffer(b"".join(files.hashes), np.uint8).reshape(-1, HASH_NBYTES),
+    )
+    whole: list[NDArray[Any]] = [np.frombuffer(data, np.uint8) for data in files.datas]
+    chunks = [[np.ascontiguousarray(array)] for array in arrays]
+    return dict(zip(_MEDIA, [*chunks, whole or [np.empty(0, np.uint8)]], strict=True))
+
+
+class _PartBlobs:
+    """The encoded files in a part."""
+
+    def __init__(self, part: Part, sizes: NDArray[Any], hashes: NDArray[Any], data: NDArray[np.uint8]) -> None:
+        self._part, self._hashes, self._data = part, hashes, data
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def hash(self, number: int) -> bytes:
+        """The hash of one."""
+        return bytes(self._hashes[number].tobytes())
+
+    def data(self, number: int) -> memoryview:
+        """The bytes of one. FormatError: they do not have its hash."""
+        end = int(self._ends[number])
+        found = self._data[int(self._ends[number - 1]) if number else 0 : end].data
+        if blob_hash(found) != self.hash(number):
+            raise changed_error(self._part.path)
+        return found
+
+
+def _media_of(arrays: Mapping[str, NDArray[Any]], part: Part) -> RunMedia | None:
+    """Images and audio of a part with these arrays. FormatError: the arrays do not go together."""
+    if not arrays:
+        return None
+    counts, *items, sizes, hashes, data = (arrays[name] for name in _MEDIA)
+    blobs = _PartBlobs(part, sizes, hashes, data)
+    if int(counts.sum(dtype=np.int64)) != len(items[0]) or int(sizes.sum(dtype=np.int64)) != len(data):
+        raise changed_error(part.path)
+    return RunMedia(counts.astype(np.int64), Items(*items), blobs)
+
+
 # ---- all parts as one ----
 
 
@@ -265,6 +333,7 @@ class PartsTable:
         places: of each part, the number of its file and how many rows of the file come before it, which are added to
             the column ``source``: uint32 [parts, 2].
         weighted_by: name of the column that masks are multiplied by; None for none.
+        media: whether parts have images and audio.
     """
 
     paths: Sequence[str]
@@ -273,6 +342,7 @@ class PartsTable:
     columns: Sequence[str] = ()
     places: NDArray[np.uint32] | None = None
     weighted_by: str | None = None
+    media: bool = False
 
 
 class PartsReader(SequenceReader):
@@ -296,12 +366,31 @@ class PartsReader(SequenceReader):
         self.weighted_by, self.table, self._names = table.weighted_by, table, names
         self._open_parts: dict[int, Part] = {}
 
-    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+    def read(self, run: PlannedRun) -> GatheredCuts:
         """As ``SequenceReader.read``, and the column ``pair`` where sequences are pairs."""
-        ids, mask, columns = super().read(run)
+        gathered = super().read(run)
         if "pair" in self.table.columns:
-            columns["pair"] = _pairs_of(run.sequences)
-        return ids, mask, columns
+            gathered.columns["pair"] = _pairs_of(run.sequences)
+        return gathered
+
+    def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
+        """As ``SequenceReader.media_of``."""
+        if not self.table.media:
+            return None
+        order = np.argsort(sequences, kind="stable")
+        bounds = np.searchsorted(sequences[order], self.table.bounds)
+        found: list[RunMedia] = []
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            first, last = bounds[number : number + 2].tolist()
+            part = self._part(number)
+            if part.media is None:
+                raise changed_error(part.path)
+            found.append(part.media.taken(sequences[order[first:last]] - self.table.bounds[number]))
+        if not found:
+            return None
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+        return RunMedia.joined(found).taken(places)
 
     def weigh_by(
         self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
@@ -501,11 +590,12 @@ class PartsSoFar:
         """Counts by name, but for those of 0."""
         return {name: count for name, count in sorted(self._notes.items()) if count}
 
-    def reader(self, columns: Collection[str] = (), names: Sequence[str] = ()) -> PartsReader:
+    def reader(self, columns: Collection[str] = (), names: Sequence[str] = (), *, media: bool = False) -> PartsReader:
         """Reads the sequences of all parts, with these columns; ``names`` are those of the input files, for errors."""
         places = np.array(self.places, np.uint32).reshape(-1, 2)
         bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
-        return PartsReader(PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places), names)
+        table = PartsTable(self.paths, bounds, self.mask_dtype, tuple(columns), places, media=media)
+        return PartsReader(table, names)
 
 
 # ---- tasks ----

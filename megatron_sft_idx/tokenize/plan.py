@@ -18,6 +18,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError, check_options
 from megatron_sft_idx.packing import Effort, Method, PackPlan, pack_sequences
 from megatron_sft_idx.packs.conditions import Condition
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.tokenize.column_weights import Weights, weighted, wrong_weight
 from megatron_sft_idx.tokenize.selection import Selection
@@ -141,6 +142,21 @@ class FileSequences(NamedTuple):
     weights: Weights | None = None
 
 
+class GatheredCuts(NamedTuple):
+    """The cuts of some packs, in order.
+
+    Attributes:
+        ids, mask: of the tokens of all cuts, end to end [tokens].
+        columns: by name, a row for each cut or token.
+        media: images and audio of each cut; None where there are none.
+    """
+
+    ids: NDArray[Any]
+    mask: NDArray[Any]
+    columns: dict[str, NDArray[Any]]
+    media: RunMedia | None
+
+
 class SequenceReader(ABC):
     """Reads sequences by their numbers.
 
@@ -165,12 +181,18 @@ class SequenceReader(ABC):
         """What errors call a sequence."""
         return f"sequence {sequence}"
 
-    def read(self, run: PlannedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-        """Ids and masks of the tokens of these packs, end to end, and columns by name, a row for each cut or token."""
+    def media_of(self, sequences: NDArray[np.int64]) -> RunMedia | None:
+        """Images and audio of the sequences of these numbers, in this order; None where none of all has any."""
+        return None
+
+    def read(self, run: PlannedRun) -> GatheredCuts:
+        """What packs are made of; images and audio too."""
         ids, mask, weights, columns = self._gather(run)
         if weights is not None:
             mask = weighted(mask, weights)
-        return ids, mask.astype(self.mask_dtype, copy=False), columns
+        if (media := self.media_of(run.sequences)) is not None:
+            media = media.cut(np.zeros(len(run.sequences), np.int64) if run.begins is None else run.begins, run.lengths)
+        return GatheredCuts(ids, mask.astype(self.mask_dtype, copy=False), columns, media)
 
     def weigh_by(
         self, column: str, sequences: NDArray[np.int64], lengths: NDArray[np.int64], *, per_token: bool = False
@@ -324,6 +346,9 @@ def plan_packs(
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
     cuts = _cut(lengths, _overlong(lengths, groups, options, name), options)
+    parted = 0
+    if reader is not None and cuts.overlong and options.overlong in ("truncate", "split"):
+        cuts, parted = _without_parted_media(cuts, lengths, reader, chosen)
     if groups is not None and cuts.sequences is not None:
         groups = groups[cuts.sequences]
     if chosen is not None:
@@ -359,6 +384,7 @@ def plan_packs(
     metadata = options.describe() | {
         "overlong_sequences": cuts.overlong,
         "dropped_tokens": cuts.dropped_tokens,
+        **({"dropped_media_sequences": parted} if parted else {}),
         "lost_trained_tokens": 0 if reader is None else int(reader.count_trained(*cuts.lost).sum()),
         "lower_bound": plan.lower_bound,
         "chosen": plan.method,
@@ -410,6 +436,30 @@ def _overlong(
             f" longest has {positions.max()}; choose --overlong {remedies}, or a larger --seq-length",
         )
     return long
+
+
+def _without_parted_media(
+    cuts: _Cuts, lengths: NDArray[np.int64], reader: SequenceReader, chosen: NDArray[np.int64] | None
+) -> tuple[_Cuts, int]:
+    """The cuts without those of sequences that are cut inside an image or a recording, and how many these are.
+
+    Arguments as in ``plan_packs``, cuts before their sequences are those that were ``chosen``.
+    """
+    begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
+    shorter = np.flatnonzero(cuts.lengths < lengths[cuts.numbers])
+    of = cuts.numbers[shorter]
+    if (media := reader.media_of(of if chosen is None else chosen[of])) is None:
+        return cuts, 0
+    parted = np.unique(of[media.are_parted(begins[shorter], cuts.lengths[shorter])])
+    if not len(parted):
+        return cuts, 0
+    kept = np.flatnonzero(~np.isin(cuts.numbers, parted))
+    whole = _Lost(parted, np.ones(len(parted), np.int64), lengths[parted] - 1)
+    others = ~np.isin(cuts.lost.sequences, parted)
+    lost = _Lost(*(np.append(each[others], more) for each, more in zip(cuts.lost, whole, strict=True)))
+    # What truncation had dropped of these sequences is among all of their tokens.
+    dropped = cuts.dropped_tokens + int(cuts.lengths[np.isin(cuts.numbers, parted)].sum())
+    return cuts.only(kept)._replace(dropped_tokens=dropped, lost=lost), len(parted)
 
 
 def _which_train(reader: SequenceReader, cuts: _Cuts, groups: NDArray[np.integer[Any]] | None) -> NDArray[np.bool_]:

@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import listed_columns
+from megatron_sft_idx.layout.files import listed_columns, listed_media
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
@@ -187,6 +187,14 @@ def require_shard_judged(
     require_judged(prefix, names, spec_of, header.metadata, columns, remedy)
 
 
+def require_text(prefix: str, header: Header) -> None:
+    """FormatError where a shard has images or audio, which a batch of text alone would leave out."""
+    if listed_media(header.metadata) is not None:
+        raise FormatError(
+            f"{prefix}: holds images or audio, and these batches are text alone: their placeholders would mean nothing"
+        )
+
+
 def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
     """Numbers the shards that occur from 0, so that lists with an entry a shard stay short.
 
@@ -217,6 +225,8 @@ class _ShardPacks(Shown):
         if not 0 <= first < end <= total:
             raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; take at least one")
         self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            require_text(prefix, header)
         self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
         chosen = [shards.fingerprint, {unit: [first, end], **options}]
