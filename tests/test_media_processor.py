@@ -15,6 +15,7 @@ from PIL import Image
 
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.packs.run_media import BlobsByHash
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 
 SIZES = [(28, 42), (64, 64), (100, 30), (17, 90), (200, 150), (14, 14)]
@@ -44,10 +45,11 @@ def in_base64(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return json.loads(text)
 
 
-def encoded(encoder: RowEncoder, rows: list[Any]) -> EncodedPiece:
+def encoded(encoder: RowEncoder, rows: list[Any]) -> tuple[EncodedPiece, BlobsByHash]:
     lines = [json.dumps({"messages": in_base64(row)}).encode() + b"\n" for row in rows]
     ends = np.cumsum([len(line) for line in lines]) - 1
-    return encoder.encode(JsonPiece("rows.jsonl", 1, int(ends[-1]), b"".join(lines), ends, False))
+    piece, blobs = JsonPiece("rows.jsonl", 1, int(ends[-1]), b"".join(lines), ends, False), BlobsByHash()
+    return encoder.encode(piece, media=encoder.media_of(piece.path, blobs)), blobs
 
 
 def test_ids_are_those_of_the_processor(made: tuple[Path, Any]) -> None:
@@ -55,7 +57,7 @@ def test_ids_are_those_of_the_processor(made: tuple[Path, Any]) -> None:
     rng = random.Random(3)
     images = [png(*size, seed) for seed, size in enumerate(SIZES)]
     rows = [conversation(rng, images) for _ in range(200)]
-    piece = encoded(encoder_of(folder), rows)
+    piece, blobs = encoded(encoder_of(folder), rows)
     assert not piece.bad_rows, piece.bad_rows[0]
     ends = np.cumsum(piece.lengths)
     for row, end, length, media in zip(rows, ends.tolist(), piece.lengths.tolist(), piece.media, strict=True):
@@ -66,7 +68,7 @@ def test_ids_are_those_of_the_processor(made: tuple[Path, Any]) -> None:
         expected = processor(text=[text], images=pictures, add_special_tokens=False)["input_ids"][0]
         ids = piece.input_ids[end - length : end]
         assert ids.tolist() == list(expected)
-        assert [item.data for item in media] == shown
+        assert [blobs.data(item.blob) for item in media] == shown
         token = processor.tokenizer.convert_tokens_to_ids("<image>")
         inside = np.zeros(length, bool)
         for item in media:
