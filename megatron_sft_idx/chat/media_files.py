@@ -27,6 +27,9 @@ from megatron_sft_idx.layout.media import Kind
 # What pillow may decode. Formats that can hold programs, or whose decoders are rarely tried, are left out.
 _IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _SCHEMES: Final = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
+# The tag of EXIF that says how an image is to be turned, and its values for a quarter turn.
+_ORIENTATION: Final = 0x0112
+_LYING: Final = (5, 6, 7, 8)
 _DOWNLOADED: Final = ("http://", "https://")
 _TIMEOUT_SECONDS: Final = 60
 MISSING: Final = "pip install 'megatron-sft-idx[media]'"
@@ -56,8 +59,8 @@ class LoadedMedia(NamedTuple):
 
     Attributes:
         kind: ``image`` or ``audio``.
-        size: height and width of an image in pixels, as it is stored; of a recording its samples, and their
-            rate in hertz.
+        size: height and width in pixels of an image turned upright, as transformers and datasets load it; of a
+            recording its samples, and their rate in hertz.
         blob: the number of the encoded file among those that were collected.
     """
 
@@ -171,11 +174,12 @@ def _image_size(data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:
                     f"{what}: an image of {image.width} x {image.height} pixels, more than {limits.max_pixels:,}"
                 )
             image.load()
+            lies = image.getexif().get(_ORIENTATION) in _LYING
     except RowError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise RowError(f"{what}: no image that can be decoded: {brief(str(error))}") from None
-    return image.height, image.width
+    return (image.width, image.height) if lies else (image.height, image.width)
 
 
 def _audio_size(data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:

@@ -226,6 +226,8 @@ class RowEncoder:
                 f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}"
             )
         named = self.tokenizer.chat_templates
+        if self.processor is not None and self.processor.chat_template is not None:
+            named = {"default": self.processor.chat_template}
         if options.chat_template is not None:
             named = {"default": options.chat_template}
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
