@@ -1,8 +1,8 @@
 """Damages the images and audio of a shard and uses each copy in every way.
 
-``python tests/corrupt_media.py FOLDER SEED COUNT FIRST STEP``: a program, because a reader that leaves its files dies by
-a signal. COUNT 0 takes the whole matrix; of what is taken, every STEP-th from FIRST on. Prints as JSON how many copies
-had which outcome.
+``python tests/corrupt_media.py FOLDER SEED COUNT FIRST STEP``: a program, because a reader that leaves its files dies
+by a signal. COUNT 0 takes the whole matrix; of what is taken, every STEP-th from FIRST on. Prints as JSON how many
+copies had which outcome.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def outcomes_of(folder: Path, count: int, first: int) -> Counter[str]:
     return Counter(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(0, marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize("count", [90, pytest.param(0, marks=pytest.mark.slow, id="all")])
 def test_damage_to_images_and_audio_is_found_and_goes_into_no_new_shard(folder: Path, count: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         counts = sum(pool.map(lambda first: outcomes_of(folder / str(first), count, first), (0, 1)), Counter[str]())
@@ -61,7 +61,7 @@ def test_the_sample_has_some_of_everything(tmp_path: Path) -> None:
     assert len(damages) > 350
     assert all(each.files != shards.whole for each in damages)
     assert damages == media_damages(shards)
-    sample = some_of(damages, 60, 0)
+    sample = some_of(damages, 90, 0)
     assert {each.is_found for each in sample} == {True, False}
     for words in ("right", "blob", "item_offsets", "cut to", "exchanged", "foreign", "older", " for ."):
         assert any(words in each.name for each in sample), words
