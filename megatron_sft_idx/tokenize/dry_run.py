@@ -193,7 +193,8 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
     for piece in read_pieces(stretch, cutting):
-        encoded = encode_piece(encoding, piece, stretch.number, None if max_rows is None else max_rows - info.usable)
+        missing = None if max_rows is None else max_rows - info.usable
+        encoded = encode_piece(encoding, piece, stretch.file.path, stretch.number, missing)
         info.add(piece, encoded)
         lengths.append(encoded.lengths.astype(np.uint32))
         if "source" in columns:
