@@ -1,4 +1,4 @@
-"""A ``.media.items`` beside a good shard: whatever it says, items and files come from inside theirs, or it is refused."""
+"""A ``.media.items`` beside a good shard: whatever it says, items come from inside the files, or it is refused."""
 
 from __future__ import annotations
 
