@@ -495,7 +495,9 @@ class HeaderForm:
         """UnsupportedVersionError or CorruptShardError about the first of the ``broken_rules``, if there is one."""
         if (broken := next(self.broken_rules(raw), None)) is None:
             return
-        if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
+        # A file may also end where the version begins.
+        is_version = (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1])
+        if is_version and len(raw) >= self.fixed_nbytes:
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
         detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
         raise CorruptShardError(path, broken.offset, broken.rule, detail)

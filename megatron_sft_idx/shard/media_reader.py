@@ -15,7 +15,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
 from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA, Items, Kind, MediaHeader, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia
-from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
+from megatron_sft_idx.shard.opening import FileStart, open_items, read_header, read_start, require_same
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file, stamp_of
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
@@ -131,11 +131,18 @@ class ShardMedia:
 
     @cached_property
     def _item_ends(self) -> NDArray[np.int64]:
-        sizes = np.diff(self.arrays["blob_offsets"][:])
-        return np.append(0, np.cumsum(sizes[self.arrays["blobs"][:]]))
+        _, items = self.items(0, self.header.num_packs)
+        offsets = self.arrays["blob_offsets"][:]
+        if (wrong := offsets[1:] <= offsets[:-1]).any():
+            at = int(np.argmax(wrong)) + 1
+            raise self._error("blob_offsets", at, "M10", f"{offsets[at]} behind {offsets[at - 1]}, expected more")
+        return np.append(0, np.cumsum(np.diff(offsets)[items.blobs]))
 
     def nbytes_before(self, pack: int) -> int:
-        """Bytes of the items of all packs before this one, each with its own encoded file."""
+        """Bytes of the items of all packs before this one, each with its own encoded file.
+
+        CorruptShardError: as of ``items``, or blobs do not lie one behind the other (M10).
+        """
         return int(self._item_ends[int(self.arrays["item_offsets"][pack : pack + 1][0])])
 
     def of_pack(self, pack: int, length: int) -> list[MediaItem]:
@@ -175,6 +182,12 @@ class ShardMedia:
         return RunMedia(by_sequence, items, self)
 
 
+def items_start(paths: ShardPaths) -> FileStart | None:
+    """The header of ``.media.items`` at a prefix, unchecked; None if no such file is there."""
+    path = paths.media_items
+    return read_start(path, MEDIA) if is_remote(path) or os.path.isfile(path) else None
+
+
 def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> ShardMedia | None:
     """Open the images and audio of the shard at ``paths``, whose header is given; None if it has none.
 
@@ -187,7 +200,7 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
         return None
     paths = paths.with_media()
     path = paths.media_items
-    if (file := read_start(path, MEDIA)) is None:
+    if (file := items_start(paths)) is None:
         raise ShardNotFoundError(paths.prefix, [path], f"the shard was written with images or audio (M1): {_RESTORE}")
     media = MediaHeader.decode(file.raw, path)
     if media.checksums != listed:
@@ -202,7 +215,7 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
-        if (present := read_start(path, MEDIA)) is None or present.raw != file.raw:
+        if (present := items_start(paths)) is None or present.raw != file.raw:
             raise FormatError(f"{path}: replaced since it was opened; open the shard again")
 
     if file.info is not None:
