@@ -306,9 +306,7 @@ def test_a_cold_read_of_a_pack_touches_its_own_bytes_alone(
 
 
 @pytest.mark.parametrize("root", ["pread", "bucket pread"], indirect=True)
-def test_files_that_lie_together_are_read_at_once(
-    root: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_lie_together_are_read_at_once(root: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, place, backend = root
     images = [item_of("image", 2 * i, 1, bytes([i]) * 50) for i in range(20)]
     write_media(folder / "x", [media_sample([40], images), media_sample([40], images[5:])])
