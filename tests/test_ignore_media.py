@@ -327,7 +327,10 @@ def test_chats_with_images_in_live_chunks(tmp_path: Path) -> None:
     (tmp_path / "chunk_00000.jsonl").write_bytes(2 * line)
     options = EncodingOptions(str(folder), processor=str(folder), rows=RowOptions(media=True))
     shards = LiveChunks(str(tmp_path), Limits(256, 1), options, num_chunks=1)
-    with loader(shards, seq_length=256) as batches, pytest.raises(FormatError, match="chunk_00000.jsonl: holds images"):
+    with (
+        loader(shards, seq_length=256) as batches,
+        pytest.raises(FormatError, match=r"chunk_00000\.jsonl: holds images"),
+    ):
         next(batches)
     assert isinstance(batches, LiveLoader)
     piece = RowEncoder(options).encode(JsonPiece("x", 1, len(line), line, np.array([len(line) - 1]), False))
