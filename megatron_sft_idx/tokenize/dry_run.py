@@ -8,12 +8,13 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
+from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.packs.source_names import shortest_names
@@ -38,8 +39,19 @@ _MAX_SHOWN = 20
 # Beside columns, by a name that none has: the least and the largest value of the mask of each sequence that are not 0.
 _EXTREMES = "extremes of the mask"
 
-# Ids of a sequence, and its label-aligned mask.
-Marked: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+
+class FirstSequence(NamedTuple):
+    """The first sequence of a job.
+
+    Attributes:
+        ids: its ids, [length].
+        loss_mask: its label-aligned mask, [length].
+        media: where its images and recordings stand; their files are left out.
+    """
+
+    ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    media: Sequence[EncodedItem] = ()
 
 
 class _Looked(NamedTuple):
@@ -49,7 +61,7 @@ class _Looked(NamedTuple):
         stretch: without its pieces, unless a number of rows is taken.
         part: what would be the part of these rows; it is not written.
         trained_tokens: how many of the tokens are trained on.
-        first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
+        first: the first sequence; None where there is none.
         columns: values of the columns that are asked for, by name; rows in ``source`` are counted from the first of the
             stretch.
     """
@@ -57,13 +69,13 @@ class _Looked(NamedTuple):
     stretch: Stretch
     part: MadePart
     trained_tokens: int
-    first: Marked | None
+    first: FirstSequence | None
     columns: Mapping[str, NDArray[Any]]
 
 
 def preview(
     options: PreprocessOptions, *, full: bool = False
-) -> tuple[list[str], Marked | None, Callable[[Sequence[int]], str]]:
+) -> tuple[list[str], FirstSequence | None, Callable[[Sequence[int]], str]]:
     """Encode the first rows of every file, and say what would stop the job; writes nothing.
 
     Args:
@@ -206,7 +218,8 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
         trained_tokens += int(np.count_nonzero(labels))
         if first is None and len(encoded.lengths):
             end = encoded.lengths[0]
-            first = encoded.input_ids[:end].copy(), labels[:end].copy()
+            media = [item._replace(data=b"") for item in encoded.media[0]] if encoded.media else []
+            first = FirstSequence(encoded.input_ids[:end].copy(), labels[:end].copy(), media)
         if info.usable == max_rows:
             info.max_rows = max_rows
             break
