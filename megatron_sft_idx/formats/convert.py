@@ -70,10 +70,15 @@ class ContentHash(PackCounts):
             array_hash.update(np.ascontiguousarray(values, dtype).reshape(-1))
 
         if run.media is not None:
-            places = np.stack(run.media.items[:3]).astype("<i8")
+            # Each item's values lie together, so that it does not matter where a run ends.
+            places = np.stack(run.media.items[:3], 1).astype("<i8")
             hashes = b"".join(map(run.media.blobs.hash, run.media.items.blobs.tolist()))
-            for values in (run.media.counts.astype("<i8"), places.reshape(-1), np.frombuffer(hashes, np.uint8)):
-                self._hashes.setdefault("images and audio", StreamHash()).update(values)
+            for name, values in (
+                ("numbers of images and audio", run.media.counts.astype("<i8")),
+                ("places of images and audio", places.reshape(-1)),
+                ("images and audio", np.frombuffer(hashes, np.uint8)),
+            ):
+                self._hashes.setdefault(name, StreamHash()).update(values)
 
     def differences(self, other: ContentHash) -> list[str]:
         """What people call the arrays that differ."""
@@ -180,6 +185,8 @@ def convert(
     if unjoinable and not options.lossy:
         raise FormatError(f"{next(iter(unjoinable.values()))}; pass lossy (--lossy) to leave it out")
     spec, summary = _spec_for_output(reader_of_all, options), None
+    if padding is not None and spec.media:
+        raise FormatError(f"{paths[0]}: images and audio, which Megatron-Bridge does not read; leave the padding out")
 
     def runs_of_pass(runs: Iterable[PackRun], pass_name: str) -> Iterator[PackRun]:
         progress = on_pass and on_pass(pass_name, spec.num_tokens)

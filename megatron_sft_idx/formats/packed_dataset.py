@@ -6,6 +6,7 @@ import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints, overload
@@ -92,7 +93,10 @@ class JoinedShards:
         """Pack ``index`` of shard ``number``."""
         pack = self.shards.pack(number, index)
         if self.copy:
+            media = pack.pop("media", None)
             pack.update({name: np.array(values) for name, values in pack.items()})  # type: ignore[typeddict-item]
+            if media is not None:
+                pack["media"] = [replace(item, data=bytes(item.data)) for item in media]
         return pack
 
 

@@ -14,13 +14,37 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.layout.media import Items, blob_hash
+from megatron_sft_idx.layout.media import KINDS, Items, Kind, blob_hash
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One image or recording at one place of a pack.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position in the pack.
+        length: how many positions its placeholder tokens take.
+        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given.
+    """
+
+    kind: Kind
+    start: int
+    length: int
+    data: bytes | memoryview
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "data": bytes(self.data)}  # a view cannot be pickled
 
 
 class Blobs(Protocol):
     """Encoded files by number."""
 
     def __len__(self) -> int: ...
+
+    def nbytes(self, number: int) -> int:
+        """The size of one, which is not read for it."""
+        ...
 
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one, checked against ``hash``."""
@@ -33,6 +57,10 @@ class Blobs(Protocol):
 
 class BlobsInMemory(list[bytes | memoryview]):
     """Encoded files that are in memory."""
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return len(self[number])
 
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one."""
@@ -55,6 +83,11 @@ class JoinedBlobs:
     def _at(self, number: int) -> tuple[Blobs, int]:
         part = int(np.searchsorted(self.begins, number, "right")) - 1
         return self._parts[part], number - self.begins[part]
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        blobs, own = self._at(number)
+        return blobs.nbytes(own)
 
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one, checked against ``hash``."""
@@ -106,6 +139,32 @@ class RunMedia:
 
     def __len__(self) -> int:
         return len(self.items.starts)
+
+    @classmethod
+    def none(cls, num_sequences: int) -> RunMedia:
+        """No items, of so many sequences."""
+        empty = np.empty(0, np.uint32)
+        items = Items(empty, empty, np.empty(0, np.uint8), empty)
+        return cls(np.zeros(num_sequences, np.int64), items, BlobsInMemory())
+
+    def file_sizes(self) -> NDArray[np.int64]:
+        """Bytes of the file of each item, int64 [items]."""
+        sizes = {number: self.blobs.nbytes(number) for number in np.unique(self.items.blobs).tolist()}
+        return np.array([sizes[number] for number in self.items.blobs.tolist()], np.int64)
+
+    def placed(self, sequences: slice, seq_starts: NDArray[Any]) -> list[MediaItem]:
+        """The items of consecutive sequences, the sequences of one pack.
+
+        Args:
+            sequences: which of them.
+            seq_starts: where each of these begins in the pack.
+        """
+        names = {code: kind for kind, code in KINDS.items()}
+        first, last = self.offsets[[sequences.start, sequences.stop]].tolist()
+        begins = np.repeat(seq_starts, self.counts[sequences]).astype(np.int64)
+        starts, lengths, kinds, blobs = (values[first:last].astype(np.int64) for values in self.items)
+        rows = np.stack([begins + starts, lengths, kinds, blobs], 1).tolist()
+        return [MediaItem(names[kind], start, length, self.blobs.data(blob)) for start, length, kind, blob in rows]
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +11,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA, Items, Kind, MediaHeader, blob_hash
-from megatron_sft_idx.packs.run_media import RunMedia
+from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA, Items, MediaHeader, blob_hash
+from megatron_sft_idx.packs.run_media import MediaItem, RunMedia
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file, stamp_of
@@ -23,26 +21,6 @@ from megatron_sft_idx.storage.remote.store import read_ahead
 
 _NAMES = {code: kind for kind, code in KINDS.items()}
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
-
-
-@dataclass(frozen=True)
-class MediaItem:
-    """One image or recording at one place of a pack.
-
-    Attributes:
-        kind: ``image`` or ``audio``.
-        start: its first position in the pack.
-        length: how many positions its placeholder tokens take.
-        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given.
-    """
-
-    kind: Kind
-    start: int
-    length: int
-    data: bytes | memoryview
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "data": bytes(self.data)}  # a view cannot be pickled
 
 
 class ShardMedia:
@@ -94,6 +72,11 @@ class ShardMedia:
             detail = f"blob {number} from {begin} to {end}, expected ascending and at most {self.header.data_nbytes}"
             raise self._error("blob_offsets", number, "M10", detail)
         return self.data_bytes[begin:end].data
+
+    def nbytes(self, number: int) -> int:
+        """The size of a blob in bytes."""
+        begin, end = self.arrays["blob_offsets"][number : number + 2].tolist()
+        return int(end - begin)
 
     def hash(self, number: int) -> bytes:
         """The hash of a blob, as it is stored."""

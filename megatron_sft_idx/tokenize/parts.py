@@ -294,6 +294,10 @@ class _PartBlobs:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return int(self._ends[number] - (self._ends[number - 1] if number else 0))
+
     def hash(self, number: int) -> bytes:
         """The hash of one."""
         return bytes(self._hashes[number].tobytes())

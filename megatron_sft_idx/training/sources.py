@@ -189,9 +189,14 @@ def require_shard_judged(
 
 def require_text(prefix: str, header: Header) -> None:
     """FormatError where a shard has images or audio, which a batch of text alone would leave out."""
-    if listed_media(header.metadata) is not None:
+    require_no_media(prefix, has_media=listed_media(header.metadata) is not None)
+
+
+def require_no_media(path: str, *, has_media: bool) -> None:
+    """FormatError if packs have images or audio, which a batch of text alone would leave out."""
+    if has_media:
         raise FormatError(
-            f"{prefix}: holds images or audio, and these batches are text alone: their placeholders would mean nothing"
+            f"{path}: holds images or audio, and these batches are text alone: their placeholders would mean nothing"
         )
 
 

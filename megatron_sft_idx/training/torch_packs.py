@@ -32,7 +32,13 @@ from megatron_sft_idx.formats.registry import Source, open_reader, options_of_re
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
-from megatron_sft_idx.training.sources import blend_weights, require_judged, require_shard_judged, require_text
+from megatron_sft_idx.training.sources import (
+    blend_weights,
+    require_judged,
+    require_no_media,
+    require_shard_judged,
+    require_text,
+)
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -371,6 +377,7 @@ def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...]) -> No
             stated.append((file.pad_id, file.metadata))
         else:
             require_judged(path, file.columns, file.columns.__getitem__, file.stated[1], columns, _REMEDIES)
+            require_no_media(path, has_media=file.has_media)
             stated.append(file.stated)
     require_one_tokenizer(first, stated)
     if columns:
