@@ -123,8 +123,9 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
     starts, lengths = (_positions(members[name], path, first_pack, packs, name) for name in ("start", "length"))
     kinds = _kinds(members["kind"], path, first_pack, packs)
     blobs = BlobsInMemory(memoryview(value.as_buffer()) for chunk in members["bytes"] for value in chunk)
-    if (at := next((i for i, data in enumerate(blobs) if not len(data)), None)) is not None:
-        raise SequenceError(path, first_pack + int(packs[at]), f"{MEDIA_FIELD}.bytes is empty, expected a file")
+    for number, data in enumerate(blobs):
+        if not len(data):
+            raise SequenceError(path, first_pack + int(packs[number]), f"{MEDIA_FIELD}.bytes is empty, expected a file")
     items = Items(starts, lengths, kinds, np.arange(len(blobs), dtype=np.uint32))
     if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
         reason = f"{MEDIA_FIELD}: {broken.found}, expected {broken.expected} (rule {broken.rule})"
@@ -158,7 +159,7 @@ def _within(chunk: pa.Array) -> NDArray[np.int64]:
 
 def _kinds(chunks: Sequence[pa.Array], path: str, first_pack: int, packs: NDArray[np.int64]) -> NDArray[np.uint8]:
     names = [name for chunk in chunks for name in chunk.to_pylist()]
-    known: dict[str, int] = {**KINDS}
+    known: dict[str, int] = {str(name): code for name, code in KINDS.items()}
     if (at := next((i for i, name in enumerate(names) if name not in known), None)) is not None:
         reason = f"{MEDIA_FIELD}.kind is {brief(names[at])}, expected {' or '.join(known)} (rule M8)"
         raise SequenceError(path, first_pack + int(packs[at]), reason)

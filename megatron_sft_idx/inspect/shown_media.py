@@ -106,7 +106,7 @@ class ShownItem(NamedTuple):
     @property
     def facts(self) -> str:
         """``image, 640 x 480 pixels, 12.3 KiB``."""
-        parts = [self.kind]
+        parts: list[str] = [self.kind]
         if self.size is not None and self.kind == "image":
             parts.append(f"{self.size[1]:,} x {self.size[0]:,} pixels")
         if (seconds := self.seconds) is not None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, load_media
-from megatron_sft_idx.chat.media_parts import taken_media
+from megatron_sft_idx.chat.media_parts import MediaFile, taken_media
 from megatron_sft_idx.chat.media_processor import MediaProcessor, PlacedItem, positions_of
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
@@ -389,14 +389,14 @@ class RowEncoder:
 
     def _loaded(self, conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[list[LoadedMedia]]]:
         """Conversations as templates get them, and the images and recordings of each. RowError: one cannot be read."""
-        plain, media, loaded = [], [], dict[int, LoadedMedia]()
+        plain, media, loaded = [], [], dict[MediaFile, LoadedMedia]()
         for conversation in conversations:
             messages, files = taken_media(conversation.messages)
             for file in files:  # the answers of a pair share those of the prompt
-                if id(file) not in loaded:
-                    loaded[id(file)] = load_media(file, self.options.media)
+                if file not in loaded:
+                    loaded[file] = load_media(file, self.options.media)
             plain.append(conversation._replace(messages=messages))
-            media.append([loaded[id(file)] for file in files])
+            media.append([loaded[file] for file in files])
         return plain, media
 
     def _expanded(self, row: _Row, outcomes: Sequence[Sequence[Rendered]]) -> _Row:

@@ -468,9 +468,10 @@ class MadePart:
     lengths: NDArray[np.uint32]
     reused: bool = False
 
-    def reader(self) -> PartsReader:
-        """Reads the sequences of this part alone, without columns."""
-        return PartsReader(PartsTable([self.path], np.array([0, len(self.lengths)]), self.info.mask_dtype))
+    def reader(self, *, media: bool = False) -> PartsReader:
+        """Reads the sequences of this part alone, without columns; ``media`` as of ``PartsTable``."""
+        bounds = np.array([0, len(self.lengths)])
+        return PartsReader(PartsTable([self.path], bounds, self.info.mask_dtype, media=media))
 
 
 class PartsSoFar:
