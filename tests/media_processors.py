@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -28,6 +29,13 @@ IDEFICS = (
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
     "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+QWEN2_AUDIO = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'audio' %}{{ '<|audio_bos|><|AUDIO|><|audio_eos|>\n' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -99,10 +107,23 @@ def idefics3(folder: Path) -> Any:
     return processor
 
 
+def qwen2_audio(folder: Path) -> Any:
+    """Qwen2-Audio's, with the feature extractor of Whisper: as many placeholders as a recording has frames."""
+    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    special = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>")
+    with _quiet():
+        extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=4, sampling_rate=16_000)
+        processor = Qwen2AudioProcessor(extractor, tokenizer_with(*special), chat_template=QWEN2_AUDIO)
+        processor.save_pretrained(folder)
+    return processor
+
+
 PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "llava": llava,
     "llava of any size": llava_of_any_size,
     "idefics3": idefics3,
+    "qwen2-audio": qwen2_audio,
 }
 
 
@@ -114,9 +135,25 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     return stream.getvalue()
 
 
-def conversation(rng: random.Random, images: list[bytes]) -> list[dict[str, Any]]:
-    """A chat whose turns of the user have some of these images, at any place, and texts that look like their tags."""
-    texts = ("what is ", "\n\n", "here? ", " the cat", "row", "\n", "<row_1_col_1>", "é", "  ")
+def wav(samples: int, rate: int = 16_000, seed: int = 0, form: str = "WAV", channels: int = 1) -> bytes:
+    """A recording of noise."""
+    sound = np.random.default_rng(seed).standard_normal((samples, channels)).astype(np.float32) / 8
+    stream = io.BytesIO()
+    soundfile.write(stream, sound, rate, format=form)
+    return stream.getvalue()
+
+
+def kind_of(name: str) -> str:
+    """Whether a processor takes images or audio."""
+    return "audio" if name == "qwen2-audio" else "image"
+
+
+def conversation(rng: random.Random, kind: str, files: list[bytes]) -> list[dict[str, Any]]:
+    """A chat whose turns have some of these files, at any place, and texts that look like their tags.
+
+    Some have a system turn, and some a tool that answers.
+    """
+    texts = ("what is ", "\n\n", "here? ", " the cat", "row", "\n", "<row_1_col_1>", "<image>", "<|AUDIO|>", "é", "  ")
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": [{"type": "text", "text": "hello"}]})
@@ -124,12 +161,17 @@ def conversation(rng: random.Random, images: list[bytes]) -> list[dict[str, Any]
         parts: list[dict[str, Any]] = []
         for _ in range(rng.randint(0, 4)):
             if rng.random() < 0.5:
-                parts.append({"type": "image", "image": {"bytes": rng.choice(images)}})
+                parts.append({"type": kind, kind: {"bytes": rng.choice(files)}})
             else:
                 parts.append({"type": "text", "text": rng.choice(texts)})
         parts.append({"type": "text", "text": "say"})
         messages += [
             {"role": "user", "content": parts},
-            {"role": "assistant", "content": rng.choice(["hi", "\nthe cat"])},
+            {"role": "assistant", "content": [{"type": "text", "text": rng.choice(["hi", "\nthe cat"])}]},
         ]
+        if rng.random() < 0.2:
+            messages += [
+                {"role": "tool", "content": [{"type": "text", "text": "row\n"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": " mat"}]},
+            ]
     return messages

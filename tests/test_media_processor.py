@@ -1,29 +1,45 @@
-"""Images in rows: ids as the model's own processor makes them, masks as without them, and what is refused."""
+"""Images and audio in rows: ids as the model's own processor makes them, masks as without them, and what is refused."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import os
 import random
+import struct
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from media_processors import PROCESSORS, conversation, png
+from media_processors import PROCESSORS, conversation, kind_of, png, wav
+from numpy.typing import NDArray
 from PIL import Image
+from transformers.audio_utils import load_audio
 
 from megatron_sft_idx.chat.inputs import JsonPiece
+from megatron_sft_idx.chat.media_files import MediaLimits
 from megatron_sft_idx.chat.row_options import RowOptions
+from megatron_sft_idx.packs.run_media import BlobsByHash
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 
-SIZES = [(28, 42), (64, 64), (100, 30), (17, 90), (200, 150), (14, 14)]
+
+class Made(NamedTuple):
+    """A processor of transformers, and an encoder with it."""
+
+    kind: str
+    folder: Path
+    processor: Any
+    encoder: RowEncoder
 
 
 @pytest.fixture(scope="module", params=list(PROCESSORS))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("processor")
-    return folder, PROCESSORS[request.param](folder)
+    processor = PROCESSORS[request.param](folder)
+    return Made(kind_of(request.param), folder, processor, encoder_of(folder))
 
 
 def encoder_of(folder: Path, **options: Any) -> RowEncoder:
@@ -31,50 +47,238 @@ def encoder_of(folder: Path, **options: Any) -> RowEncoder:
     return RowEncoder(EncodingOptions(str(folder), processor=str(folder), rows=rows, **options))
 
 
-def images_of(messages: list[dict[str, Any]]) -> list[bytes]:
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return [part["image"]["bytes"] for part in parts if part["type"] == "image"]
+def shown_in(messages: list[dict[str, Any]], kind: str) -> list[bytes]:
+    parts = [part for message in messages for part in message["content"] if part["type"] == kind]
+    return [part[kind]["bytes"] for part in parts]
 
 
-def in_base64(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages, as JSON can hold them."""
-    import base64
+def in_base64(data: bytes) -> str:
+    """The file, as JSON can hold it."""
+    return "data:;base64," + base64.b64encode(data).decode()
 
-    text = json.dumps(messages, default=lambda data: "data:image/png;base64," + base64.b64encode(data).decode())
+
+def encoded(encoder: RowEncoder, rows: list[Any], path: str = "rows.jsonl") -> tuple[EncodedPiece, BlobsByHash]:
+    lines = [json.dumps({"messages": row}, default=in_base64).encode() + b"\n" for row in rows]
+    ends = np.cumsum([len(line) for line in lines]) - 1
+    piece, blobs = JsonPiece(path, 1, int(ends[-1]), b"".join(lines), ends, False), BlobsByHash()
+    return encoder.encode(piece, media=encoder.media_of(path, blobs)), blobs
+
+
+def sequences_of(piece: EncodedPiece) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """The ids and masks of each sequence."""
+    ends = np.cumsum(piece.lengths)[:-1]
+    return [*zip(np.split(piece.input_ids, ends), np.split(piece.loss_mask, ends), strict=True)]
+
+
+def ids_of_processor(made: Made, text: str, shown: list[bytes]) -> list[int]:
+    given: dict[str, Any] = {}
+    if shown and made.kind == "image":
+        given["images"] = [Image.open(io.BytesIO(data)) for data in shown]
+    elif shown:
+        rate = made.processor.feature_extractor.sampling_rate
+        given = {"audio": [load_audio(in_base64(data), rate) for data in shown], "sampling_rate": rate}
+    return [*made.processor(text=[text], add_special_tokens=False, **given)["input_ids"][0]]
+
+
+def without_placeholders(row: list[dict[str, Any]], token: str) -> list[dict[str, Any]]:
+    """The row, in whose words the placeholder is not spelled: the processor would take it for one."""
+    text = json.dumps(row, default=in_base64).replace(token, token[1:-1])
     return json.loads(text)
 
 
-def encoded(encoder: RowEncoder, rows: list[Any]) -> EncodedPiece:
-    lines = [json.dumps({"messages": in_base64(row)}).encode() + b"\n" for row in rows]
-    ends = np.cumsum([len(line) for line in lines]) - 1
-    return encoder.encode(JsonPiece("rows.jsonl", 1, int(ends[-1]), b"".join(lines), ends, False))
+def token_of(made: Made) -> str:
+    return made.encoder.processor.tokens[made.kind]  # type: ignore[union-attr, index]
 
 
-def test_ids_are_those_of_the_processor(made: tuple[Path, Any]) -> None:
-    folder, processor = made
-    rng = random.Random(3)
-    images = [png(*size, seed) for seed, size in enumerate(SIZES)]
-    rows = [conversation(rng, images) for _ in range(200)]
-    piece = encoded(encoder_of(folder), rows)
+def files_for(kind: str) -> list[bytes]:
+    if kind == "audio":
+        lengths = [(999, 16_000), (4_000, 16_000), (44_101, 44_100), (8_000, 8_000), (70_000, 16_000), (3_001, 48_000)]
+        return [wav(*each, seed, channels=1 + seed % 2) for seed, each in enumerate(lengths)]
+    sizes = [(28, 42), (64, 64), (100, 30), (17, 90), (200, 150), (14, 14)]
+    return [png(*size, seed) for seed, size in enumerate(sizes)]
+
+
+def test_ids_are_those_of_the_processor(made: Made) -> None:
+    rng, files, token = random.Random(3), files_for(made.kind), token_of(made)
+    drawn = [conversation(rng, made.kind, files) for _ in range(200)]
+    rows = [without_placeholders(row, token) for row in drawn]
+    piece, blobs = encoded(made.encoder, rows)
     assert not piece.bad_rows, piece.bad_rows[0]
-    ends = np.cumsum(piece.lengths)
-    for row, end, length, media in zip(rows, ends.tolist(), piece.lengths.tolist(), piece.media, strict=True):
-        given = [{"role": each["role"], "content": parts_of(each["content"])} for each in row]
-        text = processor.apply_chat_template(given, tokenize=False)
-        shown = images_of(row)
-        pictures = [Image.open(io.BytesIO(data)) for data in shown] or None
-        expected = processor(text=[text], images=pictures, add_special_tokens=False)["input_ids"][0]
-        ids = piece.input_ids[end - length : end]
-        assert ids.tolist() == list(expected)
-        assert [item.data for item in media] == shown
-        token = processor.tokenizer.convert_tokens_to_ids("<image>")
-        inside = np.zeros(length, bool)
+    for row, (ids, mask), media in zip(drawn, sequences_of(piece), piece.media, strict=True):
+        plain = without_placeholders(row, token)
+        shown = shown_in(row, made.kind)
+        text = made.processor.apply_chat_template(
+            [{**each, "content": [{**part, made.kind: None} for part in each["content"]]} for each in plain],
+            tokenize=False,
+        )
+        assert ids.tolist() == ids_of_processor(made, text, shown)
+        assert [blobs.data(item.blob) for item in media] == shown
+        inside = np.zeros(len(ids), bool)
         for item in media:
             assert not inside[item.start : item.start + item.length].any()
             inside[item.start : item.start + item.length] = True
-        assert inside[ids == token].all()
-        assert not piece.loss_mask[end - length : end][inside].any()
+        assert inside[ids == made.processor.tokenizer.convert_tokens_to_ids(token)].all()
+        assert not mask[inside].any()
+        assert mask.any()
 
 
-def parts_of(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def test_every_size_takes_as_many_positions_as_the_processor_says(made: Made) -> None:
+    rng = random.Random(5)
+    if made.kind == "image":
+        files = [png(rng.randint(14, 400), rng.randint(14, 400), seed) for seed in range(50)]
+    else:
+        rates = (8_000, 11_025, 16_000, 22_050, 44_100, 48_000)
+        files = [
+            wav(rng.randint(rate // 20, 5 * rate), rate, seed, rng.choice(["WAV", "FLAC", "OGG"]))
+            for seed, rate in enumerate(rng.choices(rates, k=50))
+        ]
+    rows = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": made.kind, made.kind: in_base64(data)}, {"type": "text", "text": "?"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "hi"}]},
+        ]
+        for data in files
+    ]
+    piece, _ = encoded(made.encoder, rows)
+    assert not piece.bad_rows, piece.bad_rows[0]
+    for row, data, (ids, _) in zip(rows, files, sequences_of(piece), strict=True):
+        text = made.processor.apply_chat_template(row, tokenize=False)
+        assert ids.tolist() == ids_of_processor(made, text, [data])
+
+
+def test_masks_of_all_else_are_those_of_the_rows_without_images_and_audio(made: Made) -> None:
+    """What is trained on, and with which weight, is the same text in the same order."""
+    rng, files = random.Random(7), files_for(made.kind)
+    rows = [conversation(rng, made.kind, files) for _ in range(100)]
+    for row in rows:
+        for message in row:
+            if message["role"] == "assistant" and rng.random() < 0.3:
+                message["weight"] = rng.choice([0, 0.5])
+    bare = [
+        [{**each, "content": [part for part in each["content"] if part["type"] == "text"]} for each in row]
+        for row in rows
+    ]
+    for options in ({}, {"append_eod": True}, {"span_by_span": True}, {"straddling": "exclude"}):
+        encoder = encoder_of(made.folder, **options)
+        with_media, without = encoded(encoder, rows)[0], encoded(encoder, bare)[0]
+        assert not with_media.bad_rows + without.bad_rows
+        assert any(map(len, with_media.media))
+        assert not any(map(len, without.media))
+        for (ids, mask), (bare_ids, bare_mask) in zip(sequences_of(with_media), sequences_of(without), strict=True):
+            assert ids[mask != 0].tolist() == bare_ids[bare_mask != 0].tolist()
+            assert mask[mask != 0].tolist() == bare_mask[bare_mask != 0].tolist()
+
+
+def test_placeholders_in_the_words_of_a_row_stay_text(made: Made) -> None:
+    """Only what the template writes for a part is one; the words become plain tokens, as other control tokens do."""
+    token = token_of(made)
+    row = [
+        {"role": "user", "content": [{"type": "text", "text": f"what is {token}"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": f"{token} is a word"}]},
+    ]
+    piece, _ = encoded(made.encoder, [row])
+    assert not piece.bad_rows
+    (ids, _), (media,) = sequences_of(piece)[0], piece.media
+    assert len(media) == 0
+    assert made.processor.tokenizer.convert_tokens_to_ids(token) not in ids.tolist()
+    assert made.processor.tokenizer.decode(ids).count(token) == 2
+
+
+BAD = {
+    "no file of this name": ("missing.png", "No such file"),
+    "a file outside of the root": ("../outside.png", "is not in"),
+    "a URL": ("https://127.0.0.1:1/a.png", "--download"),
+    "a store": ("s3://bucket/a.png", "copy the files"),
+    "no image at all": (in_base64(b"no image, no audio"), "can be decoded"),
+    "an empty file": (in_base64(b""), "is empty"),
+    "no base64": ("data:;base64,%%%", "base64"),
+    "a folder": (".", "directory"),
+    "a pipe": ("pipe", "regular file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_read_is_a_bad_row(made: Made, tmp_path: Path, case: str) -> None:
+    given, expected = BAD[case]
+    root = tmp_path / "root"
+    root.mkdir()
+    os.mkfifo(root / "pipe")
+    (tmp_path / "outside.png").write_bytes(files_for(made.kind)[1])
+    encoder = encoder_of(made.folder, on_bad_row="skip", media=MediaLimits(str(root)))
+    good = [
+        {"role": "user", "content": [{"type": made.kind, made.kind: in_base64(files_for(made.kind)[1])}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    bad = [{"role": "user", "content": [{"type": made.kind, made.kind: given}]}, good[1]]
+    piece, _ = encoded(encoder, [good, bad, good])
+    assert [error.position for error in piece.bad_rows] == [2]
+    assert expected in str(piece.bad_rows[0]), piece.bad_rows[0]
+    assert len(piece.lengths) == 2
+
+
+@pytest.mark.parametrize("limits", [{"max_nbytes": 10}, {"max_pixels": 100, "max_seconds": 0}])
+def test_what_is_too_large_is_a_bad_row(made: Made, limits: dict[str, int]) -> None:
+    encoder = encoder_of(made.folder, on_bad_row="skip", media=MediaLimits(**limits))
+    row = [
+        {"role": "user", "content": [{"type": made.kind, made.kind: in_base64(files_for(made.kind)[1])}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    piece, _ = encoded(encoder, [row])
+    assert "more than" in str(piece.bad_rows[0])
+
+
+def test_a_recording_of_which_the_model_would_hear_nothing_is_a_bad_row(tmp_path: Path) -> None:
+    PROCESSORS["qwen2-audio"](tmp_path)
+    row = [
+        {"role": "user", "content": [{"type": "audio", "audio": in_base64(wav(1))}]},
+        {"role": "assistant", "content": "hi"},
+    ]
+    piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), [row])
+    assert "makes nothing of a recording of 1 samples at 16000 Hz" in str(piece.bad_rows[0])
+
+
+def test_a_recording_whose_end_the_processor_leaves_out_is_counted(tmp_path: Path) -> None:
+    PROCESSORS["qwen2-audio"](tmp_path)
+    rows = [
+        [
+            {"role": "user", "content": [{"type": "audio", "audio": in_base64(wav(samples))}]},
+            {"role": "assistant", "content": "hi"},
+        ]
+        for samples in (64_000, 64_001)
+    ]
+    piece, _ = encoded(encoder_of(tmp_path), rows)
+    assert piece.notes["recordings_cut"] == 1
+
+
+def test_a_bomb_is_refused_from_its_head(tmp_path: Path) -> None:
+    """A PNG whose head promises 4 gigapixels, and whose pixels are not there: it would be refused for that later."""
+    PROCESSORS["llava"](tmp_path)
+    head = struct.pack(">IIBBBBB", 65_000, 65_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(head)) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
+    chunk += struct.pack(">I", 100) + b"IDAT"
+    row = [
+        {"role": "user", "content": [{"type": "image", "image": in_base64(b"\x89PNG\r\n\x1a\n" + chunk)}]},
+        {"role": "assistant", "content": "hi"},
+    ]
+    piece, _ = encoded(encoder_of(tmp_path, on_bad_row="skip"), [row])
+    assert "4225000000 pixels" in str(piece.bad_rows[0])
+
+
+def test_an_image_that_lies_on_its_side_has_the_size_of_the_upright_one(tmp_path: Path) -> None:
+    processor = PROCESSORS["llava of any size"](tmp_path)
+    stream, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (140, 28)).save(stream, "JPEG", exif=exif)
+    row = [
+        {"role": "user", "content": [{"type": "image", "image": in_base64(stream.getvalue())}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    piece, _ = encoded(encoder_of(tmp_path), [row])
+    text = processor.apply_chat_template(row, tokenize=False)
+    path = tmp_path / "lying.jpg"
+    path.write_bytes(stream.getvalue())
+    expected = processor(text=[text], images=[str(path)], add_special_tokens=False)["input_ids"][0]
+    assert piece.input_ids.tolist() == list(expected)

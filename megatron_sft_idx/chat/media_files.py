@@ -11,12 +11,15 @@ import base64
 import binascii
 import io
 import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
+from urllib.request import Request, urlopen
 
 from megatron_sft_idx.chat.media_parts import MediaFile
 from megatron_sft_idx.chat.types import RowError
@@ -26,6 +29,11 @@ from megatron_sft_idx.layout.media import Kind
 # What pillow may decode. Formats that can hold programs, or whose decoders are rarely tried, are left out.
 _IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _SCHEMES: Final = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
+# The tag of EXIF that says how an image is to be turned, and its values for a quarter turn.
+_ORIENTATION: Final = 0x0112
+_LYING: Final = (5, 6, 7, 8)
+_DOWNLOADED: Final = ("http://", "https://")
+_TIMEOUT_SECONDS: Final = 60
 MISSING: Final = "pip install 'megatron-sft-idx[media]'"
 
 
@@ -34,13 +42,15 @@ class MediaLimits:
     """What is read of images and audio, and from where.
 
     Attributes:
-        root: folder that relative paths begin at, and that no path leaves.
+        root: folder that relative paths begin at, and that no path leaves; None for that of the input file.
+        download: whether files are downloaded whose URLs rows have.
         max_nbytes: of an encoded file.
         max_pixels: of an image.
         max_seconds: of a recording.
     """
 
-    root: str = "."
+    root: str | None = None
+    download: bool = False
     max_nbytes: int = 256 << 20
     max_pixels: int = 1 << 27
     max_seconds: int = 4 * 3600
@@ -51,40 +61,75 @@ class LoadedMedia(NamedTuple):
 
     Attributes:
         kind: ``image`` or ``audio``.
-        data: the encoded file.
-        size: height and width of an image in pixels, as it is stored; of a recording its samples, and their
-            rate in hertz.
+        size: height and width in pixels of an image turned upright, as transformers and datasets load it; of a
+            recording its samples, and their rate in hertz.
+        blob: the number of the encoded file among those that were collected.
     """
 
     kind: Kind
-    data: bytes
     size: tuple[int, int]
+    blob: int
 
 
-def load_media(file: MediaFile, limits: MediaLimits) -> LoadedMedia:
-    """Read a file and look at it. RowError: it is missing, of an unknown type, damaged or too large."""
-    data = _read(file, limits)
-    if not data:
-        raise RowError(f"{file.what}: the {file.kind} is empty")
-    try:
-        size = _decoded_size(file.kind, data, limits)
-    except RowError as error:
-        raise RowError(f"{file.what}: {error}") from None
-    return LoadedMedia(file.kind, data, size)
+def read_media(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
+    """Read an encoded file.
 
+    Args:
+        file: the file.
+        limits: what is read, and from where.
+        folder: that relative paths begin at if ``limits.root`` is None; None for none.
 
-def _read(file: MediaFile, limits: MediaLimits) -> bytes:
+    Raises:
+        RowError: it is missing, empty, too large, elsewhere than under the root, or no base64.
+    """
     if isinstance(file.given, bytes):
         data = file.given
     elif file.given.startswith("data:"):
         data = _of_uri(file)
-    elif file.given.startswith(_SCHEMES):
-        raise RowError(f"{file.what} is a URL, {brief(file.given)}; download the files and give their paths")
+    elif is_url(file.given):
+        data = _of_url(file, limits)
     else:
-        data = _of_path(file, limits)
+        data = _of_path(file, limits, folder if limits.root is None else limits.root)
     if len(data) > limits.max_nbytes:
-        raise RowError(f"{file.what}: the {file.kind} has {len(data):,} bytes, more than {limits.max_nbytes:,}")
+        raise RowError(f"{file.what}: the {file.kind} has more than {limits.max_nbytes:,} bytes")
+    if not data:
+        raise RowError(f"{file.what}: the {file.kind} is empty")
     return data
+
+
+def size_of_media(kind: Kind, data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:
+    """The size of a file, as ``LoadedMedia`` has it; the whole file is decoded.
+
+    RowError: it is of an unknown type, damaged, or too large.
+    """
+    try:
+        return _decoded_size(kind, data, limits)
+    except RowError as error:
+        raise RowError(f"{what}: {error}") from None
+
+
+def is_url(given: str) -> bool:
+    """Whether a text tells of a file that is not on this machine."""
+    return given.lower().startswith(_SCHEMES)
+
+
+def _of_url(file: MediaFile, limits: MediaLimits) -> bytes:
+    assert isinstance(file.given, str)
+    url = file.given
+    if not url.lower().startswith(_DOWNLOADED):
+        raise RowError(f"{file.what} is in a store, {brief(url)}; copy the files to a disk and give their paths")
+    if not limits.download:
+        raise RowError(f"{file.what} is a URL, {brief(url)}; --download reads it, or give paths of downloaded files")
+    request = Request(url, headers={"User-Agent": "megatron-sft-idx"})
+    try:
+        with urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+            data = response.read(limits.max_nbytes + 1)
+            expected = response.headers.get("Content-Length")
+    except (OSError, ValueError, HTTPException) as error:
+        raise RowError(f"{file.what}: {brief(url)} cannot be downloaded: {error}") from None
+    if expected is not None and expected.isdecimal() and len(data) < min(int(expected), limits.max_nbytes):
+        raise RowError(f"{file.what}: {brief(url)} ended after {len(data):,} bytes of {int(expected):,}")
+    return bytes(data)
 
 
 def _of_uri(file: MediaFile) -> bytes:
@@ -100,18 +145,24 @@ def _of_uri(file: MediaFile) -> bytes:
     raise RowError(f"{file.what} is a data: URI without data")
 
 
-def _of_path(file: MediaFile, limits: MediaLimits) -> bytes:
+def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
     assert isinstance(file.given, str)
     given = file.given.removeprefix("file://")
-    root = os.path.realpath(limits.root)
+    if folder is None:
+        raise RowError(f"{file.what} is a path, {brief(given)}; --media-root FOLDER says where files are")
+    root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(root, given))
     if os.path.commonpath([root, path]) != root:
-        raise RowError(f"{file.what}: {brief(given)} is not in {limits.root}; --media-root FOLDER says where files are")
+        raise RowError(f"{file.what}: {brief(given)} is not in {folder}; --media-root FOLDER says where files are")
     try:
         # O_NONBLOCK: opening a pipe would wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise RowError(f"{file.what}: {brief(path)} is no regular file")
             return stream.read(limits.max_nbytes + 1)
+    except RowError:
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RowError(f"{file.what}: {brief(path)}: {reason}; --media-root FOLDER says where files are") from None
@@ -161,14 +212,14 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
         raise RowError(f"no recording that can be decoded: {brief(str(error))}") from None
 
 
-def size_of_media(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tuple[int, int]:
-    """The size of an image or a recording by the head of its file, as ``LoadedMedia`` has it; nothing is decoded.
+def stored_size(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tuple[int, int]:
+    """The size of a file, as ``LoadedMedia`` has it, by its head alone; nothing is decoded.
 
     Errors as of ``open_image`` and ``open_recording``.
     """
     if kind == "image":
         with open_image(data, limits) as image:
-            return image.height, image.width
+            return _upright_size(image)
     with open_recording(data, limits) as sound:
         return int(sound.frames), int(sound.samplerate)
 
@@ -178,12 +229,18 @@ def _decoded_size(kind: Kind, data: bytes, limits: MediaLimits) -> tuple[int, in
     if kind == "image":
         with open_image(data, limits) as image:
             image.load()
-            return image.height, image.width
+            return _upright_size(image)
     with open_recording(data, limits) as sound:
         read = sum(len(block) for block in sound.blocks(1 << 16, dtype="float32"))
         if read != sound.frames or not read:
             raise RowError(f"the recording ends after {read:,} samples of {sound.frames:,}")
         return int(sound.frames), int(sound.samplerate)
+
+
+def _upright_size(image: Any) -> tuple[int, int]:
+    """Height and width of an image of pillow turned upright."""
+    lies = image.getexif().get(_ORIENTATION) in _LYING
+    return (image.width, image.height) if lies else (image.height, image.width)
 
 
 def _module(name: str) -> Any:

@@ -29,7 +29,7 @@ _PARTS: Final[dict[str, Kind]] = {
     **dict.fromkeys(("audio", "input_audio", "audio_url"), "audio"),
 }
 _VIDEO_PARTS: Final = ("video", "video_url", "input_video")
-# Keys of a part under which its file stands, of that of the part's own type.
+# Keys of a part under which its file stands, next to those that are called as a type of part.
 _FILE_KEYS: Final = ("path", "url", "base64", "data", "bytes", "source")
 _TAGS: Final = re.compile(r"<(image|audio)>")
 _OF_ROW: Final[dict[Kind, tuple[str, ...]]] = {"image": IMAGES, "audio": AUDIOS}
@@ -64,8 +64,8 @@ def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
 
 def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]:
     """A content part of an image or audio as templates have it, which keeps its file under ``FILE``, if it has one."""
-    own_keys = (str(part["type"]), kind, *_FILE_KEYS)
-    given = [key for key in dict.fromkeys(own_keys) if key != "type" and is_filled(part.get(key))]
+    own_keys = [name for name, its_kind in _PARTS.items() if its_kind == kind]
+    given = [key for key in (*own_keys, *_FILE_KEYS) if is_filled(part.get(key))]
     if len(given) > 1:
         raise RowError(f"{what} has its file in {' and in '.join(given)}; keep one")
     out: dict[str, Any] = {"type": kind}
@@ -96,7 +96,7 @@ def place_media(data: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> 
     waiting = [_Waiting(data, kind) for kind in _OF_ROW]
     by_kind = {each.kind: each for each in waiting}
     placed = [_with_places(message, by_kind) for message in messages]
-    for each in waiting:
+    for each in reversed(waiting):  # what comes first is put in front last
         placed = each.finished(placed)
     return placed
 

@@ -1,20 +1,23 @@
 """Placeholders of images and audio, expanded as the model's own processor of transformers expands them.
 
 A processor replaces each placeholder token in a text by others, as many as the model has positions for the image or
-recording, and perhaps by tags around and between them. What it replaces depends on the size of an image or the length
-of a recording alone, so it is asked once for each size, with an empty image or silence of that size.
+recording, and perhaps by tags around and between them. What it puts there depends on the size of an image or the length
+of a recording alone, so it is asked once for each size, with an empty image or silence of that size. Of texts with
+several, some are asked for as a whole, which must give the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.media_files import MISSING, LoadedMedia
@@ -25,6 +28,21 @@ from megatron_sft_idx.layout.media import Kind
 # Files of a folder that decide what a processor does, beside those of its tokenizer.
 _FILES: Final = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")
 _OFFSETS: Final = "text_replacement_offsets"
+# For so many sizes is remembered what the placeholder of one becomes: some kilobytes each.
+_MOST_SIZES: Final = 4096
+# Texts with several images or recordings that are checked: the first ones, and then one of so many.
+_FIRST_CHECKED: Final = 64
+_EVERY: Final = 64
+_MOST_CHECKED: Final = 1 << 16
+# Pixels of an image, or samples and rate of a recording, that a processor is asked about first.
+_PROBED: Final = (336, 336)
+
+
+class _Sized(NamedTuple):
+    """What there is to know of an image or a recording, to ask a processor."""
+
+    kind: Kind
+    size: tuple[int, int]
 
 
 class PlacedItem(NamedTuple):
@@ -45,6 +63,11 @@ class MediaProcessor:
     Raises:
         FormatError: transformers or pillow is not installed; the folder holds no processor; or it has no placeholders,
             or those are no control tokens of the tokenizer.
+
+    Attributes:
+        folder: as given.
+        tokens: the placeholder of each kind that it takes.
+        chat_template: its own chat template; None for that of the tokenizer.
     """
 
     def __init__(self, folder: str, control_tokens: Sequence[str]) -> None:
@@ -58,6 +81,8 @@ class MediaProcessor:
             self._processor: Any = load(folder, local_files_only=True)
         except Exception as error:  # whatever its own code raises
             raise FormatError(f"{folder}: transformers makes no processor of it: {brief(str(error))}") from None
+        template = getattr(self._processor, "chat_template", None)
+        self.chat_template: str | None = template if isinstance(template, str) else None
         self.tokens: dict[Kind, str] = {}
         names: tuple[tuple[Kind, str], ...] = (("image", "image_token"), ("audio", "audio_token"))
         for kind, name in names:
@@ -65,59 +90,97 @@ class MediaProcessor:
             if isinstance(token, str) and token:
                 self.tokens[kind] = token
         if not self.tokens:
-            raise FormatError(f"{folder}: a processor without placeholders, {type(self._processor).__name__}")
+            raise FormatError(f"{folder}: a processor without placeholders, {self._name}")
         for kind, token in self.tokens.items():
             if token not in control_tokens:
                 raise FormatError(f"{folder}: its placeholder of {kind} {token!r} is no special token of the tokenizer")
         self._pattern = re.compile("|".join(re.escape(token) for token in self.tokens.values()))
         self._kinds = {token: kind for kind, token in self.tokens.items()}
-        self._replacements: dict[tuple[Kind, tuple[int, int]], str] = {}
+        self._known: dict[tuple[Kind, tuple[int, int]], str] = {}
+        self._checked: set[int] = set()
+        try:
+            self.replacements([_Sized(kind, _PROBED) for kind in self.tokens])
+        except RowError as error:
+            raise FormatError(
+                f"{folder}: {self._name} of transformers {transformers.__version__} does not say what becomes of its"
+                f" placeholders ({error}); a newer version may"
+            ) from None
+
+    @property
+    def _name(self) -> str:
+        return type(self._processor).__name__
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the files that decide what it does, and of its class."""
-        hashed = hashlib.sha256(type(self._processor).__name__.encode())
+        hashed = hashlib.sha256(self._name.encode())
         for name in _FILES:
             if (path := Path(self.folder) / name).is_file():
                 hashed.update(name.encode() + b"\0" + path.read_bytes())
         return hashed.hexdigest()[:32]
 
-    def replacement(self, kind: Kind, size: tuple[int, int]) -> str:
-        """What the placeholder of an image or recording of this size (``LoadedMedia.size``) becomes."""
-        key = kind, size
-        if key not in self._replacements:
-            self._replacements[key] = self._asked(kind, size)
-        return self._replacements[key]
+    def replacements(self, media: Sequence[LoadedMedia | _Sized]) -> list[str]:
+        """What the placeholders of a text become that has these images and recordings, in order.
 
-    def _asked(self, kind: Kind, size: tuple[int, int]) -> str:
-        token = self.tokens[kind]
+        Raises:
+            RowError: the processor does not take one of them.
+            FormatError: what one becomes depends on the others.
+        """
+        sizes = [(each.kind, each.size) for each in media]
+        if len(self._known) > _MOST_SIZES:
+            self._known.clear()
+        for each in sizes:
+            if each not in self._known:
+                (self._known[each],) = self._asked([each])
+            if not self._known[each]:
+                raise RowError(f"the processor makes nothing of {_shown(*each)}: it is too small; leave it out")
+        known = [self._known[each] for each in sizes]
+        if len(sizes) > 1 and self._is_to_be_checked(sizes) and self._asked(sizes) != known:
+            raise FormatError(
+                f"{self.folder}: {self._name} makes of an image or recording what others of the same text decide; such"
+                " processors cannot be used here"
+            )
+        return known
+
+    def _is_to_be_checked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]]) -> bool:
+        """Whether a text with these sizes is one of the first, or of some later ones, and was not checked before."""
+        number = xxhash.xxh3_64_intdigest(repr(sizes).encode())
+        if number in self._checked or (len(self._checked) >= _FIRST_CHECKED and number % _EVERY):
+            return False
+        if len(self._checked) < _MOST_CHECKED:
+            self._checked.add(number)
+        return True
+
+    def _asked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]]) -> list[str]:
+        """What the processor puts in place of the placeholders in a text of nothing else."""
+        from PIL import Image
+
+        images = [Image.new("RGB", (width, height)) for kind, (height, width) in sizes if kind == "image"]
+        recordings = [size for kind, size in sizes if kind == "audio"]
+        given: dict[str, Any] = {"images": images} if images else {}
         try:
-            if kind == "image":
-                from PIL import Image
-
-                height, width = size
-                out = self._processor(
-                    text=[token], images=[Image.new("RGB", (width, height))], return_text_replacement_offsets=True
-                )
-            else:
-                out = self._processor(
-                    text=[token],
-                    audio=[np.zeros(samples_at(size, self.sampling_rate), np.float32)],
-                    sampling_rate=self.sampling_rate,
-                    return_text_replacement_offsets=True,
-                )
-            (replaced,) = out[_OFFSETS][0]
+            if recordings:
+                rate = self.sampling_rate
+                given["audio"] = [np.zeros(samples_at(size, rate), np.float32) for size in recordings]
+                given["sampling_rate"] = rate
+            text = "".join(self.tokens[kind] for kind, _ in sizes)
+            replaced = self._processor(text=[text], return_text_replacement_offsets=True, **given)[_OFFSETS][0]
         except Exception as error:  # whatever its own code raises
-            what = f"an image of {size[1]} x {size[0]} pixels" if kind == "image" else f"{size[0]} samples of audio"
-            raise RowError(f"the processor does not take {what}: {brief(str(error))}") from None
-        return str(replaced["replacement"])
+            shown = ", ".join(_shown(*each) for each in sizes)
+            raise RowError(f"the processor does not take {shown}: {brief(str(error))}") from None
+        if len(replaced) != len(sizes):
+            raise RowError(f"the processor replaced {len(replaced)} placeholders of {len(sizes)}")
+        return [str(each["replacement"]) for each in replaced]
 
     @property
     def sampling_rate(self) -> int:
         """Samples a second of the recordings that it takes."""
+        return int(self._extractor.sampling_rate)
+
+    @property
+    def _extractor(self) -> Any:
         names = ("audio_processor", "feature_extractor")
-        extractor = next(getattr(self._processor, name) for name in names if hasattr(self._processor, name))
-        return int(extractor.sampling_rate)
+        return next(getattr(self._processor, name) for name in names if hasattr(self._processor, name))
 
     def expand(self, rendered: Rendered, media: Sequence[LoadedMedia]) -> tuple[Rendered, list[PlacedItem]]:
         """A rendered text with its placeholders replaced, and the characters that each image and recording takes.
@@ -136,12 +199,15 @@ class MediaProcessor:
             tuple[int, int, int]
         ] = []  # of each placeholder: where it begins and ends, and by how much it grows
         waiting = {kind: iter([each for each in media if each.kind == kind]) for kind in self.tokens}
-        done = length = 0
-        for start, stop in self._placeholders(rendered):
+        found = self._placeholders(rendered)
+        shown: list[LoadedMedia] = []
+        for start, stop in found:
             kind = self._kinds[text[start:stop]]
-            if (own := next(waiting[kind], None)) is None:
+            if (next_one := next(waiting[kind], None)) is None:
                 raise RowError(f"the chat template writes more placeholders of {kind} than the row has of that kind")
-            new = self.replacement(kind, own.size)
+            shown.append(next_one)
+        done = length = 0
+        for (start, stop), own, new in zip(found, shown, self.replacements(shown), strict=True):
             parts += [text[done:start], new]
             length += start - done
             items.append(PlacedItem(length, length + len(new), own))
@@ -152,12 +218,27 @@ class MediaProcessor:
         moved = _Moved(edges)
         spans = [piece for span in rendered.spans for piece in _around(moved.span(span), items)]
         literals = [(moved.at(start), moved.at(stop)) for start, stop in rendered.literals]
-        return rendered._replace(text="".join([*parts, text[done:]]), spans=spans, literals=literals), items
+        expanded = rendered._replace(text="".join([*parts, text[done:]]), spans=spans, literals=literals)
+        if num_cut := sum(each.kind == "audio" and self._cuts(each.size) for each in shown):
+            expanded = expanded._replace(notes=Counter(rendered.notes) + Counter(recordings_cut=num_cut))
+        return expanded, items
+
+    def _cuts(self, size: tuple[int, int]) -> bool:
+        """Whether the processor leaves out the end of a recording, as Whisper's does behind 30 seconds."""
+        most = getattr(self._extractor, "n_samples", None)
+        return most is not None and samples_at(size, self.sampling_rate) > most
 
     def _placeholders(self, rendered: Rendered) -> list[tuple[int, int]]:
         """The placeholders that the template wrote; one in the data's own words stays text."""
         found = [match.span() for match in self._pattern.finditer(rendered.text)]
         return [(a, b) for a, b in found if not any(a < stop and b > start for start, stop in rendered.literals)]
+
+
+def _shown(kind: Kind, size: tuple[int, int]) -> str:
+    """An image or recording of this size, in words."""
+    if kind == "image":
+        return f"an image of {size[1]} x {size[0]} pixels"
+    return f"a recording of {size[0]} samples at {size[1]} Hz"
 
 
 class _Moved:

@@ -18,8 +18,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from megatron_sft_idx.chat.field_names import (
     ANSWERS,
+    AUDIOS,
     CHOSEN,
     HISTORY,
+    IMAGES,
     INPUTS,
     MEDIA,
     OTHER_ANSWERS,
@@ -60,9 +62,9 @@ _OF_CONTENT: Final = frozenset(
         *OTHER_ANSWERS,
     }
 )
-ROW_TARGETS: Final = (*_CONTENT, REASONING, "system", "tools", "label", "loss_mask")
+ROW_TARGETS: Final = (*_CONTENT, REASONING, "system", "tools", "images", "audios", "label", "loss_mask")
 # Names of which a mapped one takes the place.
-_REPLACED: Final = {"system": SYSTEMS, "tools": TOOLS}
+_REPLACED: Final = {"system": SYSTEMS, "tools": TOOLS, "images": IMAGES, "audios": AUDIOS}
 TURN_TARGETS: Final = (
     *("role", "content", "reasoning_content", "tool_calls", "name", "tool_call_id", "weight", "train"),
 )

@@ -141,12 +141,12 @@ class Rendered(NamedTuple):
 
 
 class EncodedItem(NamedTuple):
-    """An image or a recording in a sequence: its first position, how many it takes, and its encoded file."""
+    """An image or a recording in a sequence: its first position, how many it takes, and the number of its file."""
 
     kind: Kind
     start: int
     length: int
-    data: bytes
+    blob: int
 
 
 class Encoded(NamedTuple):

@@ -207,8 +207,9 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         --chat-template FILE  Jinja file that replaces the tokenizer's own template
         --chat-template-kwargs JSON  variables for the template, as a JSON object
         --processor FOLDER  read images and audio of rows, and expand their placeholders as this processor of
-            transformers does
-        --media-root FOLDER  where paths of images and audio begin (default: the working directory)
+            transformers does; its chat template is the default (pip install 'megatron-sft-idx[media]')
+        --media-root FOLDER  with --processor: where paths of images and audio begin, and what they may not leave
+            (default: the folder of each input file)
         --template-date YYYY-MM-DD  date for templates that ask for today's date, which would change every day
         --train-on  what the assistant says, only its answer to the last user message, exactly what the template's
             generation markers enclose, or everything (default: %(default)s)
@@ -276,8 +277,9 @@ def add_parser(verbs: Verbs) -> None:
     declare(
         group,
         """
-        --download  fetch what is not on this machine from the Hugging Face hub into its cache: --tokenizer OWNER/NAME,
-            --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
+        --download  fetch what is not on this machine: from the Hugging Face hub into its cache --tokenizer OWNER/NAME,
+            --processor OWNER/NAME, --input OWNER/NAME/data/train-*.parquet, where @REVISION may follow NAME (needs
+            huggingface_hub); and with --processor the images and audio that rows have URLs of
         """,
     )
     add_mask_options(parser)
@@ -366,7 +368,9 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         return
     prefix = options.prefix and Destination(options.prefix, staging=arguments.staging).local
     # Rows of a pipe are not put beside the output, whose folder may not be there.
-    with inputs_of(rows, os.path.join(tempfile.gettempdir(), "dry-run")) as (inputs, as_given):
+    with inputs_of(
+        rows, os.path.join(tempfile.gettempdir(), "dry-run"), media=options.encoding.processor is not None
+    ) as (inputs, as_given):
         lines, first, decode = preview(replace(options, inputs=inputs, prefix=prefix), full=arguments.full)
     print_lines(map(as_given, lines))
     if first is not None:

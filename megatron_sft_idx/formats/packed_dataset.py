@@ -6,7 +6,6 @@ import operator
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints, overload
@@ -23,6 +22,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import MaskAlignment
+from megatron_sft_idx.shard.media_reader import copied_items
 from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -93,10 +93,10 @@ class JoinedShards:
         """Pack ``index`` of shard ``number``."""
         pack = self.shards.pack(number, index)
         if self.copy:
-            media = pack.pop("media", None)
+            items = pack.pop("media", None)
             pack.update({name: np.array(values) for name, values in pack.items()})  # type: ignore[typeddict-item]
-            if media is not None:
-                pack["media"] = [replace(item, data=bytes(item.data)) for item in media]
+            if items is not None:
+                pack["media"] = copied_items(items)
         return pack
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.media_files import MediaLimits, open_image, size_of_media
+from megatron_sft_idx.chat.media_files import MediaLimits, open_image, stored_size
 from megatron_sft_idx.chat.types import RowError
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.inspect.text import counted, shown_nbytes
@@ -197,7 +197,7 @@ def _looked_at(media: ShardMedia, kind: Kind, blob: int) -> tuple[tuple[int, int
     except CorruptShardError as error:
         return None, f"damaged: its bytes do not have their hash (rule {error.rule})"
     try:
-        return size_of_media(kind, data, MediaLimits()), ""
+        return stored_size(kind, data, MediaLimits()), ""
     except RowError as error:
         return None, str(error)
     except FormatError:
@@ -279,9 +279,10 @@ _NO_ROOM: Final = "no room left for its small picture"
 
 def _small(image: Any, side: int) -> Any:
     """An image of pillow in RGB, at most of this side, and on white where it is transparent."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+    ImageOps.exif_transpose(image, in_place=True)
     small = image
     if small.mode.startswith(("I", "F")):  # more than 8 bits: from the darkest value to the brightest
         values = np.asarray(small, np.float64)

@@ -5,36 +5,22 @@ Inside a run, an item is found by its sequence, not by its pack: so sequences ca
 
 from __future__ import annotations
 
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.layout.media import KINDS, Items, Kind, blob_hash
+from megatron_sft_idx.layout.media import HASH_NBYTES, KIND_NAMES, Items, MediaItem, blob_hash
 
-
-@dataclass(frozen=True)
-class MediaItem:
-    """One image or recording at one place of a pack.
-
-    Attributes:
-        kind: ``image`` or ``audio``.
-        start: its first position in the pack.
-        length: how many positions its placeholder tokens take.
-        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given.
-    """
-
-    kind: Kind
-    start: int
-    length: int
-    data: bytes | memoryview
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "data": bytes(self.data)}  # a view cannot be pickled
+_MOST_IN_TABLE: Final = (1 << 32) - 2
 
 
 class Blobs(Protocol):
@@ -100,27 +86,147 @@ class JoinedBlobs:
         return blobs.hash(own)
 
 
-class BlobsByHash:
-    """Encoded files that are in memory, each once."""
+class BlobTable:
+    """Numbers of blobs by their hashes, from 0 in the order in which they are added. A blob takes 24 to 32 bytes.
 
+    Example:
+        >>> table = BlobTable()
+        >>> table.number(bytes(16)), table.number(b"x" * 16), table.number(bytes(16)), len(table)
+        (0, 1, 0, 2)
+    """
+
+    # Open addressing: a slot holds a number + 1, or 0. At most half of the slots are taken.
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self.datas: list[bytes] = []
+        self._slots, self._hashes = array("I", bytes(4 << 10)), bytearray()
 
     def __len__(self) -> int:
-        return len(self.datas)
+        return len(self._hashes) // HASH_NBYTES
+
+    def hash(self, number: int) -> bytes:
+        """The hash of the blob with this number."""
+        return bytes(self._hashes[number * HASH_NBYTES : (number + 1) * HASH_NBYTES])
+
+    def _slot(self, hashed: bytes) -> int:
+        slots, hashes = self._slots, self._hashes
+        slot = int.from_bytes(hashed[:8], "little") % len(slots)
+        while (taken := slots[slot]) and hashes[(taken - 1) * HASH_NBYTES : taken * HASH_NBYTES] != hashed:
+            slot = (slot + 1) % len(slots)
+        return slot
+
+    def number(self, hashed: bytes) -> int:
+        """The number of the blob with this hash, which is added if it is new. OverflowError: there are too many."""
+        slot = self._slot(hashed)
+        if not self._slots[slot]:
+            if len(self) >= _MOST_IN_TABLE:
+                raise OverflowError("more than 4 billion different images and recordings")
+            self._hashes += hashed
+            self._slots[slot] = len(self)
+            if 2 * len(self) > len(self._slots):
+                self._grow()
+            return len(self) - 1
+        return self._slots[slot] - 1
+
+    def _grow(self) -> None:
+        self._slots = array("I", bytes(8 * len(self._slots)))
+        for number in range(len(self)):
+            self._slots[self._slot(self.hash(number))] = number + 1
+
+
+class CollectedBlobs(ABC):
+    """Encoded files that are collected one by one, each kept once."""
+
+    def __init__(self) -> None:
+        self._table = BlobTable()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def hash(self, number: int) -> bytes:
+        """The hash of one."""
+        return self._table.hash(number)
+
+    def add(self, hashed: bytes, data: bytes) -> int:
+        """The number of the file with this hash, which is kept if it is new."""
+        known = len(self._table)
+        if (number := self._table.number(hashed)) == known:
+            self._keep(data)
+        return number
+
+    @abstractmethod
+    def _keep(self, data: bytes) -> None: ...
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return len(self.data(number))
+
+    @abstractmethod
+    def data(self, number: int) -> bytes:
+        """The bytes of one."""
+
+
+class BlobsByHash(CollectedBlobs):
+    """Encoded files that are kept in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._datas: list[bytes] = []
+
+    def _keep(self, data: bytes) -> None:
+        self._datas.append(data)
+
+    def data(self, number: int) -> bytes:
+        """The bytes of one."""
+        return self._datas[number]
+
+
+class SpilledBlobs(CollectedBlobs):
+    """Encoded files that are kept in a temporary file, which has no name and is gone when this is closed.
+
+    Args:
+        folder: on the file system that is to hold the file; None for the system's folder of temporary files.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        super().__init__()
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="media-", suffix=".tmp", buffering=0)  # noqa: SIM115
+        self._ends = array("Q", [0])
+
+    def _keep(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._ends.append(self._ends[-1] + len(data))
 
     @property
-    def hashes(self) -> list[bytes]:
-        """Their hashes, in order."""
-        return [*self._numbers]
+    def sizes(self) -> NDArray[np.uint64]:
+        """Bytes of each file, uint64 [files]."""
+        return np.diff(np.array(self._ends, np.int64)).astype(np.uint64)
 
-    def number(self, data: bytes) -> int:
-        """The number of a file, which is added if it is new."""
-        number = self._numbers.setdefault(blob_hash(data), len(self.datas))
-        if number == len(self.datas):
-            self.datas.append(data)
-        return number
+    def data(self, number: int) -> bytes:
+        """The bytes of one. OSError: the temporary file cannot be read."""
+        begin, end = self._ends[number], self._ends[number + 1]
+        data = os.pread(self._file.fileno(), end - begin, begin)
+        while len(data) < end - begin:  # one call reads 2 GiB at most
+            more = os.pread(self._file.fileno(), end - begin - len(data), begin + len(data))
+            if not more:
+                raise OSError(f"a temporary file of images and audio ends {end - begin - len(data)} bytes too early")
+            data += more
+        return data
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self._file.close()
+
+
+class DroppedBlobs(CollectedBlobs):
+    """Encoded files of which only the hashes are kept, for who wants the items alone."""
+
+    def _keep(self, data: bytes) -> None:
+        pass
+
+    def data(self, number: int) -> bytes:
+        """Never the bytes of one. ValueError: they were not kept."""
+        raise ValueError(f"the bytes of file {number} were not kept")
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,20 +258,6 @@ class RunMedia:
         sizes = {number: self.blobs.nbytes(number) for number in np.unique(self.items.blobs).tolist()}
         return np.array([sizes[number] for number in self.items.blobs.tolist()], np.int64)
 
-    def placed(self, sequences: slice, seq_starts: NDArray[Any]) -> list[MediaItem]:
-        """The items of consecutive sequences, the sequences of one pack.
-
-        Args:
-            sequences: which of them.
-            seq_starts: where each of these begins in the pack.
-        """
-        names = {code: kind for kind, code in KINDS.items()}
-        first, last = self.offsets[[sequences.start, sequences.stop]].tolist()
-        begins = np.repeat(seq_starts, self.counts[sequences]).astype(np.int64)
-        starts, lengths, kinds, blobs = (values[first:last].astype(np.int64) for values in self.items)
-        rows = np.stack([begins + starts, lengths, kinds, blobs], 1).tolist()
-        return [MediaItem(names[kind], start, length, self.blobs.data(blob)) for start, length, kind, blob in rows]
-
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """CSR offsets of the items by sequence: int64 [sequences + 1]."""
@@ -175,6 +267,21 @@ class RunMedia:
         """The items of consecutive sequences, as views."""
         first, last = self.offsets[[sequences.start, sequences.stop]].tolist()
         return RunMedia(self.counts[sequences], Items(*(each[first:last] for each in self.items)), self.blobs)
+
+    def in_pack(self, sequences: slice, seq_starts: NDArray[np.int64]) -> list[MediaItem]:
+        """The items of the sequences of one pack, in order, each with its encoded file.
+
+        Args:
+            sequences: which sequences of the run these are.
+            seq_starts: where each of them begins in the pack, int64 [sequences].
+
+        Raises:
+            CorruptShardError: a file of a shard does not have its hash (M11).
+        """
+        own = self.subrun(sequences)
+        starts = np.repeat(seq_starts, own.counts) + own.items.starts
+        each = zip(starts.tolist(), *(values.tolist() for values in own.items[1:]), strict=True)
+        return [MediaItem(KIND_NAMES[code], start, size, self.blobs.data(blob)) for start, size, code, blob in each]
 
     def taken(self, sequences: NDArray[np.int64]) -> RunMedia:
         """Copies of the items of some sequences, in the order that is given."""

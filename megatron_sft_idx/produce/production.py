@@ -156,7 +156,7 @@ def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Enco
     """Tokenise a piece; what workers do."""
     (origin, piece), info = item, PartInfo("", [])
     with comparing_all_texts(origin.behind.file == 0 and origin.first <= COMPARED_ROWS):
-        encoded = encode_piece(encoding, piece)
+        encoded = encode_piece(encoding, piece, origin.path)
     info.add(piece, encoded)
     return origin, info, encoded
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,15 +13,14 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
-from megatron_sft_idx.layout.media import ARRAYS, KINDS, MEDIA, Items, MediaHeader, blob_hash
-from megatron_sft_idx.packs.run_media import MediaItem, RunMedia
+from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, Items, MediaHeader, MediaItem, blob_hash
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file, stamp_of
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
 
-_NAMES = {code: kind for kind, code in KINDS.items()}
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
 
 
@@ -133,9 +134,9 @@ class ShardMedia:
             if not (size and start + size <= length):
                 detail = f"pack {pack} of {length} tokens: an item at positions {start} to {start + size - 1}"
                 raise self._error("starts", begin, "M6", detail)
-            if code not in _NAMES:
-                raise self._error("kinds", begin, "M8", f"kind {code}, expected {' or '.join(map(str, _NAMES))}")
-            found.append(MediaItem(_NAMES[code], start, size, self._bytes(blob)))
+            if code not in KIND_NAMES:
+                raise self._error("kinds", begin, "M8", f"kind {code}, expected {' or '.join(map(str, KIND_NAMES))}")
+            found.append(MediaItem(KIND_NAMES[code], start, size, self._bytes(blob)))
         return found
 
     def of_sequences(self, first: int, sequence_offsets: NDArray[np.int64], seq_starts: NDArray[np.int64]) -> RunMedia:
@@ -156,6 +157,11 @@ class ShardMedia:
         by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
         items = items._replace(starts=(items.starts - seq_starts[sequences]).astype(np.uint32))
         return RunMedia(by_sequence, items, self)
+
+
+def copied_items(items: Sequence[MediaItem]) -> list[MediaItem]:
+    """The same items with copies of their encoded files, ``bytes`` that depend on no open file."""
+    return [replace(item, data=bytes(item.data)) for item in items]
 
 
 def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> ShardMedia | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +17,18 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import ARRAYS, HASH_NBYTES, KINDS, Items, MediaHeader, blob_hash, broken_items
+from megatron_sft_idx.layout.media import (
+    ARRAYS,
+    HASH_NBYTES,
+    KINDS,
+    Items,
+    MediaHeader,
+    MediaItem,
+    blob_hash,
+    broken_items,
+)
 from megatron_sft_idx.packs.run import PackRun, label_aligned
-from megatron_sft_idx.packs.run_media import Blobs, BlobsInMemory, MediaItem, RunMedia
+from megatron_sft_idx.packs.run_media import Blobs, BlobsInMemory, BlobTable, RunMedia
 from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, append_records, read_records
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile, open_regular
@@ -30,7 +38,6 @@ from megatron_sft_idx.storage.local import HashedFile
 _ITEM = np.dtype([("pack", "<u8"), ("start", "<u4"), ("length", "<u4"), ("blob", "<u4"), ("kind", "u1")])
 _BLOB = np.dtype([("nbytes", "<u8"), ("hash", f"V{HASH_NBYTES}")])
 _ITEM_MAGIC, _BLOB_MAGIC = b"ITEM", b"BLOB"
-_MOST_IN_TABLE = (1 << 32) - 2
 
 
 class PlacedMedia(NamedTuple):
@@ -103,49 +110,6 @@ def _items_of(media: Sequence[MediaItem]) -> tuple[Items, BlobsInMemory]:
     return Items(*rows.T), blobs
 
 
-class BlobTable:
-    """Numbers of blobs by their hashes, from 0 in the order in which they are added. A blob takes 24 to 32 bytes.
-
-    Example:
-        >>> table = BlobTable()
-        >>> table.number(bytes(16)), table.number(b"x" * 16), table.number(bytes(16)), len(table)
-        (0, 1, 0, 2)
-    """
-
-    # Open addressing: a slot holds a number + 1, or 0. At most half of the slots are taken.
-    def __init__(self) -> None:
-        self._slots, self._hashes = array("I", bytes(4 << 10)), bytearray()
-
-    def __len__(self) -> int:
-        return len(self._hashes) // HASH_NBYTES
-
-    def _slot(self, hashed: bytes) -> int:
-        slots, hashes = self._slots, self._hashes
-        slot = int.from_bytes(hashed[:8], "little") % len(slots)
-        while (taken := slots[slot]) and hashes[(taken - 1) * HASH_NBYTES : taken * HASH_NBYTES] != hashed:
-            slot = (slot + 1) % len(slots)
-        return slot
-
-    def number(self, hashed: bytes) -> int:
-        """The number of the blob with this hash, which is added if it is new. OverflowError: there are too many."""
-        slot = self._slot(hashed)
-        if not self._slots[slot]:
-            if len(self) >= _MOST_IN_TABLE:
-                raise OverflowError("more than 4 billion different images and recordings")
-            self._hashes += hashed
-            self._slots[slot] = len(self)
-            if 2 * len(self) > len(self._slots):
-                self._grow()
-            return len(self) - 1
-        return self._slots[slot] - 1
-
-    def _grow(self) -> None:
-        self._slots = array("I", bytes(8 * len(self._slots)))
-        for number in range(len(self)):
-            begin = number * HASH_NBYTES
-            self._slots[self._slot(bytes(self._hashes[begin : begin + HASH_NBYTES]))] = number + 1
-
-
 class MediaWriter:
     """Writes ``.media.data`` and ``.media.items`` of a shard, as its packs come.
 
@@ -160,7 +124,8 @@ class MediaWriter:
         self._table = BlobTable()
         self._staged_items: list[NDArray[Any]] = []
         self._staged_blobs: list[tuple[int, bytes]] = []
-        self._numbers: tuple[Blobs, dict[int, int]] | None = None  # of the blobs of the source that came last
+        # The blobs of the source that came last, and the number here of each + 1, or 0 where it is not known yet.
+        self._numbers: tuple[Blobs, NDArray[np.uint32]] | None = None
         self.num_items = 0
 
     def add(self, placed: PlacedMedia, num_packs: int) -> None:
@@ -170,15 +135,15 @@ class MediaWriter:
         """
         items, packs, of, blobs = placed
         if self._numbers is None or self._numbers[0] is not blobs:
-            self._numbers = blobs, {}
+            self._numbers = blobs, np.zeros(len(blobs), np.uint32)
         numbers = self._numbers[1]
         for number in dict.fromkeys(items.blobs.tolist()):
-            if number not in numbers:
-                numbers[number] = self._number_of(blobs, number)
+            if not numbers[number]:
+                numbers[number] = self._number_of(blobs, number) + 1
         records = np.empty(len(packs), _ITEM)
         for name, values in zip(("pack", "start", "length", "kind"), (num_packs - of + packs, *items[:3]), strict=True):
             records[name] = values
-        records["blob"] = [numbers[number] for number in items.blobs.tolist()]
+        records["blob"] = numbers[items.blobs] - 1
         self._staged_items.append(records)
 
     def _number_of(self, blobs: Blobs, number: int) -> int:

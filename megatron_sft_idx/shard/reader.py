@@ -17,8 +17,8 @@ from megatron_sft_idx.arguments import checked
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import check_column_name, counts_text
+from megatron_sft_idx.layout.media import MediaItem
 from megatron_sft_idx.lines import Shown
-from megatron_sft_idx.packs.run_media import MediaItem
 from megatron_sft_idx.shard.columns import ShardColumns
 from megatron_sft_idx.shard.media_reader import ShardMedia, open_media
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same

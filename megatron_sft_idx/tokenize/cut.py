@@ -27,7 +27,6 @@ from megatron_sft_idx.chat.inputs import (
 from megatron_sft_idx.chat.types import Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, name_in_errors, open_regular
-from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
 # Bytes of decompressed data in a piece. The fingerprint of the input, which headers hold, depends on it.
@@ -228,11 +227,3 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         raise FormatError(
             f"{file.path}: not on this node; every node of the cluster has to see the input, at one path"
         ) from None
-
-
-def source_fingerprint(files: Sequence[InputFile], pieces: int | None = None) -> str:
-    """Hash of the content of all files in order, or of their first ``pieces`` pieces; reads all of these."""
-    stream = StreamHash()
-    for piece in islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), pieces):
-        stream.update(piece.fingerprint().encode())
-    return stream.hex()

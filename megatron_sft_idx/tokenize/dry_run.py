@@ -49,7 +49,7 @@ class FirstSequence(NamedTuple):
     Attributes:
         ids: its ids, [length].
         loss_mask: its label-aligned mask, [length].
-        media: where its images and recordings stand; their files are left out.
+        media: where its images and recordings stand.
     """
 
     ids: NDArray[Any]
@@ -213,7 +213,8 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
     media: list[RunMedia] = []
     for piece in read_pieces(stretch, cutting):
-        encoded = encode_piece(encoding, piece, stretch.number, None if max_rows is None else max_rows - info.usable)
+        missing = None if max_rows is None else max_rows - info.usable
+        encoded = encode_piece(encoding, piece, stretch.file.path, stretch.number, missing)
         info.add(piece, encoded)
         lengths.append(encoded.lengths.astype(np.uint32))
         if "source" in columns:
@@ -227,8 +228,8 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
         media += [_places_of(encoded)] if encoding.processor is not None else []
         if first is None and len(encoded.lengths):
             end = encoded.lengths[0]
-            media = [item._replace(data=b"") for item in encoded.media[0]] if encoded.media else []
-            first = FirstSequence(encoded.input_ids[:end].copy(), labels[:end].copy(), media)
+            items = encoded.media[0] if encoded.media else ()
+            first = FirstSequence(encoded.input_ids[:end].copy(), labels[:end].copy(), items)
         if info.usable == max_rows:
             info.max_rows = max_rows
             break

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -16,8 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import to_sequence_source
-from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, load_media
-from megatron_sft_idx.chat.media_parts import MediaFile, taken_media
+from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits
 from megatron_sft_idx.chat.media_processor import MediaProcessor, PlacedItem, positions_of
 from megatron_sft_idx.chat.packed_rows import UndecidedError, conversations_of
 from megatron_sft_idx.chat.preferences import read_judged
@@ -40,7 +40,9 @@ from megatron_sft_idx.chat.types import (
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
+from megatron_sft_idx.packs.run_media import CollectedBlobs, DroppedBlobs
 from megatron_sft_idx.tokenize.kept_fields import arrays_of, dtype_of, values_of
+from megatron_sft_idx.tokenize.piece_media import MediaSizes, PieceMedia
 from megatron_sft_idx.tokenize.selection import row_hash
 
 _BATCH_ROWS = 128
@@ -214,6 +216,7 @@ class RowEncoder:
         self._kept_flags = frozenset(training_names(options.keep_fields))
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         self.processor: MediaProcessor | None = None
+        self._sizes = MediaSizes()
         if options.processor is not None:
             self.processor = MediaProcessor(options.processor, self.tokenizer.control_tokens)
         if options.append_eod and self.tokenizer.eos_id is None:
@@ -223,6 +226,8 @@ class RowEncoder:
                 f"--row-kind {options.rows.kind} judges answers; leave out --train-on {options.masks.train_on}"
             )
         named = self.tokenizer.chat_templates
+        if self.processor is not None and self.processor.chat_template is not None:
+            named = {"default": self.processor.chat_template}
         if options.chat_template is not None:
             named = {"default": options.chat_template}
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
@@ -294,13 +299,16 @@ class RowEncoder:
             **of_media,
         }
 
-    def encode(self, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
+    def encode(
+        self, piece: Piece, file: int = 0, max_rows: int | None = None, media: PieceMedia | None = None
+    ) -> EncodedPiece:
         """Encode the rows of one piece, in order.
 
         Args:
             piece: the rows.
             file: the number of its file.
             max_rows: how many usable rows are taken; None for all. Rows behind them are not read.
+            media: reads images and audio (``media_of``); None where their files need not be kept.
 
         Raises:
             DifferentIdsError: gigatoken and tokenizers give different ids for a row.
@@ -311,10 +319,11 @@ class RowEncoder:
             return list(islice(waiting, missing))
 
         options, rows, undecided, waiting = self.options, 0, 0, piece.rows()
+        media = media or self.media_of(piece.path)
         made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
         while batch := next_batch():
-            read, undecided = self._read_batch(batch)
+            read, undecided = self._read_batch(batch, media)
             rows += len(read)
             made += self._encode_batch(piece, self._rendered(piece, read, bad_rows), bad_rows)
             if undecided or (bad_rows and options.on_bad_row == "error"):
@@ -342,7 +351,26 @@ class RowEncoder:
             content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
-    def _read_batch(self, batch: Sequence[InputRow]) -> tuple[list[tuple[int, _Row | ValueError]], int]:
+    def media_of(self, path: str, blobs: CollectedBlobs | None = None) -> PieceMedia:
+        """What reads images and audio of a piece of the file with this path; ``blobs`` takes their files."""
+        return PieceMedia(path, self.options.media, DroppedBlobs() if blobs is None else blobs, self._sizes)
+
+    def content_of_pieces(self, pieces: Iterable[Piece], num_rows: int, path: str | None = None) -> Iterator[str]:
+        """What ``PartInfo.content`` has of each piece once so many rows of all of them were encoded.
+
+        ``path`` is where their file lies; None for that of each piece.
+        """
+        for piece in pieces:
+            media = self.media_of(path or piece.path)
+            for row in islice(piece.rows() if self.processor is not None else (), num_rows):
+                num_rows -= 1
+                with contextlib.suppress(ValueError):
+                    media.note([each for each in self._sources(row)[0] if isinstance(each, Conversation)])
+            yield piece.fingerprint() + media.digest
+
+    def _read_batch(
+        self, batch: Sequence[InputRow], media: PieceMedia
+    ) -> tuple[list[tuple[int, _Row | ValueError]], int]:
         """The rows with their positions, and in place of bad rows the errors; up to the first one that is undecided.
 
         The second value is the position of that row, which is not among the rows; 0 where there is none.
@@ -350,23 +378,28 @@ class RowEncoder:
         read: list[tuple[int, _Row | ValueError]] = []
         for row in batch:
             try:
-                read.append((row.position, self._read(row)))
+                read.append((row.position, self._read(row, media)))
             except UndecidedError:
                 return read, row.position
             except ValueError as error:
                 read.append((row.position, error))
         return read, 0
 
-    def _read(self, row: InputRow) -> _Row:
-        options, position = self.options, row.position
+    def _sources(
+        self, row: InputRow
+    ) -> tuple[Sequence[Conversation | TokenizedRow | TextRow], int | None, Sequence[int | float]]:
+        """What a row makes sequences of, its label of KTO, and its values of fields that are kept."""
         if isinstance(row.data, SequenceError):
             raise row.data
         data = row.data
         if self._kept_flags and isinstance(data, dict):
             # A field that is kept is read, also where its name speaks of what is trained on.
             data = {name: value for name, value in data.items() if name not in self._kept_flags}
-        sources, label = read_row(data, options.rows)
-        kept = values_of(row.data, options.keep_fields)
+        return *read_row(data, self.options.rows), values_of(row.data, self.options.keep_fields)
+
+    def _read(self, row: InputRow, reader: PieceMedia) -> _Row:
+        options, position = self.options, row.position
+        sources, label, kept = self._sources(row)
         content, notes = row_hash(sources, label) if options.content else None, sources[0].notes
         if row.notes:
             notes = Counter(notes) + Counter(row.notes)
@@ -375,7 +408,7 @@ class RowEncoder:
         conversations = [source for source in sources if isinstance(source, Conversation)]
         media: list[list[LoadedMedia]] = []
         if self.processor is not None:
-            conversations, media = self._loaded(conversations)
+            conversations, media = reader.load(conversations)
         if isinstance(sources[0], TextRow):
             conversations = [Conversation([{"role": "user", "content": sources[0].text}], [1.0])]
             template = self.text_template
@@ -386,18 +419,6 @@ class RowEncoder:
                 f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
         return _Row(position, label, content, conversations, template, notes=notes, kept=kept, media=media)
-
-    def _loaded(self, conversations: Sequence[Conversation]) -> tuple[list[Conversation], list[list[LoadedMedia]]]:
-        """Conversations as templates get them, and the images and recordings of each. RowError: one cannot be read."""
-        plain, media, loaded = [], [], dict[MediaFile, LoadedMedia]()
-        for conversation in conversations:
-            messages, files = taken_media(conversation.messages)
-            for file in files:  # the answers of a pair share those of the prompt
-                if file not in loaded:
-                    loaded[file] = load_media(file, self.options.media)
-            plain.append(conversation._replace(messages=messages))
-            media.append([loaded[file] for file in files])
-        return plain, media
 
     def _expanded(self, row: _Row, outcomes: Sequence[Sequence[Rendered]]) -> _Row:
         """A row with its rendered texts, in which placeholders are expanded. RowError: they do not fit its media."""
@@ -507,7 +528,7 @@ class RowEncoder:
             mask = sequence.loss_mask.copy()
             mask[found.loss_mask != 0] = 0
             placed = [
-                EncodedItem(item.media.kind, start, length, item.media.data)
+                EncodedItem(item.media.kind, start, length, item.media.blob)
                 for item, (start, length) in zip(items, places, strict=True)
             ]
             out.append(sequence._replace(loss_mask=mask, media=placed))

@@ -227,7 +227,7 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
         template_kwargs=given["chat_template_kwargs"] or {},
         keep_fields=read_keep_fields(given.get("keep_fields", ())),
         processor=None if given.get("processor") is None else os.path.abspath(given["processor"]),
-        media=MediaLimits(os.path.abspath(given.get("media_root") or ".")),
+        media=media_limits(given),
         masks=_options(
             MaskOptions,
             given,
@@ -242,6 +242,18 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             media=given.get("processor") is not None,
         ),
     )
+
+
+def media_limits(given: Mapping[str, Any]) -> MediaLimits:
+    """What is read of images and audio, from arguments of ``preprocess``; FormatError where the root is no folder."""
+    download = bool(given.get("download"))
+    if (root := given.get("media_root")) is None:
+        return MediaLimits(download=download)
+    if given.get("processor") is None:
+        raise FormatError("--media-root goes with --processor, which reads images and audio")
+    if not os.path.isdir(root):
+        raise FormatError(f"--media-root {os.fspath(root)}: no such folder")
+    return MediaLimits(os.path.abspath(root), download)
 
 
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
@@ -284,7 +296,7 @@ def run_job(
         overwrite=options.overwrite,
         summary=path,
     )
-    with inputs_of(rows, output.local) as (inputs, as_given):
+    with inputs_of(rows, output.local, media=options.encoding.processor is not None) as (inputs, as_given):
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == INPUT and os.path.isfile(place.path)]
         nbytes = sum(sizes) // _MAX_INPUT_PER_OUTPUT

@@ -6,8 +6,10 @@ are removed when the job ends: the pipeline reads its input more than once, in m
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import glob
+import io
 import itertools
 import json
 import os
@@ -58,6 +60,7 @@ def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
     return [
         *(place for pattern in local for path in named_by(pattern) for place in places_at(path, INPUT)),
         *places_at(encoding.tokenizer, "the tokenizer"),
+        *(places_at(encoding.processor, "the processor") if encoding.processor else ()),
         *template,
     ]
 
@@ -77,7 +80,7 @@ class _Passed(NamedTuple):
 
 
 @contextlib.contextmanager
-def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[str], str]]]:
+def inputs_of(rows: Rows, prefix: str, *, media: bool = False) -> Iterator[tuple[list[str], Callable[[str], str]]]:
     """Paths of the input. What is no path is written to files next to ``prefix``, which are removed at the end.
 
     The second value is a function that has a message name what was given, instead of a file that is gone when the
@@ -86,6 +89,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
     Args:
         rows: of ``preprocess``; ``-`` alone stands for standard input.
         prefix: of the output, a local path; all nodes of a cluster see its folder.
+        media: whether rows may hold images and audio: bytes, and images of pillow.
 
     Raises:
         FormatError: an entry is neither a path nor rows nor a table, or two have one name.
@@ -108,7 +112,7 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[tuple[list[str], Callable[[st
                 paths.append(entry)
                 continue
             path = os.path.join(temporary, entry.file)
-            _write(path, entry)
+            _write(path, entry, _to_json_with_media if media else _to_json)
             paths.append(path)
             names[path] = entry.name
 
@@ -207,8 +211,11 @@ def _refused(rows: Any) -> NoReturn:
     )
 
 
-def _write(path: str, passed: _Passed) -> None:
-    """Write rows or a table to a file, with a bounded part of them in memory."""
+def _write(path: str, passed: _Passed, to_json: Callable[[Any], Any]) -> None:
+    """Write rows or a table to a file, with a bounded part of them in memory.
+
+    ``to_json`` makes of a value that JSON does not have one that it has.
+    """
     content = passed.content
     if content is None:
         with open(path, "xb") as file:
@@ -223,7 +230,7 @@ def _write(path: str, passed: _Passed) -> None:
     elif isinstance(content, ArrowStream):
         _write_table(path, content, passed.name)
     else:
-        _write_rows(path, content, passed.name)
+        _write_rows(path, content, passed.name, to_json)
 
 
 def _write_table(path: str, rows: ArrowStream, name: str) -> None:
@@ -245,7 +252,7 @@ def _write_table(path: str, rows: ArrowStream, name: str) -> None:
 _TOO_DEEP_ROW = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1) + "\n"
 
 
-def _write_rows(path: str, rows: Iterable[Any], name: str) -> None:
+def _write_rows(path: str, rows: Iterable[Any], name: str, to_json: Callable[[Any], Any]) -> None:
     """Write rows as JSON lines. Arrays become lists; NaN is an error, since JSON could only have null for a weight."""
     with open(path, "x", encoding="utf-8", newline="\n") as file:
         for number, row in enumerate(rows, 1):
@@ -257,21 +264,21 @@ def _write_rows(path: str, rows: Iterable[Any], name: str) -> None:
                 file.write(_TOO_DEEP_ROW)  # json cannot write every depth; a bad row may be skipped
                 continue
             try:
-                line = _json_of(dict(row))
+                line = _json_of(dict(row), to_json)
             except (TypeError, ValueError, RecursionError) as error:
-                field = next((key for key, value in row.items() if not _is_json(value)), "a key")
+                field = next((key for key, value in row.items() if not _is_json(value, to_json)), "a key")
                 reason = f"{field} cannot be written as JSON: {error}; leave it out, or make it text"
                 raise SequenceError(name, number, reason) from None
             file.write(line + "\n")
 
 
-def _json_of(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_to_json)
+def _json_of(value: Any, to_json: Callable[[Any], Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=to_json)
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: Any, to_json: Callable[[Any], Any]) -> bool:
     try:
-        _json_of(value)
+        _json_of(value, to_json)
     except (TypeError, ValueError, RecursionError):
         return False
     return True
@@ -286,6 +293,20 @@ def _to_json(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
+def _to_json_with_media(value: Any) -> Any:
+    """As ``_to_json``; and for bytes, or an image of pillow, an object that stands for its file.
+
+    Pillow does not keep the file that an image was opened from, so that images become PNG files.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {"bytes": "data:;base64," + base64.b64encode(value).decode()}
+    if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "save"):
+        stream = io.BytesIO()
+        value.save(stream, "PNG")
+        return _to_json_with_media(stream.getvalue())
+    return _to_json(value)
+
+
 # ---- from the hub ----
 
 # OWNER/NAME or OWNER/NAME@REVISION, for data followed by / and a glob of files.
@@ -295,10 +316,10 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "addi
 
 
 def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
-    """Download a tokenizer and inputs that have names of the Hugging Face hub, and no local path, into its cache.
+    """Download what has a name of the Hugging Face hub, and no local path, into its cache: models' files, and inputs.
 
     Args:
-        given: arguments of ``preprocess`` by name; the tokenizer is replaced by its local path.
+        given: arguments of ``preprocess`` by name; tokenizer and processor are replaced by their local paths.
         rows: of ``preprocess``.
 
     Returns:
@@ -307,9 +328,10 @@ def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
     Raises:
         SFTIndexError: huggingface_hub is not installed, or the download failed.
     """
-    tokenizer = given["tokenizer"]
-    if isinstance(tokenizer, str) and (name := _hub_name(tokenizer)) is not None and name[3] is None:
-        given["tokenizer"] = _download(name, "model", _TOKENIZER_FILES)
+    for option in ("tokenizer", "processor"):
+        value = given.get(option)
+        if isinstance(value, str) and (name := _hub_name(value)) is not None and name[3] is None:
+            given[option] = _download(name, "model", _TOKENIZER_FILES)
     entries = [rows] if isinstance(rows, (str, os.PathLike)) else rows
     if not isinstance(entries, (list, tuple)):
         return rows

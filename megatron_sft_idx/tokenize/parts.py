@@ -34,7 +34,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import EncodedItem, Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.media import HASH_NBYTES, KINDS, Items, blob_hash
-from megatron_sft_idx.packs.run_media import BlobsByHash, RunMedia
+from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
@@ -82,6 +82,7 @@ class PartInfo:
     Attributes:
         options: digest of all options that decide over tokens and masks.
         pieces: fingerprints of the pieces.
+        media: where a processor expands images and audio, the hash of those of each piece (``PieceMedia.digest``).
         num_bytes: bytes of the input file that hold the pieces, for progress.
         lines: rows, blank lines included: by so much the numbers of the next part's rows are larger.
         rows: rows read, bad ones included.
@@ -99,6 +100,7 @@ class PartInfo:
 
     options: str
     pieces: list[str]
+    media: list[str] = field(default_factory=list)
     num_bytes: int = 0
     lines: int = 0
     rows: int = 0
@@ -111,6 +113,11 @@ class PartInfo:
     mask_dtype: str = "uint8"
     arrays: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     checksum: str = "0" * 32  # as long as every checksum, since the size of the JSON says where the arrays begin
+
+    @property
+    def content(self) -> str:
+        """All that is hashed of the pieces."""
+        return "".join(map("".join, zip_longest(self.pieces, self.media, fillvalue="")))
 
     @property
     def usable(self) -> int:
@@ -211,13 +218,16 @@ class Part:
         return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; run again, which makes it again")
 
 
-def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> MadePart:
+def write_part(
+    path: str, info: PartInfo, encoded: Sequence[EncodedPiece], blobs: SpilledBlobs | None = None
+) -> MadePart:
     """Write a part, whole or not at all.
 
     Args:
         path: of the file; its folder must exist. A file of this name is replaced.
         info: what the part is made from and counts of its rows; ``arrays`` and ``checksum`` are filled in.
         encoded: the pieces, all with the same columns.
+        blobs: the encoded files of their images and audio; None where no processor expanded any.
 
     Raises:
         OSError: of the file system.
@@ -227,18 +237,29 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
         "ids": [piece.input_ids for piece in encoded],
         "masks": [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
         **{name + _COLUMN: [piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)},
-        **_media_arrays([of for piece in encoded for of in piece.media]),
     }
+    if blobs is not None:
+        arrays |= _media_arrays([of for piece in encoded for of in piece.media], blobs)
     info.arrays = {
         name: (chunks[0].dtype.name, [sum(map(len, chunks)), *chunks[0].shape[1:]]) for name, chunks in arrays.items()
     }
+    if blobs is not None:
+        info.arrays[_FILES] = ("uint8", [int(blobs.sizes.sum())])
     offsets = info.offsets(len(json.dumps(asdict(info)).encode()))
-    body: list[bytes | memoryview] = []
-    end, stream = offsets[0], StreamHash()
-    for offset, chunks in zip(offsets, arrays.values(), strict=False):
-        body += [bytes(offset - end), *(as_bytes(chunk) for chunk in chunks)]
-        end = offset + sum(chunk.nbytes for chunk in chunks)
-    for data in body:
+
+    def body() -> Iterator[bytes | memoryview]:
+        """All that follows the JSON. Files of images and audio are in memory one by one."""
+        end = offsets[0]
+        for offset, chunks in zip(offsets, arrays.values(), strict=False):
+            yield bytes(offset - end)
+            yield from map(as_bytes, chunks)
+            end = offset + sum(chunk.nbytes for chunk in chunks)
+        if blobs is not None:
+            yield bytes(offsets[len(arrays)] - end)
+            yield from map(blobs.data, range(len(blobs)))
+
+    stream = StreamHash()
+    for data in body():
         stream.update(data)
     info.checksum = stream.hex()
     raw = json.dumps(asdict(info)).encode()
@@ -246,7 +267,8 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be at the same part
     file = OutputFile(temporary, durable=False)
     try:
-        for data in (head.ljust(offsets[0], b"\0"), *body):
+        file.write(head.ljust(offsets[0], b"\0"))
+        for data in body():
             file.write(data)
         os.rename(temporary, path)
     except BaseException:
@@ -260,28 +282,27 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Ma
 
 # ---- images and audio of a part ----
 
-# Names of their arrays, without the suffix of columns.
-_MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "file sizes", "file hashes", "files")
+# Names of their arrays, without the suffix of columns. The last one holds the files themselves.
+_FILES = "files"
+_MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "file sizes", "file hashes", _FILES)
 
 
-def _media_arrays(media: Sequence[Sequence[EncodedItem]]) -> dict[str, list[NDArray[Any]]]:
-    """The arrays of images and audio of all sequences of a part; none where no processor expanded any."""
-    if not media:
-        return {}
-    files, items = BlobsByHash(), [item for of_sequence in media for item in of_sequence]
-    numbers = np.array([files.number(item.data) for item in items], np.uint32)
-    places = np.array([(item.start, item.length, KINDS[item.kind]) for item in items], np.uint32).reshape(-1, 3)
+def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -> dict[str, list[NDArray[Any]]]:
+    """The arrays of images and audio of all sequences of a part, but for the files."""
+    items = [item for of_sequence in media for item in of_sequence]
+    places = np.array([(item.start, item.length, KINDS[item.kind], item.blob) for item in items], np.uint32)
+    starts, lengths, kinds, numbers = places.reshape(-1, 4).T
+    hashes = b"".join(map(blobs.hash, range(len(blobs))))
     arrays = (
         np.array([len(of_sequence) for of_sequence in media], np.uint32),
-        *places.T[:2],
-        places[:, 2].astype(np.uint8),
+        starts,
+        lengths,
+        kinds.astype(np.uint8),
         numbers,
-        np.array([len(data) for data in files.datas], np.uint64),
-        np.frombuffer(b"".join(files.hashes), np.uint8).reshape(-1, HASH_NBYTES),
+        blobs.sizes,
+        np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES),
     )
-    whole: list[NDArray[Any]] = [np.frombuffer(data, np.uint8) for data in files.datas]
-    chunks = [[np.ascontiguousarray(array)] for array in arrays]
-    return dict(zip(_MEDIA, [*chunks, whole or [np.empty(0, np.uint8)]], strict=True))
+    return {name: [np.ascontiguousarray(array)] for name, array in zip(_MEDIA, arrays, strict=False)}
 
 
 class _PartBlobs:
@@ -544,7 +565,7 @@ class PartsSoFar:
         self.places.append((file, self.lines[file]))
         self.lines[file] += info.lines
         for stream in (self.fingerprint, self.file_fingerprints[file]):
-            stream.update("".join(info.pieces).encode())
+            stream.update(info.content.encode())
         self.num_pieces += len(info.pieces)
         # The same text twice is one part, which the second of them did not make either.
         self.num_reused += part.reused and part.path not in self._made
@@ -645,9 +666,15 @@ def _encoder_of(options: EncodingOptions) -> RowEncoder:
     return kept[1]
 
 
-def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0, max_rows: int | None = None) -> EncodedPiece:
-    """Encode the rows of one piece by the encoder of this process; see ``RowEncoder.encode``."""
-    return _encoder_of(options).encode(piece, file, max_rows)
+def encode_piece(
+    options: EncodingOptions, piece: Piece, path: str, file: int = 0, max_rows: int | None = None
+) -> EncodedPiece:
+    """Encode the rows of one piece by the encoder of this process; see ``RowEncoder.encode``.
+
+    ``path`` is where the file of the piece lies.
+    """
+    encoder = _encoder_of(options)
+    return encoder.encode(piece, file, max_rows, encoder.media_of(path))
 
 
 def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
@@ -659,7 +686,7 @@ def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
         if made and not is_whole_file:
             raise FormatError(f"{stretch.name}: was changed while it was read: run again")
         with _counted_from(stretch):
-            made.append(_make_part(settings, stretch.number, group))
+            made.append(_make_part(settings, stretch, group))
         if not made[-1].path or made[-1].info.undecided or made[-1].info.max_rows is not None:
             break
     return made
@@ -670,7 +697,7 @@ def make_last_part(settings: PartSettings, stretch: Stretch, number: int) -> Mad
     first, pieces = number * settings.cutting.pieces, read_pieces(stretch, settings.cutting)
     group = list(islice(pieces, first, first + settings.cutting.pieces))
     with _counted_from(stretch):
-        return _make_part(settings, stretch.number, group)
+        return _make_part(settings, stretch, group)
 
 
 @contextlib.contextmanager
@@ -703,13 +730,16 @@ def _earlier_part(folder: str, info: PartInfo, weight: float, max_rows: int | No
     return None
 
 
-def _make_part(settings: PartSettings, file: int, pieces: list[Piece]) -> MadePart:
-    """The part of these pieces of a file: an earlier one, if there is one, or a new one."""
+def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) -> MadePart:
+    """The part of these pieces of a stretch: an earlier one, if there is one, or a new one."""
     info = PartInfo(settings.digest, [piece.fingerprint() for piece in pieces])
-    weights = settings.encoding.loss_weights
+    weights, file, path = settings.encoding.loss_weights, stretch.number, stretch.file.path
     weight = weights[file] if weights else 1.0
     earlier = _earlier_part(settings.folder, info, weight, settings.max_rows)
-    if earlier is not None and (not earlier.info.skipped or settings.encoding.on_bad_row == "skip"):
+    if earlier is not None and earlier.info.skipped and settings.encoding.on_bad_row != "skip":
+        earlier = None
+    reads_media = settings.encoding.processor is not None
+    if earlier is not None and not reads_media:
         return earlier
     encoder = _encoder_of(settings.encoding)
     if encoder.digest != settings.digest:
@@ -717,19 +747,28 @@ def _make_part(settings: PartSettings, file: int, pieces: list[Piece]) -> MadePa
             f"{settings.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
             " every node of the cluster sees it, at the same path"
         )
+    if earlier is not None:
+        content = "".join(encoder.content_of_pieces(pieces, earlier.info.rows, path))
+        if content == earlier.info.content:
+            return earlier
     encoded: list[EncodedPiece] = []
-    with _without_collection():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_collection())
+        blobs = stack.enter_context(contextlib.closing(SpilledBlobs(settings.folder))) if reads_media else None
         for piece in pieces:
             missing = None if settings.max_rows is None else settings.max_rows - info.usable
-            encoded.append(encoder.encode(piece, file, missing))
+            media = encoder.media_of(path, blobs)
+            encoded.append(encoder.encode(piece, file, missing, media))
             info.add(piece, encoded[-1])
+            if reads_media:
+                info.media.append(media.digest)
             if info.bad_rows and settings.encoding.on_bad_row == "error":
                 return MadePart("", info, np.empty(0, np.uint32))
             if info.usable == settings.max_rows:
                 info.max_rows = settings.max_rows
             if info.undecided or info.max_rows is not None:
                 break
-    return write_part(os.path.join(settings.folder, part_name(info, weight)), info, encoded)
+        return write_part(os.path.join(settings.folder, part_name(info, weight)), info, encoded, blobs)
 
 
 @contextlib.contextmanager

@@ -350,7 +350,8 @@ def plan_packs(
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
     cuts = _cut(lengths, _overlong(lengths, groups, options, name), options)
-    media_of: MediaOf | None = reader.media_of if reader is not None else media and media.taken
+    media_of: MediaOf | None = None if media is None else media.taken
+    media_of = media_of if reader is None else reader.media_of
     cuts, parted = _without_parted_media(cuts, lengths, media_of, chosen)
     if groups is not None and cuts.sequences is not None:
         groups = groups[cuts.sequences]

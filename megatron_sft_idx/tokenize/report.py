@@ -30,6 +30,7 @@ _NOTES = {
     "content_left_out": "messages without a content rendered without one, as transformers does",
     "content_none": "messages without a content rendered with null for it: the chat template fails without",
     "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
+    "recordings_cut": "recordings whose end the processor leaves out, since it takes no longer ones",
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
     "no_end_of_turn": "answers without an end-of-turn token: the chat template writes or marks none",
