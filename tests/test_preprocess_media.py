@@ -228,6 +228,9 @@ def test_urls_are_read_with_download_alone(tmp_path: Path, processor: Path, serv
     outcome = cli(tmp_path, processor, source, "--download")
     assert outcome.code == 0, outcome
     assert set(shown_by(Shard(str(tmp_path / "out")))) == set(files)
+    for path in (tmp_path / "in" / "pictures").iterdir():
+        path.unlink()  # nothing is downloaded to find that the job is done
+    assert cli(tmp_path, processor, source, "--download").code == 0
     missing = write(tmp_path / "rows.jsonl", chats([f"{server}/missing.png"]))
     outcome = cli(tmp_path, processor, missing, "--download", "--overwrite")
     assert outcome.code == 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, read_media, size_of_media
+from megatron_sft_idx.chat.media_files import LoadedMedia, MediaLimits, is_url, read_media, size_of_media
 from megatron_sft_idx.chat.media_parts import MediaFile, taken_media
 from megatron_sft_idx.chat.types import Conversation, RowError
-from megatron_sft_idx.layout.media import HASH_NBYTES, blob_hash
+from megatron_sft_idx.layout.media import HASH_NBYTES, Kind, blob_hash
 from megatron_sft_idx.packs.run_media import CollectedBlobs
 from megatron_sft_idx.packs.source_names import is_passed
 from megatron_sft_idx.storage import is_remote
@@ -18,14 +18,14 @@ from megatron_sft_idx.storage.local import StreamHash
 _MOST_SIZES = 1 << 16
 
 
-class MediaSizes(dict[bytes, tuple[int, int]]):
-    """Sizes (``LoadedMedia.size``) of files by their hashes, of the last ones that were looked at."""
+class MediaSizes(dict[tuple[Kind, bytes], tuple[int, int]]):
+    """Sizes (``LoadedMedia.size``) of files by their kinds and hashes, of the last ones that were looked at."""
 
-    def remember(self, hashed: bytes, size: tuple[int, int]) -> None:
+    def remember(self, key: tuple[Kind, bytes], size: tuple[int, int]) -> None:
         """Remember a size."""
         if len(self) >= _MOST_SIZES:
             self.clear()
-        self[hashed] = size
+        self[key] = size
 
 
 class PieceMedia:
@@ -59,45 +59,56 @@ class PieceMedia:
         """
         taken = [taken_media(conversation.messages) for conversation in conversations]
         # All are read, also behind a bad one: the digest covers the row.
-        found = {id(file): self._loaded(file, data) for file, data in self._read(taken)}
-        for each in found.values():
+        found = {key: self._loaded(file) for key, file in _each_once(taken).items()}
+        loaded: dict[int, LoadedMedia] = {}
+        for key, each in found.items():
             if isinstance(each, RowError):
                 raise each
-        loaded = {key: each for key, each in found.items() if isinstance(each, LoadedMedia)}
+            loaded[key] = each
         plain = [each._replace(messages=messages) for each, (messages, _) in zip(conversations, taken, strict=True)]
         return plain, [[loaded[id(file)] for file in files] for _, files in taken]
 
     def note(self, conversations: Sequence[Conversation]) -> None:
-        """Add the files of a row to the digest, and nothing else."""
-        for _ in self._read([taken_media(conversation.messages) for conversation in conversations]):
-            pass
+        """Add the files of a row to the digest, and nothing else; none is downloaded."""
+        for file in _each_once([taken_media(conversation.messages) for conversation in conversations]).values():
+            if isinstance(file.given, str) and is_url(file.given):
+                self._count(file, b"")
+            else:
+                self._read(file)
 
-    def _read(
-        self, taken: Sequence[tuple[object, Sequence[MediaFile]]]
-    ) -> Iterator[tuple[MediaFile, bytes | RowError]]:
-        """The files of a row, each once: the answers of a pair share those of the prompt."""
-        files = {id(file): file for _, of_conversation in taken for file in of_conversation}
-        for file in files.values():
-            data: bytes | RowError
-            try:
-                data = read_media(file, self._limits, self._folder)
-            except RowError as error:
-                data = error
-            self._num_read += 1
-            self._stream.update(bytes(HASH_NBYTES) if isinstance(data, RowError) else blob_hash(data))
-            yield file, data
+    def _count(self, file: MediaFile, hashed: bytes) -> None:
+        is_elsewhere = isinstance(file.given, str) and is_url(file.given)
+        self._num_read += 1
+        self._stream.update(blob_hash(str(file.given).encode()) if is_elsewhere else hashed)
 
-    def _loaded(self, file: MediaFile, data: bytes | RowError) -> LoadedMedia | RowError:
-        if isinstance(data, RowError):
-            return data
+    def _read(self, file: MediaFile) -> tuple[bytes, bytes] | RowError:
+        """A file and its hash, or why it cannot be read."""
+        try:
+            data = read_media(file, self._limits, self._folder)
+        except RowError as error:
+            self._count(file, bytes(HASH_NBYTES))
+            return error
         hashed = blob_hash(data)
-        if (size := self._sizes.get(hashed)) is None:
+        self._count(file, hashed)
+        return data, hashed
+
+    def _loaded(self, file: MediaFile) -> LoadedMedia | RowError:
+        read = self._read(file)
+        if isinstance(read, RowError):
+            return read
+        data, hashed = read
+        if (size := self._sizes.get((file.kind, hashed))) is None:
             try:
                 size = size_of_media(file.kind, data, file.what, self._limits)
             except RowError as error:
                 return error
-            self._sizes.remember(hashed, size)
+            self._sizes.remember((file.kind, hashed), size)
         return LoadedMedia(file.kind, size, self._blobs.add(hashed, data))
+
+
+def _each_once(taken: Sequence[tuple[object, Sequence[MediaFile]]]) -> dict[int, MediaFile]:
+    """The files of a row by their identity: the answers of a pair share those of the prompt."""
+    return {id(file): file for _, files in taken for file in files}
 
 
 def _folder_of(path: str) -> str | None:
