@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
 from megatron_sft_idx.chat.fields import first_filled, is_filled, kind_of
 from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import Binary
 from megatron_sft_idx.layout.media import Kind
 
 # Types of content parts.
@@ -79,6 +80,8 @@ def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> M
             raise RowError(f"{what} has neither bytes nor a path: it has {', '.join(map(str, value)) or 'nothing'}")
         # Hugging Face gives the name of a file beside its bytes.
         return _file_of(value[keys[0]], kind, f"{what}.{keys[0]}", is_base64=keys[0] in ("data", "base64"))
+    if isinstance(value, Binary):
+        return MediaFile(kind, value.read(), what)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return MediaFile(kind, bytes(value), what)
     if isinstance(value, str):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import InputRow, Piece
-from megatron_sft_idx.chat.values import JsonText, Undecoded, read_values
+from megatron_sft_idx.chat.values import Binary, JsonText, Undecoded, read_values
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote.store import ObjectFile
@@ -204,8 +204,10 @@ class _Column(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Which of JSON's values these are; "undecoded" for those that JSON does not have."""
+        """Which of JSON's values these are; "binary" and "undecoded" for those that JSON does not have."""
         kind = self.array.type
+        if not self.extension and _is(kind, "binary", "large_binary", "fixed_size_binary"):
+            return "binary"
         if _is(kind, "string", "large_string", "string_view"):
             return "typed JSON" if self.extension == _JSON else "text"
         if _is(kind, "boolean") or (_is(kind, "int8") and self.extension == _BOOL8):
@@ -303,8 +305,12 @@ def _decoded(column: _Column) -> list[Any]:
         return values
     if form == "typed JSON":
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
+    remedy = "cast the column to text, numbers, lists or structs"
+    if form == "binary":
+        reason = f"is {str(array.type)[:60]}"
+        is_valid = array.is_valid().to_pylist()
+        return [Binary(column.field, reason, remedy, array, at) if is_valid[at] else None for at in range(len(array))]
     if form == "undecoded":
-        remedy = "cast the column to text, numbers, lists or structs"
         name = column.extension.removeprefix(_UNDECODED)
         kind = str(array.type)[:60] if name == column.extension else name
         value = Undecoded(column.field, f"is {kind}", remedy, is_time=_is(array.type, "temporal"))
@@ -366,8 +372,9 @@ def _hash_values(stream: StreamHash, chunks: Sequence[_Column]) -> None:
 def _hash_leaves(stream: StreamHash, form: str, chunks: Sequence[pa.Array]) -> None:
     import pyarrow as pa
 
-    if form in ("text", "typed JSON"):
-        whole = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in chunks])
+    if form in ("text", "typed JSON", "binary"):
+        kind = pa.large_binary() if form == "binary" else pa.large_string()
+        whole = pa.concat_arrays([chunk.cast(kind) for chunk in chunks])
         ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
         stream.update(ends - ends[:1])
         stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")

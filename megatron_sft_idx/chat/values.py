@@ -87,6 +87,20 @@ class Undecoded:
         raise self.error()
 
 
+class Binary(Undecoded):
+    """Bytes in a table, which only images and audio may be."""
+
+    __slots__ = ("_array", "_at")
+
+    def __init__(self, field: str, reason: str, remedy: str, array: Any, at: int) -> None:
+        super().__init__(field, reason, remedy)
+        self._array, self._at = array, at
+
+    def read(self) -> bytes:
+        """The bytes."""
+        return bytes(self._array[self._at].as_py())
+
+
 class _ReadAsWholeError(Exception):
     """An undecoded value lies in something that is handed on as a whole."""
 
@@ -181,7 +195,7 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
         except ValueError as error:
             reason = clause_of(error).replace("of the row", "of the text")
             value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
-    if in_whole and type(value) is Undecoded:
+    if in_whole and isinstance(value, Undecoded):
         raise _ReadAsWholeError(value)
     return value
 

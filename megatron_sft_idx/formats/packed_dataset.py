@@ -22,6 +22,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import counts_text
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import MaskAlignment
+from megatron_sft_idx.shard.media_reader import copied_items
 from megatron_sft_idx.shard.opening import column_names, read_header
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -92,7 +93,10 @@ class JoinedShards:
         """Pack ``index`` of shard ``number``."""
         pack = self.shards.pack(number, index)
         if self.copy:
+            items = pack.pop("media", None)
             pack.update({name: np.array(values) for name, values in pack.items()})  # type: ignore[typeddict-item]
+            if items is not None:
+                pack["media"] = copied_items(items)
         return pack
 
 
@@ -172,7 +176,8 @@ class PackedDataset(Shown):
     """Packs by number, in whichever format they are stored; ``open_dataset`` makes one.
 
     ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
-    ``seq_boundaries`` int32, from 0 to the pack's length. Negative indices count from the end of the last file; a
+    ``seq_boundaries`` int32, from 0 to the pack's length; of a shard with images and audio also ``media``, the list of
+    those of the pack. Negative indices count from the end of the last file; a
     slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes. Every process opens the files
     for itself; one whose content has changed since is an error. Threads may share one.
 

@@ -689,6 +689,11 @@ class Header:
         """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``, and those of media."""
         return _shard_id((digest.checksum for digest in self.digests), self.metadata)
 
+    @property
+    def has_media(self) -> bool:
+        """Whether the shard has images or audio."""
+        return listed_media(self.metadata) is not None
+
     @cached_property
     def nbytes(self) -> int:
         """Size of the header in bytes; ``sequence_offsets`` begin right behind it."""

@@ -24,6 +24,7 @@ from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, MediaChe
 
 Kind = Literal["image", "audio"]
 KINDS: dict[Kind, int] = {"image": 1, "audio": 2}
+KIND_NAMES = {code: kind for kind, code in KINDS.items()}
 HASH_NBYTES = 16
 MAX_BLOBS = 1 << 32
 
@@ -147,6 +148,27 @@ class MediaHeader:
 
 
 # ---- items, and the rules about them ----
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One image or recording at one place of a pack.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position in the pack.
+        length: how many positions its placeholder tokens take.
+        data: the encoded file (JPEG, PNG, WAV, ...), byte for byte as it was given. Of a pack that was read it is a
+            read-only view, or ``bytes`` where copies were asked for.
+    """
+
+    kind: Kind
+    start: int
+    length: int
+    data: bytes | memoryview
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "data": bytes(self.data)}  # a view cannot be pickled
 
 
 class Items(NamedTuple):

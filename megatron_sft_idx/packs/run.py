@@ -144,7 +144,10 @@ class PackRun:
         return {"token": self.pack_lengths, "sequence": self.pack_sequences, "pack": ones}[per]
 
     def pack(self, index: int) -> Pack:
-        """Pack ``index`` of the run, with its columns. Ids and mask are read-only views, boundaries are a copy."""
+        """Pack ``index`` of the run, with its columns, images and audio.
+
+        Ids and mask are read-only views, boundaries are a copy.
+        """
         if len(self) == 1 and index == 0:  # the runs of readers that read one pack: offsets need not be summed up
             start, stop, first, last = 0, len(self.tokens), 0, len(self.seq_starts)
         else:
@@ -159,6 +162,8 @@ class PackRun:
         rows: dict[str, slice | int] = {"token": slice(start, stop), "sequence": slice(first, last), "pack": index}
         for name, (spec, values) in self.columns.items():
             pack[name] = values[rows[spec.per]]  # type: ignore[literal-required]
+        if self.media is not None:
+            pack["media"] = self.media.in_pack(slice(first, last), self.seq_starts[first:last])
         return pack
 
     def subrun(self, first: int, last: int) -> PackRun:

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.layout.media import HASH_NBYTES, Items, blob_hash
+from megatron_sft_idx.layout.media import HASH_NBYTES, KIND_NAMES, Items, MediaItem, blob_hash
 
 _MOST_IN_TABLE: Final = (1 << 32) - 2
 
@@ -238,6 +238,21 @@ class RunMedia:
         """The items of consecutive sequences, as views."""
         first, last = self.offsets[[sequences.start, sequences.stop]].tolist()
         return RunMedia(self.counts[sequences], Items(*(each[first:last] for each in self.items)), self.blobs)
+
+    def in_pack(self, sequences: slice, seq_starts: NDArray[np.int64]) -> list[MediaItem]:
+        """The items of the sequences of one pack, in order, each with its encoded file.
+
+        Args:
+            sequences: which sequences of the run these are.
+            seq_starts: where each of them begins in the pack, int64 [sequences].
+
+        Raises:
+            CorruptShardError: a file of a shard does not have its hash (M11).
+        """
+        own = self.subrun(sequences)
+        starts = np.repeat(seq_starts, own.counts) + own.items.starts
+        each = zip(starts.tolist(), *(values.tolist() for values in own.items[1:]), strict=True)
+        return [MediaItem(KIND_NAMES[code], start, size, self.blobs.data(blob)) for start, size, code, blob in each]
 
     def taken(self, sequences: NDArray[np.int64]) -> RunMedia:
         """Copies of the items of some sequences, in the order that is given."""

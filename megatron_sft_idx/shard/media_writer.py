@@ -21,10 +21,18 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import ARRAYS, HASH_NBYTES, KINDS, Items, MediaHeader, blob_hash, broken_items
+from megatron_sft_idx.layout.media import (
+    ARRAYS,
+    HASH_NBYTES,
+    KINDS,
+    Items,
+    MediaHeader,
+    MediaItem,
+    blob_hash,
+    broken_items,
+)
 from megatron_sft_idx.packs.run import PackRun, label_aligned
 from megatron_sft_idx.packs.run_media import Blobs, BlobsInMemory, BlobTable, RunMedia
-from megatron_sft_idx.shard.media_reader import MediaItem
 from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, append_records, read_records
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile, open_regular

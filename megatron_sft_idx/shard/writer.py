@@ -33,11 +33,11 @@ from megatron_sft_idx.layout.files import (
     token_array,
     vocab_size_of,
 )
+from megatron_sft_idx.layout.media import MediaItem
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.packs.run import PackRun, checked_runs, run_bounds
 from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.build_options import BuildOptions, GrowingFile
-from megatron_sft_idx.shard.media_reader import MediaItem
 from megatron_sft_idx.shard.media_writer import MediaWriter, PlacedMedia, placed_media
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.pack_log import CHUNK_PACKS, LoggedPacks, PackChunk, append_packs
