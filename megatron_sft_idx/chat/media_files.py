@@ -13,6 +13,8 @@ import io
 import os
 import stat
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Final, NamedTuple
@@ -100,7 +102,10 @@ def size_of_media(kind: Kind, data: bytes, what: str, limits: MediaLimits) -> tu
 
     RowError: it is of an unknown type, damaged, or too large.
     """
-    return _image_size(data, what, limits) if kind == "image" else _audio_size(data, what, limits)
+    try:
+        return _decoded_size(kind, data, limits)
+    except RowError as error:
+        raise RowError(f"{what}: {error}") from None
 
 
 def is_url(given: str) -> bool:
@@ -163,40 +168,79 @@ def _of_path(file: MediaFile, limits: MediaLimits, folder: str | None) -> bytes:
         raise RowError(f"{file.what}: {brief(path)}: {reason}; --media-root FOLDER says where files are") from None
 
 
-def _image_size(data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:
+@contextmanager
+def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
+    """An image of pillow of which only the head was read; the body may decode it.
+
+    Raises:
+        RowError: it has too many pixels, or it cannot be decoded, here or in the body.
+        FormatError: pillow is not installed.
+    """
     image_module = _module("PIL.Image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of large images, which are refused below
-            image = image_module.open(io.BytesIO(data), formats=_IMAGE_FORMATS)
-            if image.width * image.height > limits.max_pixels:
-                raise RowError(
-                    f"{what}: an image of {image.width} x {image.height} pixels, more than {limits.max_pixels:,}"
-                )
-            image.load()
-            lies = image.getexif().get(_ORIENTATION) in _LYING
+            with image_module.open(io.BytesIO(data), formats=_IMAGE_FORMATS) as image:
+                if image.width * image.height > limits.max_pixels:
+                    size = f"{image.width} x {image.height}"
+                    raise RowError(f"an image of {size} pixels, more than {limits.max_pixels:,}")
+                yield image
     except RowError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
-        raise RowError(f"{what}: no image that can be decoded: {brief(str(error))}") from None
-    return (image.width, image.height) if lies else (image.height, image.width)
+        raise RowError(f"no image that can be decoded: {brief(str(error))}") from None
 
 
-def _audio_size(data: bytes, what: str, limits: MediaLimits) -> tuple[int, int]:
+@contextmanager
+def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
+    """A recording of soundfile of which only the head was read; the body may decode it.
+
+    Raises:
+        RowError: it is too long, or it cannot be decoded, here or in the body.
+        FormatError: soundfile is not installed.
+    """
     soundfile = _module("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as sound:
             if sound.frames > limits.max_seconds * sound.samplerate:
                 seconds = sound.frames / sound.samplerate
-                raise RowError(f"{what}: a recording of {seconds:,.0f} seconds, more than {limits.max_seconds:,}")
-            read = sum(len(block) for block in sound.blocks(1 << 16, dtype="float32"))
-            if read != sound.frames or not read:
-                raise RowError(f"{what}: the recording ends after {read:,} samples of {sound.frames:,}")
-            return int(sound.frames), int(sound.samplerate)
+                raise RowError(f"a recording of {seconds:,.0f} seconds, more than {limits.max_seconds:,}")
+            yield sound
     except RowError:
         raise
     except Exception as error:  # the library's errors, and those of its callbacks
-        raise RowError(f"{what}: no recording that can be decoded: {brief(str(error))}") from None
+        raise RowError(f"no recording that can be decoded: {brief(str(error))}") from None
+
+
+def stored_size(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tuple[int, int]:
+    """The size of a file, as ``LoadedMedia`` has it, by its head alone; nothing is decoded.
+
+    Errors as of ``open_image`` and ``open_recording``.
+    """
+    if kind == "image":
+        with open_image(data, limits) as image:
+            return _upright_size(image)
+    with open_recording(data, limits) as sound:
+        return int(sound.frames), int(sound.samplerate)
+
+
+def _decoded_size(kind: Kind, data: bytes, limits: MediaLimits) -> tuple[int, int]:
+    """The same, once the whole file was decoded."""
+    if kind == "image":
+        with open_image(data, limits) as image:
+            image.load()
+            return _upright_size(image)
+    with open_recording(data, limits) as sound:
+        read = sum(len(block) for block in sound.blocks(1 << 16, dtype="float32"))
+        if read != sound.frames or not read:
+            raise RowError(f"the recording ends after {read:,} samples of {sound.frames:,}")
+        return int(sound.frames), int(sound.samplerate)
+
+
+def _upright_size(image: Any) -> tuple[int, int]:
+    """Height and width of an image of pillow turned upright."""
+    lies = image.getexif().get(_ORIENTATION) in _LYING
+    return (image.width, image.height) if lies else (image.height, image.width)
 
 
 def _module(name: str) -> Any:

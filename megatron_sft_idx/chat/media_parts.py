@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
 from megatron_sft_idx.chat.fields import first_filled, is_filled, kind_of
@@ -39,8 +40,9 @@ NO_VIDEO: Final = "images and audio can be trained on here, videos cannot"
 FILE: Final = "\0file"
 
 
-class MediaFile(NamedTuple):
-    """An image or a recording of a row, not read yet.
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """An image or a recording of a row, not read yet. Two are equal if they are the same file, wherever they stand.
 
     Attributes:
         kind: ``image`` or ``audio``.
@@ -50,7 +52,7 @@ class MediaFile(NamedTuple):
 
     kind: Kind
     given: bytes | str
-    what: str
+    what: str = field(compare=False)
 
 
 def kind_of_part(part: Mapping[str, Any], what: str) -> Kind | None:
@@ -100,6 +102,22 @@ def place_media(data: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> 
     for each in reversed(waiting):  # what comes first is put in front last
         placed = each.finished(placed)
     return placed
+
+
+def place_media_of_pair(
+    data: Mapping[str, Any], chosen: Sequence[dict[str, Any]], rejected: Sequence[dict[str, Any]], shared: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """As ``place_media``, for two conversations that begin with the same ``shared`` messages, which get the files.
+
+    RowError: as of it; or an answer has a place without a file, as it is not known which answer has a file of the row.
+    """
+    waiting = [_Waiting(data, kind) for kind in _OF_ROW]
+    by_kind = {each.kind: each for each in waiting}
+    prompt = [_with_places(message, by_kind) for message in chosen[:shared]]
+    for each in waiting:
+        prompt = each.finished(prompt)
+    answers = [[_with_places(message, by_kind) for message in side[shared:]] for side in (chosen, rejected)]
+    return prompt + answers[0], prompt + answers[1]
 
 
 class _Waiting:

@@ -16,7 +16,8 @@ the place of what the assistant says last; several rejected messages that of all
 
 The messages that both conversations begin with, compared as chat templates see them, are never trained on. The row's
 prompt must be among them, and what differs first must be the assistant's or a tool's. As in TRL, all that follows is
-the answer, of which the template's mask takes what the assistant says.
+the answer, of which the template's mask takes what the assistant says. Images and audio of the row belong to these
+messages, so both conversations have them.
 
 ``kto``: any row of chats beside ``label`` or ``kto_tag``, true or false, of which only what follows the last user's
 message, or the ``completion``, is trained on.
@@ -38,6 +39,7 @@ from megatron_sft_idx.chat.chat_rows import (
 )
 from megatron_sft_idx.chat.field_names import CHOSEN, HISTORY, INPUTS, PROMPTS, REASONING, REJECTED, TURNS, VERDICTS
 from megatron_sft_idx.chat.fields import first_filled, first_given, is_filled
+from megatron_sft_idx.chat.media_parts import place_media_of_pair
 from megatron_sft_idx.chat.packed_rows import require_one
 from megatron_sft_idx.chat.row_options import RowOptions
 from megatron_sft_idx.chat.training_fields import messages_of_json, refuse_row_fields
@@ -73,6 +75,9 @@ def _read_judged_row(row: dict[str, Any], options: RowOptions) -> tuple[list[Con
     refuse_media(row, options)
     refuse_row_fields(row, read=())
     chosen, rejected, shared = _pair_of(row, options)
+    if options.media:
+        placed = place_media_of_pair(row, chosen[0], rejected[0], shared)
+        chosen, rejected = (placed[0], chosen[1]), (placed[1], rejected[1])
     conversations: list[Conversation | TokenizedRow] = []
     for name, (messages, of_messages) in (("chosen", chosen), ("rejected", rejected)):
         weights = [0.0] * shared + of_messages[shared:]

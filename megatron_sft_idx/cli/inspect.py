@@ -27,6 +27,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_origin, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
+from megatron_sft_idx.inspect.shown_media import sequence_of, shown_items
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
     Decode,
@@ -241,7 +242,9 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
             for values, row in zip(of_sequences, column.values[first:last].tolist(), strict=True):
                 values[name] = row
     if not arguments.json:
-        print_layout(mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color()))
+        media = pack.get("media", ())
+        shown_as = decode or ids_as_text
+        print_layout(mark_pack(ids, mask, bounds, shown_as, sources=sources, media=media, color=in_color()))
     lines: list[str] = []
     shown: dict[str, Any] = {"prefix": shard.prefix, "pack": number, "tokens": len(ids), "sequences": []}
     if of_pack:
@@ -258,6 +261,10 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
             sequence["columns"] = of_sequences[i]
             lines.append(f"columns of sequence {i}: {_listed(of_sequences[i])}")
         shown["sequences"].append(sequence)
+    if shard.media is not None:
+        items = [(sequence_of(bounds, item.start), item) for item in shown_items(shard, number)]
+        shown["media"] = [item.as_dict(sequence) for sequence, item in items]
+        lines += [item.line(at, sequence) for at, (sequence, item) in enumerate(items)]
     _print_result(arguments, shown, lines)
     return 0
 

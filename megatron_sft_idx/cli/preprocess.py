@@ -375,7 +375,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     print_lines(map(as_given, lines))
     if first is not None:
         print_layout("the first sequence, trained tokens marked:\n")
-        print_layout(mark_pack(*first, [0, len(first[0])], decode, color=in_color()))
+        bounds = [0, len(first.ids)]
+        print_layout(mark_pack(first.ids, first.loss_mask, bounds, decode, media=first.media, color=in_color()))
     print_layout("\nnothing was written")
 
 

@@ -36,6 +36,7 @@ from megatron_sft_idx.packs.run import (
     first_true,
     run_bounds,
 )
+from megatron_sft_idx.packs.run_media import RunMedia
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import read_beginning
 from megatron_sft_idx.storage.outputs import PendingOutput, new_file, new_folder
@@ -94,6 +95,7 @@ class PackedSpec:
         keys = "capacity", "num_tokens", "longest_pack", "sequence_multiple", "pad_id"
         values = {key: getattr(self, key) for key in keys} | {"metadata": dict(self.metadata)}
         columns = {name: spec.encode() for name, spec in self.columns.items()}
+        values |= {"media": True} if self.media else {}
         return values | {"columns": columns} if columns else values
 
     def column_nbytes(self) -> int:
@@ -121,6 +123,7 @@ class PackedReader(ABC):
             without reading all of it.
         num_packs: how many packs there are.
         columns: specs of the columns that packs come with, by name.
+        has_media: whether images or audio come with the packs.
         notes: sentences for people: what the file does not say and was assumed, and what was corrected.
 
     Raises:
@@ -130,6 +133,7 @@ class PackedReader(ABC):
     label_only: ClassVar[str] = ""
     identity: str
     num_packs: int
+    has_media: bool = False
     # Of the ids and masks that ``read`` and ``runs`` give.
     _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
     # Where each pack begins among the tokens of all packs, and where the last one ends: [packs + 1].
@@ -274,6 +278,7 @@ class PackedWriter(Shown, ABC):
         is_folder: whether the format is a folder of files.
         binary_masks: whether the format's masks hold 0 and 1 only.
         stores_columns: whether the format can hold columns.
+        stores_media: whether the format can hold images and audio.
         lost: what was left out, a sentence for each of ``"masks"``, ``"packs"`` (which sequences share one) and
             ``"columns"`` that the format could not hold.
         columns: specs of the columns that are written.
@@ -312,10 +317,7 @@ class PackedWriter(Shown, ABC):
         if spec is not None:
             self.columns, self._vocab_size = spec.columns, vocab_size_of(spec.metadata)
             if spec.media and not self.stores_media:
-                raise FormatError(
-                    f"{self._path}: images and audio: {self.format} has no place for them, and their placeholders mean"
-                    " nothing without them; convert to a format that has"
-                )
+                raise self._no_place_for_media()
         try:
             self._begin(spec, **options)
             if self.columns and not self.stores_columns:
@@ -324,6 +326,12 @@ class PackedWriter(Shown, ABC):
         except BaseException:
             self.abandon()
             raise
+
+    def _no_place_for_media(self) -> FormatError:
+        return FormatError(
+            f"{self._path}: images and audio: {self.format} has no place for them, and their placeholders mean nothing"
+            " without them; convert to a format that has: sft-idx or parquet"
+        )
 
     def _shown(self) -> str:
         state = "published" if self._is_published else "complete" if self._is_complete else "open"
@@ -367,6 +375,14 @@ class PackedWriter(Shown, ABC):
             run = dataclasses.replace(run, columns={})
         if self.stores_columns and {name: spec for name, (spec, _) in run.columns.items()} != self.columns:
             raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
+        if run.media is not None and not (self._spec is not None and self._spec.media):
+            if len(run.media):
+                if not self.stores_media:
+                    raise self._no_place_for_media()
+                raise FormatError(f"{self._path}: packs with images or audio, which were not announced; announce them")
+            run = dataclasses.replace(run, media=None)
+        elif run.media is None and self._spec is not None and self._spec.media:
+            run = dataclasses.replace(run, media=RunMedia.none(len(run.seq_starts)))
         if self.binary_masks and run.loss_mask.dtype != np.uint8:
             run = dataclasses.replace(run, loss_mask=self._binary_mask(run))
         self._append(run)

@@ -183,6 +183,8 @@ def convert(
     if unjoinable and not options.lossy:
         raise FormatError(f"{next(iter(unjoinable.values()))}; pass lossy (--lossy) to leave it out")
     spec, summary = _spec_for_output(reader_of_all, options), None
+    if padding is not None and spec.media:
+        raise FormatError(f"{paths[0]}: images and audio, which Megatron-Bridge does not read; leave the padding out")
 
     def runs_of_pass(runs: Iterable[PackRun], pass_name: str) -> Iterator[PackRun]:
         progress = on_pass and on_pass(pass_name, spec.num_tokens)

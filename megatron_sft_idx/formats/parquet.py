@@ -8,7 +8,7 @@
 
 What Parquet calls a column is a *field* here: a *column* is that of a shard. A column is stored as one more field of
 lists, of the same name: each row has the values of the pack's tokens, of its sequences, or of the pack, end to end,
-``width`` values for each.
+``width`` values for each. Images and audio are a further field, ``media`` (``formats.parquet_media``).
 
 The schema's metadata have the package metadata, which say which fields are columns, and what no field can say:
 capacity, padding id, dtypes. Files of other writers have none. Other fields are never read. Row groups may have any
@@ -49,6 +49,7 @@ from megatron_sft_idx.formats.base import (
     recogniser,
 )
 from megatron_sft_idx.formats.bridge import BRIDGE_PADDING_KEY, SUMMARY_KIND, SUMMARY_SUFFIX
+from megatron_sft_idx.formats.parquet_media import MEDIA_FIELD, has_media_field, media_array, media_of_rows, media_type
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.packs.run import (
@@ -191,6 +192,21 @@ def _list_field(
     return np.concatenate(values or no_chunks), np.concatenate(lengths or no_chunks)
 
 
+def _media_nbytes(group: pa.RowGroupMetaData) -> int:
+    """Bytes that the images and audio of a row group take once they are decoded, as the footer has it; 0 without."""
+    leaves = (group.column(i) for i in range(group.num_columns))
+    return sum(
+        leaf.total_uncompressed_size
+        for leaf in leaves
+        if leaf.path_in_schema.startswith(f"{MEDIA_FIELD}.") and leaf.path_in_schema.endswith(".bytes")
+    )
+
+
+def _nbytes_of(run: PackRun) -> int:
+    """Bytes of memory that a decoded run takes."""
+    return run.nbytes + (int(run.media.file_sizes().sum()) if run.media is not None else 0)
+
+
 class Reader(PackedReader):
     """One packed Parquet file.
 
@@ -213,7 +229,9 @@ class Reader(PackedReader):
             open_regular(self.path).close()
             source = pa.OSFile(self.path)
             # A group is read buffer by buffer instead of at once, for passes over files whose row groups are large.
-            self._file = pq.ParquetFile(source, buffer_size=_READ_NBYTES, pre_buffer=False)
+            self._file = pq.ParquetFile(
+                source, buffer_size=_READ_NBYTES, pre_buffer=False, page_checksum_verification=True
+            )
             # Of copies it is the same. A footer has size, counts and range of values of each field in each group.
             size = source.size()
             source.seek(size - 8)
@@ -223,8 +241,9 @@ class Reader(PackedReader):
             schema = self._file.schema_arrow
             self._package_metadata = self._read_package_metadata(schema.metadata)
             self.columns = column_specs_of(self._package_metadata, self.path, columns)
-            self._fields = [*FIELDS, *self.columns]
             checked_schema(schema, self.path, self.columns)
+            self.has_media = has_media_field(schema, self.path, announced=bool(self._package_metadata.get("media")))
+            self._fields = [*FIELDS, *self.columns, *([MEDIA_FIELD] if self.has_media else [])]
             self._count_groups()
             mask_type = str(schema.field("loss_mask").type.value_type)
         self._take_alignment(self._package_metadata.get("mask_alignment"))
@@ -274,6 +293,7 @@ class Reader(PackedReader):
                 raise FormatError(
                     f"{self.path}: row group {group} claims {counts[group]} {shown}; the footer is damaged"
                 )
+        self._media_nbytes = [_media_nbytes(group) for group in groups]
         self._num_tokens, self._num_sequences = (sum(self._num_values[name]) for name in _COUNTED_FIELDS)
         self._first_packs: list[int] = [0, *accumulate(rows)]
         self.num_packs = self._first_packs[-1]
@@ -296,7 +316,7 @@ class Reader(PackedReader):
             longest = max((int(np.diff(each).max(initial=0)) for each in offsets), default=0)
             if longest > MAX_CAPACITY:
                 raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
-        return self._make_spec(self._num_sequences, self._num_tokens, longest, 1)
+        return self._make_spec(self._num_sequences, self._num_tokens, longest, 1, media=self.has_media)
 
     @cached_property
     def _stated_longest(self) -> int | None:
@@ -317,9 +337,9 @@ class Reader(PackedReader):
             if run is None:
                 run = self._decode_group(group)
                 self._decoded_groups[group] = run
-                self._decoded_nbytes += run.nbytes
+                self._decoded_nbytes += _nbytes_of(run)
                 while self._decoded_nbytes > _CACHE_NBYTES and len(self._decoded_groups) > 1:
-                    self._decoded_nbytes -= self._decoded_groups.popitem(last=False)[1].nbytes
+                    self._decoded_nbytes -= _nbytes_of(self._decoded_groups.popitem(last=False)[1])
             self._decoded_groups.move_to_end(group)
         return run.pack(index - self._first_packs[group])
 
@@ -335,6 +355,8 @@ class Reader(PackedReader):
             for name, spec in self.columns.items()
         }
         run = self._checked(first_pack, dataclasses.replace(run, columns=columns))
+        if self.has_media:
+            run = dataclasses.replace(run, media=media_of_rows(rows, self.path, first_pack, run))
         # Where the longest pack was not stated but counted, none exceeds the capacity.
         capacity = MAX_CAPACITY if self._stated_longest is None else self.spec.capacity
         if (pack := first_true(run.pack_lengths > capacity)) is not None:
@@ -351,6 +373,11 @@ class Reader(PackedReader):
                     f"{self.path}: row group {group} claims {count} values in {name}, at most {_MAX_GROUP_VALUES};"
                     " write it again with smaller row groups"
                 )
+        if (nbytes := self._media_nbytes[group]) > _MAX_GROUP_VALUES:
+            raise FormatError(
+                f"{self.path}: row group {group} has {nbytes:,} bytes of images and audio, at most"
+                f" {_MAX_GROUP_VALUES:,}; write it again with smaller row groups"
+            )
         with pyarrow_errors(self.path):
             # Without threads: in a forked process those of pyarrow's pool are gone.
             rows = self._file.read_row_group(group, columns=self._fields, use_threads=False)
@@ -382,11 +409,20 @@ class Reader(PackedReader):
         max_tokens = fewer_tokens(RUN_TOKENS, self.columns)
         offsets = [0, *accumulate(self._num_values["input_ids"])]
         for first, last in run_bounds(np.array(offsets), max_tokens):
+            if sum(self._media_nbytes[first:last]) > _MAX_GROUP_MEDIA_NBYTES:
+                yield from (([group], self._rows_at_once(group, max_tokens)) for group in range(first, last))
+                continue
             tokens, packs = offsets[last] - offsets[first], self._first_packs[last] - self._first_packs[first]
             yield [*range(first, last)], max(1, packs * max_tokens // max(tokens, max_tokens))
 
+    def _rows_at_once(self, group: int, max_tokens: int) -> int:
+        """The rows of a batch of a row group whose images and audio take much memory."""
+        packs, nbytes = self._first_packs[group + 1] - self._first_packs[group], self._media_nbytes[group]
+        parts = max(nbytes / _MAX_GROUP_MEDIA_NBYTES, self._num_values["input_ids"][group] / max_tokens, 1)
+        return max(1, int(packs / parts))
+
     def _runs(self) -> Iterator[PackRun]:
-        """All packs; memory is bounded by the mean length of the packs in a row group, not by its size."""
+        """All packs; memory is bounded by the mean size of the packs in a row group, not by the size of the group."""
         counts = PackCounts()
         for batch in self._batches(self._fields):
             run = self._run_of_rows(batch, counts.num_packs)
@@ -399,6 +435,16 @@ class Reader(PackedReader):
 # Tokens of a row group at most, which a writer holds in memory, and the read of one pack decodes: 1000 packs of 4096.
 # A token takes 5 bytes while it is held, and 25 more in pyarrow's encoder.
 _MAX_GROUP_TOKENS = 4 << 20
+# Bytes of images and audio in a row group, which are in memory several times while it is written.
+_MAX_GROUP_MEDIA_NBYTES = 32 << 20
+
+
+def _media_nbytes_by_pack(run: PackRun) -> NDArray[np.int64]:
+    """Bytes of the images and audio of each pack, each with its own file: int64 [packs]."""
+    if run.media is None:
+        return np.zeros(len(run), np.int64)
+    ends = np.append(0, np.cumsum(run.media.file_sizes()))
+    return run.sums_by_pack(np.diff(ends[run.media.offsets]))
 
 
 class Writer(PackedWriter):
@@ -415,6 +461,7 @@ class Writer(PackedWriter):
     reader, kind = Reader, Kind("a Parquet file of packs", recognise)
     binary_masks = True
     stores_columns = True
+    stores_media = True
 
     def _begin(self, spec: PackedSpec, *, row_group_size: int = 1000) -> None:
         self.stores_columns = BRIDGE_PADDING_KEY not in spec.metadata  # Bridge reads no columns
@@ -425,7 +472,7 @@ class Writer(PackedWriter):
             raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
         self._row_group_size = row_group_size
         self._held: list[PackRun] = []
-        self._num_held = PackCounts()
+        self._num_held, self._held_media_nbytes = PackCounts(), 0
         with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -443,23 +490,32 @@ class Writer(PackedWriter):
         }
         metadata = {KEY: encode_json(self._path, package_metadata)}
         names = [*FIELDS, *spec.columns]
+        encoding: dict[str, Any] = {}
+        if spec.media:
+            # A dictionary of files would make the size of a row group unknown to whoever reads it.
+            encoding["write_page_checksum"] = True  # a changed byte may be another image
+            encoding["use_dictionary"] = [f"{name}.list.element" for name in names]
+            names.append(MEDIA_FIELD)
+            self._types.append(media_type())
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata=metadata)
         temporary = self._make_output().temporary
         with name_in_errors(temporary):
-            self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression="zstd")
+            self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression="zstd", **encoding)
 
     def _append(self, run: PackRun) -> None:
-        first = 0
+        first, media_offsets = 0, np.append(0, np.cumsum(_media_nbytes_by_pack(run)))
         while first < len(run):
-            # Where a group ends depends on its packs and tokens alone: runs of any size give the same file.
+            # Where a group ends depends on its packs alone: runs of any size give the same file.
             room = min(
                 count_fitting(run.token_offsets[first:], self._max_group_tokens - self._num_held.num_tokens),
+                count_fitting(media_offsets[first:], _MAX_GROUP_MEDIA_NBYTES - self._held_media_nbytes),
                 len(run) - first,
             )
             last = first + max(0, min(room, self._row_group_size - self._num_held.num_packs))
             if last == first and not self._held:
-                last = first + 1  # a pack that is longer than a group may be is a group by itself
+                last = first + 1  # a pack that is larger than a group may be is a group by itself
             self._hold(run.subrun(first, last))
+            self._held_media_nbytes += int(media_offsets[last] - media_offsets[first])
             if last < len(run) or self._num_held.num_packs == self._row_group_size:
                 self._write_group()
             first = last
@@ -475,20 +531,21 @@ class Writer(PackedWriter):
     def _write_group(self) -> None:
         import pyarrow as pa
 
-        held, self._held, self._num_held = self._held, [], PackCounts()
+        held, self._held, self._num_held, self._held_media_nbytes = self._held, [], PackCounts(), 0
         if not held:
             return
         run = PackRun.joined(held)
         held.clear()  # before the encoder runs, which needs several times as much
         starts = run.seq_starts.astype(np.int32)
         fields = [(run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences)]
-        for name in self._schema.names[len(FIELDS) :]:
-            spec, values = run.columns[name]
+        for spec, values in run.columns.values():
             fields.append((values.reshape(-1), run.rows_by_pack(spec.per) * spec.width))
         arrays = []
-        for (flat, lengths), type_ in zip(fields, self._types, strict=True):
+        for (flat, lengths), type_ in zip(fields, self._types, strict=False):
             offsets = np.append(0, np.cumsum(lengths)).astype(np.int32)
             arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(flat)), type=type_))
+        if run.media is not None:
+            arrays.append(media_array(run))
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with name_in_errors(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(run))

@@ -80,6 +80,7 @@ class Reader(PackedReader):
         self._opened = {name: open_column(self._paths, name, header) for name in names}
         self.columns = {name: column.spec for name, column in self._opened.items()}
         self._media = open_media(self._paths, header)
+        self.has_media = self._media is not None
         self.spec = dataclasses.replace(spec_of(header), columns=self.columns)
 
     def read(self, index: int) -> Pack:

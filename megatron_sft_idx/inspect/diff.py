@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
@@ -19,10 +20,13 @@ from megatron_sft_idx.inspect.summary import column_kind, locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.media import Items
 from megatron_sft_idx.lines import shortened
 from megatron_sft_idx.packs.run import Window, read_window, windows
+from megatron_sft_idx.packs.run_media import Blobs, RunMedia
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ShardColumn
+from megatron_sft_idx.shard.media_reader import ShardMedia
 from megatron_sft_idx.storage.progress import Update
 
 _MAX_HASHES = 1 << 20  # that are kept of the sequences of a shard
@@ -30,6 +34,8 @@ _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MAX_FIELDS = 40
 # Bytes of a column that are compared at a time.
 _CHUNK_NBYTES = 1 << 22
+# Packs whose images and audio are compared at a time.
+_CHUNK_PACKS = 1 << 12
 
 
 class Difference(NamedTuple):
@@ -66,6 +72,8 @@ class SetDifference:
         only_there: how many the first shard lacks, or has fewer copies of; likewise.
         first_here: where the first few are whose ids or mask the second shard lacks: (pack, number in the pack).
         first_there: where the first few are whose ids or mask the first shard lacks.
+        with_media: whether one of the shards has images or audio; then sequences that show others, or show them
+            elsewhere, count as of other masks.
     """
 
     share: float
@@ -75,6 +83,7 @@ class SetDifference:
     only_there: int
     first_here: list[tuple[int, int]]
     first_there: list[tuple[int, int]]
+    with_media: bool = False
 
     @property
     def same(self) -> bool:
@@ -96,6 +105,7 @@ class Comparison:
         first: the first few differences.
         sequences: the sequences compared as sets; None where only single values differ.
         columns: what differs in columns, by name, in a few words.
+        media: what differs in images and audio, in a few words; empty where nothing does.
     """
 
     header: dict[str, tuple[Any, Any]]
@@ -107,11 +117,12 @@ class Comparison:
     first: list[Difference] = field(default_factory=list)
     sequences: SetDifference | None = None
     columns: dict[str, str] = field(default_factory=dict)
+    media: str = ""
 
     @property
     def same(self) -> bool:
-        """Whether packs, ids, masks, boundaries and columns are equal; headers may still say other things."""
-        return not self.differing_packs and self.packs[0] == self.packs[1] and not self.columns
+        """Whether packs, ids, masks, boundaries, columns and media are equal; headers may still say other things."""
+        return not (self.differing_packs or self.columns or self.media) and self.packs[0] == self.packs[1]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -135,6 +146,7 @@ def compare_shards(here: Shard, there: Shard, *, max_named: int = 20, on_progres
     """
     result = Comparison(_header_differences(here.header, there.header), (len(here), len(there)))
     result.columns = _column_differences(here, there)
+    result.media = _media_difference(here.media, there.media)
     here.files.check_ends()
     there.files.check_ends()
     shared, first = min(len(here), len(there)), 0
@@ -244,6 +256,38 @@ def _value_difference(left: ShardColumn, right: ShardColumn) -> str | None:
     return f"{counted(count, 'row')} of {len(left):,} differ, the first is {first}: {values[0]} here, {values[1]} there"
 
 
+def _media_difference(here: ShardMedia | None, there: ShardMedia | None) -> str:
+    """In which packs of the same number the images and audio differ, in a few words; files are compared by hash."""
+    if here is None or there is None:
+        return "" if here is there else f"only {'there' if here is None else 'here'}"
+    first, differing = -1, 0
+    for begin in range(0, min(here.header.num_packs, there.header.num_packs), _CHUNK_PACKS):
+        end = min(begin + _CHUNK_PACKS, here.header.num_packs, there.header.num_packs)
+        pairs = zip(_items_of(here, begin, end), _items_of(there, begin, end), strict=True)
+        unequal = [at for at, (ours, theirs) in enumerate(pairs) if ours != theirs]
+        first = begin + unequal[0] if unequal and first < 0 else first
+        differing += len(unequal)
+    if not differing:
+        return ""
+    items, others = (int(media.items(first, first + 1)[0][0]) for media in (here, there))
+    packs = f"{counted(differing, 'pack')} of the same number {'differs' if differing == 1 else 'differ'}"
+    return f"{packs}, the first is pack {first}: {counted(items, 'item')} here, {others:,} there"
+
+
+def _items_of(media: ShardMedia, begin: int, end: int) -> list[bytes]:
+    """Of each pack from ``begin`` to ``end`` its items as bytes: where each stands, and the hash of its file."""
+    counts, items = media.items(begin, end)
+    records = _records(media, items)
+    bounds = np.append(0, np.cumsum(counts)).tolist()
+    return [b"".join(records[first:last]) for first, last in pairwise(bounds)]
+
+
+def _records(blobs: Blobs, items: Items) -> list[bytes]:
+    """Each item as bytes: where it stands, and the hash of its file."""
+    places = np.stack([items.starts, items.lengths, items.kinds], 1).astype("<u4")
+    return [place.tobytes() + blobs.hash(blob) for place, blob in zip(places, items.blobs.tolist(), strict=True)]
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "metadata") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -271,19 +315,30 @@ def set_difference(here: Shard, there: Shard, max_named: int) -> SetDifference:
         only_there,
         [locate_sequence(here, number)[:2] for number in first_here[:max_named].tolist()],
         [locate_sequence(there, number)[:2] for number in first_there[:max_named].tolist()],
+        here.media is not None or there.media is not None,
     )
 
 
 def _hash_samples(shard: Shard) -> tuple[HashSample, HashSample]:
     """Hashes of the ids of a shard's sequences, and of their ids and mask together."""
     ids, whole = HashSample(_MAX_HASHES), HashSample(_MAX_HASHES)
-    for window in windows(shard.files):
+    for window in windows(shard.files, media=shard.media):
         tokens, loss = window.content()
         hashes, masks = _native.hash_runs(tokens, window.bounds), _native.hash_runs(loss, window.bounds)
+        if window.media is not None:
+            masks ^= _media_hashes(window.media)
         ids.add(hashes, window.first_sequence)
         # ``HashSample`` goes by the upper half. Made of the ids alone, it makes both samples keep the same sequences.
         whole.add(hashes & _UPPER | (hashes ^ masks) & ~_UPPER, window.first_sequence)
     return ids, whole
+
+
+def _media_hashes(media: RunMedia) -> NDArray[np.uint64]:
+    """A hash of the images and audio of each sequence, 0 where it has none: uint64 [sequences]."""
+    records, bounds = _records(media.blobs, media.items), media.offsets.tolist()
+    pairs = pairwise(bounds)
+    hashes = [xxhash.xxh3_64_intdigest(b"".join(records[first:last])) if last > first else 0 for first, last in pairs]
+    return np.array(hashes, np.uint64)
 
 
 def _compare_samples(here: HashSample, there: HashSample) -> tuple[int, int, int, NDArray[np.int64], NDArray[np.int64]]:
@@ -307,6 +362,7 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
     if len(fields) > _MAX_FIELDS:
         lines.append(f"header: {len(fields) - _MAX_FIELDS:,} fields more")
     lines += [f"column {name}: {text}" for name, text in comparison.columns.items()]
+    lines += [f"images and audio: {comparison.media}"] if comparison.media else []
     if not comparison.differing_packs and comparison.packs[0] == comparison.packs[1]:
         lines.append(f"the packs are equal: {counted(comparison.packs[0], 'pack')}, ids, masks and boundaries")
         return lines
@@ -363,9 +419,10 @@ def _set_lines(sequences: SetDifference) -> Iterator[str]:
     if sequences.same:
         yield f"both hold the same {counted(sequences.shared, 'sequence')}, packed otherwise{of}"
         return
+    masks = "masks or media" if sequences.with_media else "masks"
     yield (
         f"as sequences, whatever their packs{of}: {sequences.shared:,} in both, {sequences.other_mask:,} in both with"
-        f" other masks, {sequences.only_here:,} only here, {sequences.only_there:,} only there"
+        f" other {masks}, {sequences.only_here:,} only here, {sequences.only_there:,} only there"
     )
     yield from (f"  pack {pack}, sequence {number} here: not there like this" for pack, number in sequences.first_here)
     yield from (f"  pack {pack}, sequence {number} there: not here like this" for pack, number in sequences.first_there)

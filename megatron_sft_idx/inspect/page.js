@@ -51,6 +51,7 @@
     const tokens = sequence.dataset.ids.split(" ");
     delete sequence.dataset.ids;
     for (const run of [...sequence.childNodes]) {
+      if (run.className === "media" || run.firstChild?.className === "media") continue;
       const [letters, parts] = [[...run.textContent], []];
       let at = 0;
       while (at < letters.length && tokens.length) {

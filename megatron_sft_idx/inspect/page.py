@@ -23,11 +23,15 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from megatron_sft_idx.inspect.origin import sources_of
-from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, losses, provenance
+from megatron_sft_idx.inspect.shown_media import Thumbnail, Thumbnails, blobs_of, shown_items
+from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, losses, media_lines, provenance
 from megatron_sft_idx.inspect.tally import Tally
 from megatron_sft_idx.inspect.text import (
     Decode,
+    Folded,
+    MarkedSpan,
     counted,
+    folded_in,
     ids_as_text,
     marked_spans,
     shown_nbytes,
@@ -45,7 +49,8 @@ PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEG
 _DRAWN, _BINS = 48, 48
 # Tokens that the viewer shows at first. A page that is too large is made again with half as many.
 _SHOWN_TOKENS = 60_000
-_SEQUENCE_TOKENS = 20  # the HTML around each sequence counts as this many tokens
+# The HTML around each sequence, and each image or recording, count as so many tokens.
+_SEQUENCE_TOKENS, _ITEM_TOKENS = 20, 30
 _MAX_FILES = 40  # in the table of sources
 _MAX_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
 # How many colours the style sheet has; the sequences of a pack take them in turn.
@@ -55,13 +60,27 @@ _BAR, _PALE = (0, 16), (5, 6)  # top and height of what is trained on, which is 
 _MAX_SPANS = 200
 
 
+class Picture(NamedTuple):
+    """An image or recording as the page shows it: a box with words, and with a small picture if there is one.
+
+    Attributes:
+        facts: kind, size and bytes.
+        note: why there is no small picture, and where the same file is; may be empty.
+        thumbnail: the small picture of an image.
+    """
+
+    facts: str
+    note: str
+    thumbnail: Thumbnail | None
+
+
 class ShownSequence(NamedTuple):
     """A sequence as text, or the beginning of one.
 
     Attributes:
         number, start, stop: its number in the pack, and its positions there.
         trained, hidden: how many of its tokens are trained on, and how many at its end are not shown.
-        spans: texts of equal weight, with the weight and the number of tokens.
+        spans: texts of equal weight, and images and recordings.
         source: name of its origin; empty where that is not known.
         ids: the ids of its tokens, as ``_spelled`` writes them.
     """
@@ -70,7 +89,7 @@ class ShownSequence(NamedTuple):
     start: int
     stop: int
     trained: int
-    spans: Sequence[tuple[str, float, int]]
+    spans: Sequence[MarkedSpan]
     hidden: int
     source: str
     ids: str
@@ -90,6 +109,7 @@ class ShownPack(NamedTuple):
         length, trained: how many tokens it has, and how many of them are trained on.
         num_sequences: how many sequences it has.
         sequences: all of them, or the first few, as text.
+        pictures: images and recordings, as far as sequences are shown.
     """
 
     number: int
@@ -98,6 +118,7 @@ class ShownPack(NamedTuple):
     trained: int
     num_sequences: int
     sequences: Sequence[ShownSequence]
+    pictures: Sequence[Picture]
 
     @property
     def share(self) -> str:
@@ -133,16 +154,20 @@ def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> byt
         survey: the counts of the shard, all windows added.
         decode: ids to text; None shows ids.
     """
-    max_tokens = _SHOWN_TOKENS
+    max_tokens, thumbnails = _SHOWN_TOKENS, Thumbnails()
     while True:
-        page = _template().render(**_context(shard, survey, decode, max_tokens)).encode("utf-8", "replace")
+        thumbnails.begin()
+        context = _context(shard, survey, decode, max_tokens, thumbnails)
+        page = _template().render(**context).encode("utf-8", "replace")
         if len(page) <= MAX_NBYTES:
             return page
         assert max_tokens, f"{len(page)} bytes without any text"
         max_tokens //= 2
 
 
-def _context(shard: Shard, survey: Survey, decode: Decode | None, max_tokens: int) -> dict[str, Any]:
+def _context(
+    shard: Shard, survey: Survey, decode: Decode | None, max_tokens: int, thumbnails: Thumbnails
+) -> dict[str, Any]:
     header = survey.header
     style, script = (Markup(_resource(name)) for name in ("page.css", "page.js"))
     context = {
@@ -155,6 +180,7 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, max_tokens: in
         "style_hash": _csp_hash(style),
         "script_hash": _csp_hash(script),
         "origin": list(_origin(survey)),
+        "media": shard.media is not None,
     }
     if not header.num_packs:
         return context
@@ -162,7 +188,12 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, max_tokens: in
     remarks = [remark for oddity in survey.odd for remark in oddity.remarks]
     # The first packs, the odd ones, and those drawn.
     numbers = sorted({*range(min(header.num_packs, 3)), *(remark.pack for remark in remarks), *drawn})
-    packs = [_shown_pack(shard, number, decode or ids_as_text, max_tokens // len(numbers)) for number in numbers]
+    packs = []
+    for done, number in enumerate(numbers):
+        # What a pack leaves of its share of pictures is shared by those behind it.
+        share = thumbnails.nbytes // (len(numbers) - done)
+        pictures = _Pictures(shard, number, thumbnails, share)
+        packs.append(_shown_pack(shard, number, decode or ids_as_text, max_tokens // len(numbers), pictures))
     shown = {(pack.number, sequence.number) for pack in packs for sequence in pack.sequences}
     files = [] if survey.sources is None else sorted(survey.sources.table(), key=lambda file: -file.tokens)
     return context | {
@@ -230,6 +261,7 @@ def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
             yield block, shortened(json.dumps(values, ensure_ascii=False), 4 * _MAX_CHARACTERS)
     yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in survey.nbytes.items())
     yield from column_lines(survey.shard)
+    yield from media_lines(survey.shard)
 
 
 @cache
@@ -259,34 +291,88 @@ def _csp_hash(text: str) -> str:
 # ---- the packs that are shown as text ----
 
 
-def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int) -> ShownPack:
-    """A pack with the text of at most ``max_tokens`` tokens, less ``_SEQUENCE_TOKENS`` for each sequence shown."""
+def _shown_pack(shard: Shard, number: int, decode: Decode, max_tokens: int, pictures: _Pictures) -> ShownPack:
+    """A pack with the text of at most ``max_tokens`` tokens, less ``_SEQUENCE_TOKENS`` for each sequence shown.
+
+    An image or recording counts as ``_ITEM_TOKENS``, and is shown whole or not at all.
+    """
     pack, sources = shard[number], sources_of(shard, number)
-    ids, mask = pack["input_ids"], pack["loss_mask"]
+    ids, mask, media = pack["input_ids"], pack["loss_mask"], pack.get("media", [])
     shown: list[ShownSequence] = []
+    num_items = 0
     for index, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
         max_tokens -= _SEQUENCE_TOKENS
         if max_tokens <= 0:
             break
-        end = min(stop, start + max_tokens)
-        max_tokens -= end - start
+        folded = folded_in(media, start, stop)
+        end, max_tokens = _shown_end(folded, stop - start, max_tokens)
+        folded = [item for item in folded if item.start < end]
+        end += start
         weights = trained_tokens(mask[start:stop])
-        spans = list(marked_spans(ids[start:end], weights[: end - start], decode))
+        spans = list(marked_spans(ids[start:end], weights[: end - start], decode, folded))
+        num_items = max([num_items, *(item.number + 1 for item in folded)])
         trained = int(np.count_nonzero(weights))
         spelled = "" if decode is ids_as_text else _spelled(ids[start:end], spans, decode)
         source = sources[index] if sources else ""
         shown.append(ShownSequence(index, start, stop, trained, spans, stop - end, source, spelled))
     bar, trained = bar_paths(pack, shard.header.capacity), int(np.count_nonzero(mask))
-    return ShownPack(number, bar, len(ids), trained, len(pack["seq_boundaries"]) - 1, shown)
+    sequences = len(pack["seq_boundaries"]) - 1
+    return ShownPack(number, bar, len(ids), trained, sequences, shown, pictures.first(num_items))
 
 
-def _spelled(ids: NDArray[np.integer], spans: Sequence[tuple[str, float, int]], decode: Decode) -> str:
-    """The ids for page.js: in ``4.9ix 1.2f+3g`` four characters are one token, the next one is two; ids in base 36."""
+def _shown_end(media: Sequence[Folded], length: int, max_tokens: int) -> tuple[int, int]:
+    """How many tokens of a sequence are shown, and what they leave of ``max_tokens``."""
+    position = 0
+    for item in media:
+        text = item.start - position
+        if text + _ITEM_TOKENS > max_tokens:
+            break
+        max_tokens -= text + _ITEM_TOKENS
+        position = item.start + item.length
+    else:
+        text = min(length - position, max_tokens)
+        return position + text, max_tokens - text
+    text = min(item.start - position, max_tokens)
+    return position + text, 0
+
+
+class _Pictures:
+    """The images and recordings of a pack; the small pictures of all have ``share`` bytes."""
+
+    def __init__(self, shard: Shard, pack: int, thumbnails: Thumbnails, share: int) -> None:
+        self._shard, self._pack, self._thumbnails, self._share = shard, pack, thumbnails, share
+
+    def first(self, count: int) -> list[Picture]:
+        """The first ``count`` of them."""
+        media = self._shard.media
+        if media is None:
+            return []
+        pictures, share = [], self._share
+        blobs = blobs_of(media, self._pack).tolist()
+        for item, blob in zip(shown_items(self._shard, self._pack, count), blobs, strict=False):
+            notes, thumbnail = [item.problem] if item.problem else [], None
+            if item.kind == "image" and not item.problem:
+                made = self._thumbnails.of(media, blob, share)
+                if isinstance(made, Thumbnail):
+                    thumbnail, share = made, share - len(made.uri)
+                elif made is not None:
+                    notes.append(made)
+            if item.same_as is not None:
+                notes.append(f"the same file as item {item.same_as[1]} of pack {item.same_as[0]}")
+            pictures.append(Picture(item.facts, ", ".join(notes), thumbnail))
+        return pictures
+
+
+def _spelled(ids: NDArray[np.integer], spans: Sequence[MarkedSpan], decode: Decode) -> str:
+    """The ids for page.js: in ``4.9ix 1.2f+3g`` four characters are one token, the next one is two; ids in base 36.
+
+    Those of images and recordings are left out.
+    """
     parts = []
-    for _, _, length in spans:
-        for text, tokens in token_texts(ids[:length], decode):
+    for span in spans:
+        for text, tokens in token_texts(ids[: span.length], decode) if span.item is None else ():
             parts.append(f"{len(text)}.{'+'.join(np.base_repr(token, 36).lower() for token in tokens)}")
-        ids = ids[length:]
+        ids = ids[span.length :]
     return " ".join(parts)
 
 

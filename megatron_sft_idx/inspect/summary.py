@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, origin_name, source_names
+from megatron_sft_idx.inspect.shown_media import count_media
 from megatron_sft_idx.inspect.tally import HashSample, LargestValues, Tally
 from megatron_sft_idx.inspect.text import counted
 from megatron_sft_idx.layout import Header
@@ -105,6 +106,8 @@ class Survey:
         digests = zip(DATA_SUFFIXES, self.header.digests, strict=True)
         self.nbytes = {suffix: digest.nbytes for suffix, digest in digests} | {".seq.idx": self.header.seq_idx_nbytes}
         self.nbytes |= {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
+        if (media := shard.media) is not None:
+            self.nbytes |= {".media.data": media.header.data_nbytes, ".media.items": media.header.nbytes}
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
         self.sequences, self.cost = Tally(self.header.most_sequences), Tally(longest * (longest + 1) // 2)
@@ -295,6 +298,12 @@ def column_lines(shard: Shard) -> Iterator[tuple[str, str]]:
         yield f"column {name}", f"{column_kind(column.spec)}, {column.header.nbytes:,} bytes, {origin}"
 
 
+def media_lines(shard: Shard) -> Iterator[tuple[str, str]]:
+    """A heading and a line on the images and audio of a shard, if it was written with some."""
+    if (media := shard.media) is not None:
+        yield "images and audio", count_media(media).line
+
+
 def _columns_dict(shard: Shard) -> dict[str, dict[str, Any]]:
     """Kind and size of each column, by name, and whether the shard was written with it (``listed``)."""
     listed = listed_columns(shard.header.metadata)
@@ -343,6 +352,7 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
         yield name, f"{count:,}"
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
     yield from column_lines(survey.shard)
+    yield from media_lines(survey.shard)
 
 
 def provenance(header: Header) -> Iterator[tuple[str, str]]:
@@ -424,5 +434,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "rebuilt": header.rebuilt,
         "nbytes": survey.nbytes,
         "columns": _columns_dict(survey.shard),
+        "media": None if survey.shard.media is None else count_media(survey.shard.media)._asdict(),
         "metadata": header.metadata,
     }

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,48 @@ def trained_tokens(loss_mask: NDArray[np.generic]) -> NDArray[np.float32]:
     return weights
 
 
+class HasPlace(Protocol):
+    """An image or recording in a pack or sequence, such as a ``MediaItem``."""
+
+    @property
+    def kind(self) -> str:
+        """``image`` or ``audio``."""
+
+    @property
+    def start(self) -> int:
+        """Its first position."""
+
+    @property
+    def length(self) -> int:
+        """How many positions it takes."""
+
+
+class Folded(NamedTuple):
+    """The part of an image or recording that is in one sequence.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position, counted from the first token of the sequence.
+        length: how many positions it takes there.
+        number: its number among the images and recordings of the pack.
+    """
+
+    kind: str
+    start: int
+    length: int
+    number: int
+
+
+def folded_in(media: Sequence[HasPlace], start: int, stop: int) -> list[Folded]:
+    """What is at positions ``[start, stop)`` of a pack of its images and recordings, in order."""
+    found = []
+    for number, item in enumerate(media):
+        first, last = max(item.start, start), min(item.start + item.length, stop)
+        if first < last:
+            found.append(Folded(item.kind, first - start, last - first, number))
+    return found
+
+
 def mark_pack(
     ids: NDArray[np.integer],
     loss_mask: NDArray[np.generic],
@@ -74,11 +116,13 @@ def mark_pack(
     decode: Decode,
     *,
     sources: Sequence[str] = (),
+    media: Sequence[HasPlace] = (),
     color: bool = False,
 ) -> str:
     """Renders a whole pack: a line with positions and counts above each sequence, and trained text marked.
 
-    Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole.
+    Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole. The
+    placeholder tokens of an image or recording are folded: ``<image x 576>``.
 
     Args:
         ids: token ids of the pack, [length].
@@ -86,6 +130,7 @@ def mark_pack(
         boundaries: ``[0, start_1, ..., length]``.
         decode: makes text of ids and keeps special tokens.
         sources: name of each sequence's origin; empty where that is not known.
+        media: images and recordings of the pack, in order.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
@@ -97,7 +142,8 @@ def mark_pack(
         weights = trained_tokens(loss_mask[start:stop])
         rule = _rule(number, start, stop, weights, sources[number] if sources else "")
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)
-        marked = (_marked(text, weight, color) for text, weight, _ in marked_spans(ids[start:stop], weights, decode))
+        spans = marked_spans(ids[start:stop], weights, decode, folded_in(media, start, stop))
+        marked = (_marked(span.text, span.weight, color) for span in spans)
         lines.append("".join(marked).removesuffix("\n"))
     return "\n".join(lines)
 
@@ -110,16 +156,18 @@ class MarkedPack:
 
     def __repr__(self) -> str:
         pack = self._pack
-        return mark_pack(pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist(), self._decode)
+        bounds, media = pack["seq_boundaries"].tolist(), pack.get("media", ())
+        return mark_pack(pack["input_ids"], pack["loss_mask"], bounds, self._decode, media=media)
 
     def _repr_html_(self) -> str:
         pack, parts = self._pack, []
         for number, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
             weights = trained_tokens(pack["loss_mask"][start:stop])
-            spans = marked_spans(pack["input_ids"][start:stop], weights, self._decode)
+            folded = folded_in(pack.get("media", ()), start, stop)
+            spans = marked_spans(pack["input_ids"][start:stop], weights, self._decode, folded)
             text = "".join(
                 f'<mark style="{_MARK}" title="weight {weight:g}">{escape(text)}</mark>' if weight else escape(text)
-                for text, weight, _ in spans
+                for text, weight, *_ in spans
             )
             parts.append(f'<small style="opacity: .75">{_rule(number, start, stop, weights)}</small>')
             parts.append(f'<pre style="{_TEXT}">{text}</pre>')
@@ -158,14 +206,37 @@ def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], sour
     )
 
 
+class MarkedSpan(NamedTuple):
+    """Tokens of one weight that are shown together.
+
+    Attributes:
+        text: with control characters as pictures; of placeholder tokens ``<image x 576>``.
+        weight: what the tokens are trained with.
+        length: how many tokens there are.
+        item: number of the image or recording in the pack whose placeholders they are; None for text.
+    """
+
+    text: str
+    weight: float
+    length: int
+    item: int | None = None
+
+
 def marked_spans(
-    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode
-) -> Iterator[tuple[str, float, int]]:
-    """Text (control characters as pictures), weight and number of tokens of each span of tokens of equal weight."""
-    position = 0
-    for weight, span in groupby(weights.tolist()):
+    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, media: Sequence[Folded] = ()
+) -> Iterator[MarkedSpan]:
+    """The spans of tokens of equal weight of one sequence; those of each of its images and recordings stand apart."""
+    position, shown = 0, np.full(len(ids), -1, np.int64)
+    for number, item in enumerate(media):
+        shown[item.start : item.start + item.length] = number
+    end = " " if decode is ids_as_text else ""
+    for (weight, number), span in groupby(zip(weights.tolist(), shown.tolist(), strict=True)):
         length = sum(1 for _ in span)
-        yield decode(ids[position : position + length].tolist()).translate(PICTURES), weight, length
+        if number < 0:
+            text = decode(ids[position : position + length].tolist()).translate(PICTURES)
+            yield MarkedSpan(text, weight, length)
+        else:
+            yield MarkedSpan(f"<{media[number].kind} x {length}>{end}", weight, length, media[number].number)
         position += length
 
 

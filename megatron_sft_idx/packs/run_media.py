@@ -28,6 +28,10 @@ class Blobs(Protocol):
 
     def __len__(self) -> int: ...
 
+    def nbytes(self, number: int) -> int:
+        """The size of one, which is not read for it."""
+        ...
+
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one, checked against ``hash``."""
         ...
@@ -39,6 +43,10 @@ class Blobs(Protocol):
 
 class BlobsInMemory(list[bytes | memoryview]):
     """Encoded files that are in memory."""
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return len(self[number])
 
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one."""
@@ -61,6 +69,11 @@ class JoinedBlobs:
     def _at(self, number: int) -> tuple[Blobs, int]:
         part = int(np.searchsorted(self.begins, number, "right")) - 1
         return self._parts[part], number - self.begins[part]
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        blobs, own = self._at(number)
+        return blobs.nbytes(own)
 
     def data(self, number: int) -> bytes | memoryview:
         """The bytes of one, checked against ``hash``."""
@@ -141,6 +154,10 @@ class CollectedBlobs(ABC):
 
     @abstractmethod
     def _keep(self, data: bytes) -> None: ...
+
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return len(self.data(number))
 
     @abstractmethod
     def data(self, number: int) -> bytes:
@@ -228,6 +245,18 @@ class RunMedia:
 
     def __len__(self) -> int:
         return len(self.items.starts)
+
+    @classmethod
+    def none(cls, num_sequences: int) -> RunMedia:
+        """No items, of so many sequences."""
+        empty = np.empty(0, np.uint32)
+        items = Items(empty, empty, np.empty(0, np.uint8), empty)
+        return cls(np.zeros(num_sequences, np.int64), items, BlobsInMemory())
+
+    def file_sizes(self) -> NDArray[np.int64]:
+        """Bytes of the file of each item, int64 [items]."""
+        sizes = {number: self.blobs.nbytes(number) for number in np.unique(self.items.blobs).tolist()}
+        return np.array([sizes[number] for number in self.items.blobs.tolist()], np.int64)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

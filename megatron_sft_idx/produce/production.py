@@ -233,7 +233,8 @@ class _Production:
             part = write_part(os.path.join(self._work.parts, f"{len(parts.paths):032x}.part"), info, [encoded])
             parts.add(part, origin.path)
             self._require_fit(origin, encoded)
-            num_tokens += num_kept_tokens(encoded.lengths, options.packing, part.reader())
+            reader = part.reader(media=options.encoding.processor is not None)
+            num_tokens += num_kept_tokens(encoded.lengths, options.packing, reader)
             cursor = Cursor(origin.behind, report.rows, report.skipped)
             self._pace.add(origin, encoded)
         return parts, num_tokens, cursor

@@ -90,6 +90,11 @@ class ShardMedia:
                 found[number] = data[begin - offsets[0] : end - offsets[0]]
         return found
 
+    def nbytes(self, number: int) -> int:
+        """The size of a blob in bytes."""
+        begin, end = self.arrays["blob_offsets"][number : number + 2].tolist()
+        return int(end - begin)
+
     def hash(self, number: int) -> bytes:
         """The hash of a blob, as it is stored."""
         return bytes(self.arrays["blob_hashes"][number : number + 1].tobytes())

@@ -8,14 +8,18 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
+from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.layout.media import KINDS, Items
 from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
+from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.packs.source_names import shortest_names
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
@@ -38,8 +42,19 @@ _MAX_SHOWN = 20
 # Beside columns, by a name that none has: the least and the largest value of the mask of each sequence that are not 0.
 _EXTREMES = "extremes of the mask"
 
-# Ids of a sequence, and its label-aligned mask.
-Marked: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+
+class FirstSequence(NamedTuple):
+    """The first sequence of a job.
+
+    Attributes:
+        ids: its ids, [length].
+        loss_mask: its label-aligned mask, [length].
+        media: where its images and recordings stand.
+    """
+
+    ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    media: Sequence[EncodedItem] = ()
 
 
 class _Looked(NamedTuple):
@@ -49,21 +64,23 @@ class _Looked(NamedTuple):
         stretch: without its pieces, unless a number of rows is taken.
         part: what would be the part of these rows; it is not written.
         trained_tokens: how many of the tokens are trained on.
-        first: ids of the first sequence, and its label-aligned mask; None where there is no sequence.
+        first: the first sequence; None where there is none.
         columns: values of the columns that are asked for, by name; rows in ``source`` are counted from the first of the
             stretch.
+        media: where images and audio stand in the sequences, without their files; None where none are read.
     """
 
     stretch: Stretch
     part: MadePart
     trained_tokens: int
-    first: Marked | None
+    first: FirstSequence | None
     columns: Mapping[str, NDArray[Any]]
+    media: RunMedia | None
 
 
 def preview(
     options: PreprocessOptions, *, full: bool = False
-) -> tuple[list[str], Marked | None, Callable[[Sequence[int]], str]]:
+) -> tuple[list[str], FirstSequence | None, Callable[[Sequence[int]], str]]:
     """Encode the first rows of every file, and say what would stop the job; writes nothing.
 
     Args:
@@ -86,6 +103,7 @@ def preview(
     trained, first, missing = [0] * len(files), None, options.max_rows
     names = tuple(_needed(options, encoder.options) - {"pair"})
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+    media: list[RunMedia] = []
     shared = encoder.options, job.cutting, missing, names
     stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
     if full:
@@ -110,6 +128,7 @@ def preview(
                 before = np.array([0, parts.lines[0]], np.uint32)
                 for name, values in looked.columns.items():
                     columns[name].append(values + before if name == "source" else values)
+                media += [] if looked.media is None else [looked.media]
                 parts.add(looked.part, files[number].path, first=looked.stretch.before(parts.lines[0]))
                 trained[number] += looked.trained_tokens
                 first = first or looked.first
@@ -125,7 +144,7 @@ def preview(
     rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
     read = CorpusReport(rows, skipped, bad_rows)
     lines += [f"kept field      {name}, {dtype}" for name, dtype in options.encoding.keep_fields.items()]
-    lines += _outlook(options, read, _Sequences.of(options, files, lengths, columns), full=full)
+    lines += _outlook(options, read, _Sequences.of(options, files, lengths, columns, media), full=full)
     lines += [f"would stop      {reason}" for reason in _in_the_way(job)]
     return lines, first, encoder.tokenizer.decode
 
@@ -192,6 +211,7 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
     encoding, cutting, max_rows, names = shared
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     info, lengths, trained_tokens, first = PartInfo("", []), [np.empty(0, np.uint32)], 0, None
+    media: list[RunMedia] = []
     for piece in read_pieces(stretch, cutting):
         missing = None if max_rows is None else max_rows - info.usable
         encoded = encode_piece(encoding, piece, stretch.file.path, stretch.number, missing)
@@ -205,9 +225,11 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
         labels = np.append(encoded.loss_mask, encoded.loss_mask.dtype.type(0))[1:]
         labels[np.cumsum(encoded.lengths) - 1] = 0
         trained_tokens += int(np.count_nonzero(labels))
+        media += [_places_of(encoded)] if encoding.processor is not None else []
         if first is None and len(encoded.lengths):
             end = encoded.lengths[0]
-            first = encoded.input_ids[:end].copy(), labels[:end].copy()
+            items = encoded.media[0] if encoded.media else ()
+            first = FirstSequence(encoded.input_ids[:end].copy(), labels[:end].copy(), items)
         if info.usable == max_rows:
             info.max_rows = max_rows
             break
@@ -215,7 +237,16 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
     # The pieces of the last stretch may be needed again.
     stretch = stretch if max_rows is not None else replace(stretch, dealt=())
     joined = {name: np.concatenate(values) for name, values in columns.items() if values}
-    return _Looked(stretch, part, trained_tokens, first, joined)
+    return _Looked(stretch, part, trained_tokens, first, joined, RunMedia.joined(media) if media else None)
+
+
+def _places_of(encoded: EncodedPiece) -> RunMedia:
+    """Where images and audio stand in the sequences of a piece, without their files."""
+    items = [item for of_sequence in encoded.media for item in of_sequence]
+    starts, lengths = (np.array([*map(attrgetter(name), items)], np.uint32) for name in ("start", "length"))
+    kinds = np.array([KINDS[item.kind] for item in items], np.uint8)
+    counts = np.array([*map(len, encoded.media)], np.int64)
+    return RunMedia(counts, Items(starts, lengths, kinds, np.zeros(len(items), np.uint32)), BlobsInMemory())
 
 
 def _extremes(encoded: EncodedPiece) -> NDArray[np.float32]:
@@ -240,6 +271,7 @@ class _Sequences(NamedTuple):
         lengths: tokens of each, int64 [sequences].
         columns: values of the columns that are needed, by name.
         kept: which of them all conditions hold for, bool [sequences]; None without conditions.
+        media: where images and audio stand in them; None where none are read.
     """
 
     files: Sequence[InputFile]
@@ -247,6 +279,7 @@ class _Sequences(NamedTuple):
     lengths: NDArray[np.int64]
     columns: Mapping[str, NDArray[Any]]
     kept: NDArray[np.bool_] | None
+    media: RunMedia | None = None
 
     @classmethod
     def of(
@@ -255,8 +288,9 @@ class _Sequences(NamedTuple):
         files: Sequence[InputFile],
         lengths: Sequence[NDArray[np.int64]],
         parts: Mapping[str, Sequence[NDArray[Any]]],
+        media: Sequence[RunMedia],
     ) -> _Sequences:
-        """The sequences of these files, with their lengths by file and the parts of columns."""
+        """The sequences of these files, with their lengths by file and the parts of columns and of media."""
         numbers, every = np.repeat(np.arange(len(files)), [*map(len, lengths)]), _end_to_end(lengths)
         columns = {name: np.concatenate(some) for name, some in parts.items() if some}
         kept = None
@@ -266,7 +300,7 @@ class _Sequences(NamedTuple):
             pairs = np.stack([places // 2, places % 2], 1).astype(np.uint32)
             kept = holding(tests if len(every) else [], {**columns, "pair": pairs}, len(every))
             kept = whole_pairs(kept) if options.encoding.rows.kind == "preference" else kept
-        return cls(files, numbers, every, columns, kept)
+        return cls(files, numbers, every, columns, kept, RunMedia.joined(media) if media else None)
 
     def of_conditions(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of these sequences that all conditions hold for."""
@@ -349,10 +383,15 @@ def _planned(options: PreprocessOptions, sequences: _Sequences, reasons: list[st
     for label, (numbers, count) in zip(("packs", "valid packs"), shards, strict=False):
         try:
             chosen = numbers if sequences.kept is None else chosen_where(numbers, sequences.kept, packing, name)
-            plan = plan_packs(lengths, packing, shards=count, name=name, groups=pairs, chosen=chosen).plan
+            packed = plan_packs(
+                lengths, packing, shards=count, name=name, groups=pairs, chosen=chosen, media=sequences.media
+            )
         except SFTIndexError as error:
             reasons.append(str(error))
             continue
         # What trains nothing is not known here.
         if packing.selection is None or not packing.selection.drop_untrained:
+            plan = packed.plan
             yield f"{label:<15} {plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"
+        if parted := packed.metadata.get("dropped_media_sequences"):
+            yield f"  dropped       {parted:,} sequences, as a cut would part an image or recording"

@@ -315,6 +315,10 @@ class _PartBlobs:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def nbytes(self, number: int) -> int:
+        """The size of one."""
+        return int(self._ends[number] - (self._ends[number - 1] if number else 0))
+
     def hash(self, number: int) -> bytes:
         """The hash of one."""
         return bytes(self._hashes[number].tobytes())
@@ -485,9 +489,10 @@ class MadePart:
     lengths: NDArray[np.uint32]
     reused: bool = False
 
-    def reader(self) -> PartsReader:
-        """Reads the sequences of this part alone, without columns."""
-        return PartsReader(PartsTable([self.path], np.array([0, len(self.lengths)]), self.info.mask_dtype))
+    def reader(self, *, media: bool = False) -> PartsReader:
+        """Reads the sequences of this part alone, without columns; ``media`` as of ``PartsTable``."""
+        bounds = np.array([0, len(self.lengths)])
+        return PartsReader(PartsTable([self.path], bounds, self.info.mask_dtype, media=media))
 
 
 class PartsSoFar:

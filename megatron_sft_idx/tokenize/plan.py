@@ -7,7 +7,7 @@ its order. Each is token ids, a mask, and values in columns, which a ``SequenceR
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -26,6 +26,8 @@ from megatron_sft_idx.tokenize.selection import Selection
 PackingMethod: TypeAlias = Literal[Method, "none"]
 Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
 
+# Images and audio of the sequences of some numbers, in this order.
+MediaOf: TypeAlias = Callable[[NDArray[np.int64]], "RunMedia | None"]
 # Options that headers have only where they are set.
 _IF_SET = ("selection", "where", "loss_weight_column")
 # A mask is summed in windows of about this many tokens, 8 bytes of memory each.
@@ -326,6 +328,7 @@ def plan_packs(
     chosen: NDArray[np.int64] | None = None,
     selected: Mapping[str, int] | None = None,
     reader: SequenceReader | None = None,
+    media: RunMedia | None = None,
 ) -> Packing:
     """Plan all packs of a job at once, from the lengths of its sequences.
 
@@ -338,6 +341,7 @@ def plan_packs(
         chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
         selected: counts of selected rows, for headers.
         reader: of the sequences, which tells what cuts and sequences train; None ignores ``drop_untrained``.
+        media: where images and audio of all sequences stand, if there is no reader that tells.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
@@ -346,9 +350,9 @@ def plan_packs(
     if chosen is not None:
         lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
     cuts = _cut(lengths, _overlong(lengths, groups, options, name), options)
-    parted = 0
-    if reader is not None and cuts.overlong and options.overlong in ("truncate", "split"):
-        cuts, parted = _without_parted_media(cuts, lengths, reader, chosen)
+    media_of: MediaOf | None = None if media is None else media.taken
+    media_of = media_of if reader is None else reader.media_of
+    cuts, parted = _without_parted_media(cuts, lengths, media_of, chosen)
     if groups is not None and cuts.sequences is not None:
         groups = groups[cuts.sequences]
     if chosen is not None:
@@ -406,6 +410,7 @@ def chosen_where(
 def num_kept_tokens(lengths: NDArray[np.int64], options: PackOptions, reader: SequenceReader) -> int:
     """How many tokens of sequences, none of them of pairs, ``plan_packs`` would pack; arguments and errors as of it."""
     cuts = _cut(lengths, _overlong(lengths, None, options, "lengths"), options)
+    cuts, _ = _without_parted_media(cuts, lengths, reader.media_of, None)
     if options.selection is not None and options.selection.drop_untrained:
         cuts = cuts.only(np.flatnonzero(_which_train(reader, cuts, None)))
     return int(cuts.lengths.sum())
@@ -439,16 +444,19 @@ def _overlong(
 
 
 def _without_parted_media(
-    cuts: _Cuts, lengths: NDArray[np.int64], reader: SequenceReader, chosen: NDArray[np.int64] | None
+    cuts: _Cuts, lengths: NDArray[np.int64], media_of: MediaOf | None, chosen: NDArray[np.int64] | None
 ) -> tuple[_Cuts, int]:
     """The cuts without those of sequences that are cut inside an image or a recording, and how many these are.
 
-    Arguments as in ``plan_packs``, cuts before their sequences are those that were ``chosen``.
+    Arguments as in ``plan_packs``, cuts before their sequences are those that were ``chosen``; ``media_of`` as of
+    ``SequenceReader``, None where there are none.
     """
+    if media_of is None or not cuts.overlong:
+        return cuts, 0
     begins = np.zeros(len(cuts.lengths), np.int64) if cuts.begins is None else cuts.begins
     shorter = np.flatnonzero(cuts.lengths < lengths[cuts.numbers])
     of = cuts.numbers[shorter]
-    if (media := reader.media_of(of if chosen is None else chosen[of])) is None:
+    if not len(of) or (media := media_of(of if chosen is None else chosen[of])) is None:
         return cuts, 0
     parted = np.unique(of[media.are_parted(begins[shorter], cuts.lengths[shorter])])
     if not len(parted):

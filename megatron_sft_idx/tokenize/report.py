@@ -139,6 +139,7 @@ class PackReport:
         dropped_tokens: tokens of dropped sequences, and of truncated ones behind their cut.
         lost_trained_tokens: trained tokens lost to ``--overlong``: those of dropped sequences, those behind a cut, and
             those that begin a cut, which nothing predicts there.
+        dropped_media_sequences: sequences that were dropped since a cut would part an image or a recording.
         left_out: sequences that were left out by ``--where``.
         selected: rows by what selection did with them; sequences and tokens left out since they train nothing.
         lost_columns: columns of the source that were left out, with leave.
@@ -159,6 +160,7 @@ class PackReport:
     overlong_choice: str
     dropped_tokens: int
     lost_trained_tokens: int
+    dropped_media_sequences: int = 0
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
     lost_columns: list[str] = field(default_factory=list)
@@ -181,6 +183,7 @@ class PackReport:
             overlong_choice=packing["overlong"],
             dropped_tokens=packing["dropped_tokens"],
             lost_trained_tokens=packing["lost_trained_tokens"],
+            dropped_media_sequences=packing.get("dropped_media_sequences", 0),
             left_out=packing.get("left_out", 0),
             selected=packing.get("selected", {}),
         )
@@ -190,8 +193,10 @@ class PackReport:
         if not self.overlong:
             return ""
         done, way = _OVERLONG[self.overlong_choice]
+        parted = self.dropped_media_sequences
+        dropped = f", {parted:,} dropped as a cut would part an image or recording" if parted else ""
         return (
-            f"{self.overlong:,} sequences {done}: {self.dropped_tokens:,} tokens left out,"
+            f"{self.overlong - parted:,} sequences {done}{dropped}: {self.dropped_tokens:,} tokens left out,"
             f" {self.lost_trained_tokens:,} trained tokens lost to {way}"
         )
 

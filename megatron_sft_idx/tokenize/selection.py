@@ -18,6 +18,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_sft_idx.chat.media_parts import MediaFile
 from megatron_sft_idx.chat.types import Conversation, TextRow, TokenizedRow
 from megatron_sft_idx.chat.values import Undecoded
 from megatron_sft_idx.errors import FormatError, brief
@@ -90,6 +91,9 @@ def file_weights(option: str, by_file: Mapping[str, float], files: Sequence[str]
     return [weights.get(n, 1.0) for n in range(len(files))]
 
 
+_JSON_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
+
+
 def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | None = None) -> NDArray[np.uint32]:
     """A hash of a row's content, not of the names of its fields or of fields that are not read: uint32 [4].
 
@@ -109,7 +113,7 @@ def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | 
         else:
             content = [each.messages, each.weights, each.tools, each.kwargs]
             try:
-                text = orjson.dumps(content, default=_shown, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+                text = orjson.dumps(content, default=_shown, option=_JSON_OPTIONS)
             except TypeError:  # numbers beyond 64 bits, lone surrogates
                 text = json.dumps(content, default=_shown, sort_keys=True).encode()
             stream.update(text)
@@ -120,6 +124,9 @@ def row_hash(row: Sequence[Conversation | TokenizedRow | TextRow], label: int | 
 
 def _shown(value: Any) -> str:
     """What stands in a hash for a value that JSON does not have."""
+    if isinstance(value, MediaFile):
+        given = value.given if isinstance(value.given, str) else xxhash.xxh3_128_hexdigest(value.given)
+        return f"{value.kind} {type(value.given).__name__} {given}"
     return "undecoded" if isinstance(value, Undecoded) else repr(value)
 
 

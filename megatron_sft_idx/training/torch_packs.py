@@ -380,9 +380,9 @@ def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], ignor
     first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
     for path, file in (each for member in members for each in _files_of(member)):
         first = first or path
+        require_text(path, file.has_media, ignore_media)
         if isinstance(file, Header):
             require_shard_judged(path, file, columns, _REMEDIES)
-            require_text(path, file.has_media, ignore_media)
             stated.append((file.pad_id, file.metadata))
         else:
             require_judged(path, file.columns, file.columns.__getitem__, file.stated[1], columns, _REMEDIES)

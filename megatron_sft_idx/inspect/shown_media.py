@@ -1,0 +1,301 @@
+"""Images and audio of a shard for people: counts, one line for each item of a pack, and small pictures for the page.
+
+Sizes come from the heads of files. An image is decoded for its small picture alone, and only if its head says that it
+is not too large; a file that cannot be decoded is described like any other, with the reason.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.media_files import MediaLimits, open_image, stored_size
+from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.inspect.text import counted, shown_nbytes
+from megatron_sft_idx.layout.media import KINDS, Kind
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.media_reader import ShardMedia
+
+# A larger image is described, but not decoded for its small picture.
+_LIMITS: Final = MediaLimits(max_pixels=1 << 25)
+# Longest side in pixels, and JPEG quality, of small pictures: the first one that is small enough is taken.
+_SIZES: Final = ((160, 75), (160, 50), (96, 50), (48, 40))
+MAX_THUMBNAIL_NBYTES: Final = 8 << 10
+# Of all small pictures of a page: their bytes as data URIs, and the pixels of the images that are decoded for them.
+MAX_THUMBNAILS_NBYTES: Final = 400_000
+_MAX_DECODED_PIXELS: Final = 1 << 29
+_CHUNK_ITEMS = 1 << 20
+_UNITS: Final[Mapping[Kind, tuple[str, str]]] = {"image": ("image", "images"), "audio": ("recording", "recordings")}
+
+
+class MediaCounts(NamedTuple):
+    """How much of images and audio a shard has.
+
+    Attributes:
+        images: items that show an image.
+        recordings: items that are audio.
+        positions: tokens that are placeholders of them.
+        files: distinct files.
+        nbytes: bytes of the distinct files.
+        repeats: items whose file an earlier item has too.
+    """
+
+    images: int
+    recordings: int
+    positions: int
+    files: int
+    nbytes: int
+    repeats: int
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        kinds = [(self.images, _UNITS["image"]), (self.recordings, _UNITS["audio"])]
+        named = [counted(count, *units) for count, units in kinds if count]
+        if not named:
+            return "none"
+        items = self.images + self.recordings
+        files = f"{counted(self.files, 'distinct file')}, {self.nbytes:,} bytes"
+        repeats = f"{self.repeats:,} of {counted(items, 'item')} {'repeats' if self.repeats == 1 else 'repeat'} a file"
+        return f"{' and '.join(named)} at {counted(self.positions, 'position')}; {files}; {repeats}"
+
+
+def count_media(media: ShardMedia) -> MediaCounts:
+    """The counts of a shard, by its index arrays."""
+    by_kind, positions = np.zeros(256, np.int64), 0
+    for begin in range(0, media.header.num_items, _CHUNK_ITEMS):
+        by_kind += np.bincount(media.arrays["kinds"][begin : begin + _CHUNK_ITEMS], minlength=256)
+        positions += int(media.arrays["lengths"][begin : begin + _CHUNK_ITEMS].sum(dtype=np.int64))
+    images, recordings = (int(by_kind[KINDS[kind]]) for kind in _UNITS)
+    files, items = media.header.num_blobs, media.header.num_items
+    return MediaCounts(images, recordings, positions, files, media.header.data_nbytes, items - files)
+
+
+# ---- one item ----
+
+
+class ShownItem(NamedTuple):
+    """An image or recording as it is described.
+
+    Attributes:
+        kind: ``image`` or ``audio``.
+        start: its first position in the pack.
+        length: how many positions it takes.
+        nbytes: size of its file.
+        size: height and width in pixels, or samples and their rate in hertz; None if that is not known.
+        problem: why its file cannot be shown; empty if nothing is known to be wrong with it.
+        same_as: numbers of the pack and of the item in it that have the same file first; None if this item has.
+    """
+
+    kind: Kind
+    start: int
+    length: int
+    nbytes: int
+    size: tuple[int, int] | None
+    problem: str
+    same_as: tuple[int, int] | None
+
+    @property
+    def facts(self) -> str:
+        """``image, 640 x 480 pixels, 12.3 KiB``."""
+        parts: list[str] = [self.kind]
+        if self.size is not None and self.kind == "image":
+            parts.append(f"{self.size[1]:,} x {self.size[0]:,} pixels")
+        if (seconds := self.seconds) is not None:
+            parts.append(f"{seconds:,.2f} seconds")
+        return ", ".join([*parts, shown_nbytes(self.nbytes)])
+
+    @property
+    def seconds(self) -> float | None:
+        """Length of a recording; None for an image, or if it is not known."""
+        return self.size[0] / self.size[1] if self.size is not None and self.kind == "audio" else None
+
+    def as_dict(self, sequence: int) -> dict[str, Any]:
+        """As plain values; ``sequence`` is the number of the sequence that it is in."""
+        described: dict[str, Any] = {"kind": self.kind, "sequence": sequence, "start": self.start}
+        described |= {"length": self.length, "nbytes": self.nbytes}
+        if self.size is not None and self.kind == "image":
+            described |= {"width": self.size[1], "height": self.size[0]}
+        if (seconds := self.seconds) is not None:
+            described["seconds"] = round(seconds, 6)
+        if self.problem:
+            described["problem"] = self.problem
+        if self.same_as is not None:
+            described["same_as"] = {"pack": self.same_as[0], "item": self.same_as[1]}
+        return described
+
+    def line(self, number: int, sequence: int) -> str:
+        """One line about it; ``number`` is its number in the pack, ``sequence`` that of the sequence that it is in."""
+        last = self.start + self.length - 1
+        parts = [f"item {number}: {self.kind}", f"sequence {sequence}", f"positions {self.start} to {last}"]
+        if self.size is not None and self.kind == "image":
+            parts.append(f"{self.size[1]:,} x {self.size[0]:,} pixels")
+        if (seconds := self.seconds) is not None:
+            parts.append(f"{seconds:,.2f} seconds")
+        parts.append(f"{self.nbytes:,} bytes")
+        if self.same_as is not None:
+            parts.append(f"the same file as item {self.same_as[1]} of pack {self.same_as[0]}")
+        return ", ".join([*parts, self.problem] if self.problem else parts)
+
+
+def shown_items(shard: Shard, pack: int, stop: int | None = None) -> list[ShownItem]:
+    """The images and audio of a pack, or the first ``stop`` of them, described by the heads of their files.
+
+    CorruptShardError: a rule is broken by their places (M5, M6, M8, M9). A file that is damaged is described so.
+    """
+    media = shard.media
+    if media is None:
+        return []
+    begin, blobs, found = int(media.arrays["item_offsets"][pack : pack + 1][0]), blobs_of(media, pack)[:stop], []
+    firsts = _first_items(media, blobs, begin)
+    for number, (item, blob) in enumerate(zip(shard[pack]["media"][:stop], blobs.tolist(), strict=True)):
+        size, problem = _looked_at(media, item.kind, blob)
+        first = firsts[blob]
+        same_as = None if first == begin + number else _place_of(media, first)
+        found.append(ShownItem(item.kind, item.start, item.length, len(item.data), size, problem, same_as))
+    return found
+
+
+def blobs_of(media: ShardMedia, pack: int) -> NDArray[np.uint32]:
+    """The numbers of the files of the items of a pack, uint32 [items]."""
+    return media.items(pack, pack + 1)[1].blobs
+
+
+def _first_items(media: ShardMedia, blobs: NDArray[np.uint32], begin: int) -> dict[int, int]:
+    """Of each of these blobs, which the items from ``begin`` on show, the number of the first item that shows it."""
+    firsts: dict[int, int] = {}
+    wanted = np.unique(blobs)
+    for first in range(0, begin + len(blobs), _CHUNK_ITEMS):
+        chunk = media.arrays["blobs"][first : min(first + _CHUNK_ITEMS, begin + len(blobs))]
+        for at in np.flatnonzero(np.isin(chunk, wanted)).tolist():
+            firsts.setdefault(int(chunk[at]), first + at)
+        wanted = np.setdiff1d(wanted, [*firsts])
+        if not len(wanted):
+            break
+    return firsts
+
+
+def _place_of(media: ShardMedia, item: int) -> tuple[int, int]:
+    """The pack that an item, by its number among all, is in, and its number there."""
+    offsets, num_packs = media.arrays["item_offsets"], media.header.num_packs
+    pack = bisect_right(range(num_packs), item, key=lambda i: int(offsets[i : i + 1][0])) - 1
+    return pack, item - int(offsets[pack : pack + 1][0])
+
+
+def _looked_at(media: ShardMedia, kind: Kind, blob: int) -> tuple[tuple[int, int] | None, str]:
+    """The size of a file, or why it is not known: empty where the library that could tell is not installed."""
+    try:
+        data = media.data(blob)
+    except CorruptShardError as error:
+        return None, f"damaged: its bytes do not have their hash (rule {error.rule})"
+    try:
+        return stored_size(kind, data, MediaLimits()), ""
+    except RowError as error:
+        return None, str(error)
+    except FormatError:
+        return None, ""
+
+
+# ---- small pictures ----
+
+
+class Thumbnail(NamedTuple):
+    """A small picture: its address, which holds all of it, and its width and height in pixels."""
+
+    uri: str
+    width: int
+    height: int
+
+
+@dataclass
+class Thumbnails:
+    """Makes the small pictures of a page, as long as they fit into its budget.
+
+    Attributes:
+        nbytes: how many bytes their addresses may still have.
+        pixels: how many pixels may still be decoded for them.
+    """
+
+    nbytes: int = MAX_THUMBNAILS_NBYTES
+    pixels: int = _MAX_DECODED_PIXELS
+    _made: dict[int, Thumbnail | str | None] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Begin another page: its small pictures have room again."""
+        self.nbytes = MAX_THUMBNAILS_NBYTES
+
+    def of(self, media: ShardMedia, blob: int, allowance: int) -> Thumbnail | str | None:
+        """The small picture of an image, why there is none, or None if pillow is not installed.
+
+        Args:
+            media: of the shard.
+            blob: the number of the file.
+            allowance: how many of ``nbytes`` it may have.
+        """
+        if blob not in self._made:
+            try:
+                made = self._make(media, blob)
+            except CorruptShardError as error:
+                made = f"damaged: its bytes do not have their hash (rule {error.rule})"
+            except RowError as error:
+                made = str(error)
+            except FormatError:
+                made = None
+            self._made[blob] = made
+        made = self._made[blob]
+        if isinstance(made, Thumbnail):
+            if len(made.uri) > min(allowance, self.nbytes):
+                return _NO_ROOM
+            self.nbytes -= len(made.uri)
+        return made
+
+    def _make(self, media: ShardMedia, blob: int) -> Thumbnail | str:
+        with open_image(media.data(blob), _LIMITS) as image:
+            pixels = image.width * image.height
+            if pixels > self.pixels:
+                return _NO_ROOM
+            self.pixels -= pixels
+            small = _small(image, _SIZES[0][0])
+            for side, quality in _SIZES:
+                small.thumbnail((side, side))
+                stream = io.BytesIO()
+                small.save(stream, "JPEG", quality=quality)
+                if stream.tell() <= MAX_THUMBNAIL_NBYTES:
+                    uri = f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+                    return Thumbnail(uri, small.width, small.height)
+        return "its small picture is too large"
+
+
+_NO_ROOM: Final = "no room left for its small picture"
+
+
+def _small(image: Any, side: int) -> Any:
+    """An image of pillow in RGB, at most of this side, and on white where it is transparent."""
+    from PIL import Image, ImageOps
+
+    image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+    ImageOps.exif_transpose(image, in_place=True)
+    small = image
+    if small.mode.startswith(("I", "F")):  # more than 8 bits: from the darkest value to the brightest
+        values = np.asarray(small, np.float64)
+        low, high = float(values.min()), float(values.max())
+        small = Image.fromarray(((values - low) * (255 / max(high - low, 1e-9))).astype(np.uint8))
+    elif small.mode not in ("L", "RGB", "RGBA"):
+        small = small.convert("RGBA" if small.has_transparency_data else "RGB")
+    small.thumbnail((side, side))
+    if small.mode == "RGBA":
+        small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small)
+    return small.convert("RGB")
+
+
+def sequence_of(bounds: Sequence[int], position: int) -> int:
+    """The number of the sequence that a position of a pack is in; ``bounds`` are those of its sequences."""
+    return bisect_right(bounds, position) - 1
