@@ -60,7 +60,12 @@ def new_shards(folder: Path) -> dict[str, Callable[[str], object]]:
         with ShardWriter(out, media=True, durable=False) as writer:
             writer.add_shard(Shard(prefix, backend="pread"))
 
+    def through_parquet(prefix: str) -> None:
+        convert(prefix, f"{out}.parquet", "parquet", ConvertOptions())
+        convert(f"{out}.parquet", out, "sft-idx", ConvertOptions())
+
     return {
+        "parquet": through_parquet,
         "merge": lambda prefix: merge([prefix, sound], out, durable=False),
         _BEHIND: lambda prefix: merge([sound, prefix], out, durable=False),
         "split by packs": lambda prefix: split(prefix, out, SplitSize(packs=4), durable=False),
