@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
@@ -78,8 +79,14 @@ class ShardMedia:
         CorruptShardError: offsets leave the file (M10).
         """
         found: dict[int, memoryview] = {}
+        places: list[tuple[int, list[int]]] = []
         for first, last in _stretches(sorted({*numbers})):
-            offsets = self._offsets(first, last)
+            places.append((first, self._offsets(first, last)))
+        if isinstance(self.data_bytes, np.ndarray):
+            # The disk is asked for all of them at once, and not for one page after the other.
+            begins, ends = ([offsets[at] for _, offsets in places] for at in (0, -1))
+            _native.will_need(self.data_bytes, np.array(begins), np.array(ends))
+        for first, offsets in places:
             data = self.data_bytes[offsets[0] : offsets[-1]].data.toreadonly()
             for number, (begin, end) in enumerate(pairwise(offsets), first):
                 found[number] = data[begin - offsets[0] : end - offsets[0]]

@@ -1,0 +1,308 @@
+"""Conversations with images to packs, and one pack read alone: ``python tools/bench/media.py``.
+
+Half as many JPEG files as conversations are generated, each of which two conversations show, by a path. The processor
+is LLaVA's, built from its configuration: 576 positions for each image. Packing images on disk exists nowhere else, so
+the job stands beside what packing at run time pays in every epoch for the same rows: transformers' processor. One pack
+with its images, of which nothing is in the page cache, is read beside MDS and beside an index of tar files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from formats_peers import import_streaming
+from measure import in_own_process
+from PIL import Image
+from report import MIB, Bench, cells, run_bench
+
+from megatron_sft_idx.shard import Shard
+
+sys.path.append(str(Path(__file__).parents[1]))  # of medium.py
+from medium import drop_cache
+
+DEMO_TOKENIZER = Path(__file__).parents[1] / "demo/tokenizer"
+CAPACITY, SIDE, PROCESSES, PACKS_PER_TAR = 4096, 256, 2, 500
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+)
+NAMES = {"ours": "`Shard`", "mds": "mosaicml-streaming (MDS), `LocalDataset`", "tar": "wids, an index of tar files"}
+
+
+# ---- the rows ----
+
+
+def write_processor(folder: Path) -> None:
+    """LLaVA's processor, of which nothing has to be downloaded."""
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    size = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
+    kind: Any = LlavaProcessor
+    images = CLIPImageProcessor(**size)
+    kind(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def write_images(folder: Path, count: int) -> int:
+    """JPEG files with structure, as photographs have it; returns their bytes."""
+    folder.mkdir()
+    rng, nbytes = np.random.default_rng(1), 0
+    for number in range(count):
+        coarse = rng.integers(0, 256, (SIDE // 8, SIDE // 8, 3), dtype=np.uint8)
+        stream = io.BytesIO()
+        Image.fromarray(coarse).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
+        (folder / f"{number}.jpg").write_bytes(stream.getvalue())
+        nbytes += len(stream.getvalue())
+    return nbytes
+
+
+def write_rows(path: Path, count: int) -> None:
+    with open(path, "w") as file:
+        for number in range(count):
+            question = f"What can be seen in picture {number}, and what may have happened just before it was taken?"
+            answer = f"A pattern of colours, the {number}th of its kind. " * (1 + number % 7)
+            messages = [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages, "images": [f"images/{number // 2}.jpg"]}) + "\n")
+
+
+# ---- the job ----
+
+
+def peak_of_job(folder: Path, rows: int, workers: int) -> tuple[float, int, int]:
+    """Seconds of a run of ``preprocess``, and the most memory of its process and of a worker, in bytes."""
+    prefix = folder / f"out-{rows}-{workers}"
+    given = {
+        "input": folder / f"rows-{rows}.jsonl",
+        "tokenizer": folder / "processor",
+        "processor": folder / "processor",
+        "output-prefix": prefix,
+        "seq-length": CAPACITY,
+        "workers": workers,
+        "log-interval": 0,
+    }
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    program = (
+        "import resource, sys; from megatron_sft_idx.cli.main import main; code = main(sys.argv[1:]);"
+        " peak = lambda who: resource.getrusage(who).ru_maxrss;"
+        " print(code, peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN))"
+    )
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "preprocess", *arguments], capture_output=True, text=True, check=False
+    )
+    seconds = time.monotonic() - begin
+    code, own, children = done.stdout.split()[-3:]
+    if done.returncode or code != "0":
+        raise SystemExit(done.stderr[-2000:])
+    return seconds, int(own) * 1024, int(children) * 1024
+
+
+def seconds_of_processor(folder: Path, rows: int) -> float:
+    """What transformers' processor takes for rows, decoding their images; its import does not count."""
+    from transformers import AutoProcessor
+
+    kind: Any = AutoProcessor
+    processor = kind.from_pretrained(folder / "processor")
+    begin = time.monotonic()
+    with open(folder / f"rows-{rows}.jsonl") as file:
+        for line in file:
+            row = json.loads(line)
+            text = processor.apply_chat_template(row["messages"], tokenize=False)
+            with Image.open(folder / row["images"][0]) as image:
+                processor(text=[text], images=[image.convert("RGB")])
+    return time.monotonic() - begin
+
+
+def report_job(bench: Bench, folder: Path, options: Namespace) -> None:
+    nbytes = write_images(folder / "images", options.rows // 2)
+    found = []
+    sizes = [options.rows // 10, options.rows]
+    for rows in sizes:
+        write_rows(folder / f"rows-{rows}.jsonl", rows)
+    peer = in_own_process(seconds_of_processor, folder, sizes[0]) / sizes[0]
+    for rows, workers in ((sizes[0], PROCESSES), (sizes[1], PROCESSES), (sizes[0], 0)):
+        seconds, own, children = peak_of_job(folder, rows, workers)
+        found.append(
+            (rows, workers or "none", *cells(",.1f ,.0f ,.0f ,.0f", seconds, rows / seconds, own / MIB, children / MIB))
+        )
+    bench.section("The job")
+    bench.say(
+        f"{options.rows:,} conversations, {options.rows // 2:,} JPEG files of {SIDE} x {SIDE} pixels,"
+        f" {nbytes / (options.rows // 2) / 1024:.1f} KiB each; from the start of the command to its end."
+    )
+    bench.table(("rows", "workers", "s", "rows a second", "MiB, the job's process", "MiB, its largest worker"), found)
+    bench.say(
+        f"transformers' processor alone, one process, decoding and resizing the images of these rows: {1 / peer:,.0f}"
+        " rows a second. It is called once for each size here, and for every row in every epoch where packs are made"
+        " at run time."
+    )
+    prefix = folder / f"out-{sizes[1]}-{PROCESSES}"
+    data = Path(f"{prefix}.media.data").stat().st_size
+    rest = sum(path.stat().st_size for path in prefix.parent.glob(f"{prefix.name}.*")) - data
+    items = Path(f"{prefix}.media.items").stat().st_size
+    tokens = Shard(prefix).header.num_tokens
+    bench.table(
+        ("on disk, bytes a row", ""),
+        [
+            ("images, each once", f"{data / sizes[1]:,.0f}"),
+            ("where they stand, and their hashes (`.media.items`)", f"{items / sizes[1]:,.1f}"),
+            (
+                f"tokens, masks, starts and indexes ({tokens / sizes[1]:,.0f} tokens)",
+                f"{(rest - items) / sizes[1]:,.0f}",
+            ),
+        ],
+    )
+    assert data == nbytes
+
+
+# ---- one pack ----
+
+
+def write_peers(folder: Path, shard: Shard) -> None:
+    """The packs of a shard for MDS, and for tar files; the images of a pack lie with it."""
+    streaming = import_streaming()
+    columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8", "seq_boundaries": "ndarray:int32"}
+    columns |= {"ends": "ndarray:int64", "images": "bytes"}
+    with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
+        for pack in shard:
+            images = [bytes(item.data) for item in pack["media"]]
+            rest = {"ends": np.cumsum([len(each) for each in images]), "images": b"".join(images)}
+            tokens = {"input_ids": pack["input_ids"].astype(np.int32), "loss_mask": pack["loss_mask"]}
+            writer.write({**tokens, "seq_boundaries": pack["seq_boundaries"], **rest})
+    (folder / "tar").mkdir()
+    shards = []
+    for first in range(0, len(shard), PACKS_PER_TAR):
+        path = folder / f"tar/{first:08}.tar"
+        packs = range(first, min(first + PACKS_PER_TAR, len(shard)))
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number in packs:
+                pack = shard[number]
+                arrays = {
+                    "ids.bin": pack["input_ids"],
+                    "mask.bin": pack["loss_mask"],
+                    "ends.bin": pack["seq_boundaries"],
+                }
+                files = {name: np.ascontiguousarray(values).tobytes() for name, values in arrays.items()}
+                files |= {f"{at}.jpg": bytes(item.data) for at, item in enumerate(pack["media"])}
+                for name, data in files.items():
+                    info = tarfile.TarInfo(f"{number:08}.{name}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        shards.append({"url": str(path), "nsamples": len(packs)})
+    (folder / "tar/index.json").write_text(json.dumps({"wids_version": 1, "name": "packs", "shardlist": shards}))
+
+
+def readers(folder: Path, shard: Shard) -> dict[str, tuple[Callable[[int], int], list[Path]]]:
+    """For every way what reads a pack and copies it out, and its data files; it returns the bytes that were read."""
+    from wids import ShardListDataset
+
+    rows = import_streaming().LocalDataset(str(folder / "mds"))
+    samples: Any = ShardListDataset(
+        str(folder / "tar/index.json"),
+        base="",
+        transformations=[],
+        lru_size=1 << 16,
+        cache_dir=str(folder / "cache"),
+        keep=True,
+    )
+    tokens = shard.header.token_dtype
+
+    def ours(number: int) -> int:
+        pack = shard[number]
+        arrays = [np.array(pack["input_ids"]), np.array(pack["loss_mask"]), pack["seq_boundaries"]]
+        return sum(map(len, arrays)) + sum(len(bytes(item.data)) for item in pack["media"])
+
+    def mds(number: int) -> int:
+        row = rows[number]
+        images = [row["images"][a:b] for a, b in zip([0, *row["ends"][:-1]], row["ends"], strict=True)]
+        return sum(len(row[name]) for name in ("input_ids", "loss_mask", "seq_boundaries")) + sum(map(len, images))
+
+    def tar(number: int) -> int:
+        sample = {name: data.read() for name, data in samples[number].items() if not name.startswith("__")}
+        dtypes = {".ids.bin": tokens, ".mask.bin": np.uint8, ".ends.bin": np.int32}
+        arrays = [np.frombuffer(sample[name], dtype).copy() for name, dtype in dtypes.items()]
+        return sum(map(len, arrays)) + sum(len(data) for name, data in sample.items() if name.endswith(".jpg"))
+
+    prefix = shard.prefix
+    data = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".media.data")]
+    return {
+        "ours": (ours, data),
+        "mds": (mds, sorted((folder / "mds").glob("*.mds"))),
+        "tar": (tar, sorted((folder / "tar").glob("*.tar"))),
+    }
+
+
+def report_pack(bench: Bench, folder: Path, options: Namespace) -> None:
+    shard = Shard(folder / f"out-{options.rows}-{PROCESSES}")
+    write_peers(folder, shard)
+    ways = readers(folder, shard)
+    numbers = np.random.default_rng(2).permutation(len(shard))[: options.rounds + 1].tolist()
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for turn, number in enumerate([len(shard) - 1, *numbers]):  # the first does not count
+        sizes = set()
+        for way, (read, files) in ways.items():
+            drop_cache(files)
+            begin = time.perf_counter()
+            sizes.add(read(number))
+            found[way] += [(time.perf_counter() - begin) * 1e6] * (turn > 0)
+        assert len(sizes) == 1, sizes
+    warm: dict[str, list[float]] = {way: [] for way in ways}
+    for number in numbers:
+        for way, (read, _) in ways.items():
+            read(number)
+            begin = time.perf_counter()
+            read(number)
+            warm[way].append((time.perf_counter() - begin) * 1e6)
+    images = statistics.mean(len(shard[number]["media"]) for number in numbers)
+    bench.section("One pack with its images")
+    bench.say(
+        f"{len(shard):,} packs of up to {CAPACITY} tokens, {images:.1f} images each; {len(numbers)} at random, each"
+        " read by every way in turn and copied out. All are open, with their indexes in memory; cold means that no data"
+        " file is in the page cache."
+    )
+    rows = [
+        (
+            NAMES[way],
+            *cells(",.0f ,.0f ,.0f ,.0f", statistics.median(us), min(us), max(us), statistics.median(warm[way])),
+        )
+        for way, us in found.items()
+    ]
+    bench.table(("", "µs, cold, median", "least", "most", "µs, cached"), rows)
+    for way in ("mds", "tar"):
+        what = "a pack with its images, nothing cached"
+        bench.headline(f"pack-{way}", what, found["ours"], "µs", peer=NAMES[way], theirs=found[way], short=way == "mds")
+
+
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    write_processor(folder / "processor")
+    report_job(bench, folder, options)
+    report_pack(bench, folder, options)
+
+
+if __name__ == "__main__":
+    sizes = {
+        "rows": (20_000, 20_000, "conversations, two of which show each image"),
+        "rounds": (30, 100, "packs that each way reads"),
+    }
+    run_bench("Images in packs", ("transformers", "mosaicml-streaming", "wids", "pillow"), report, sizes)
