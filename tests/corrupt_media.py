@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from chats import command
 from media_damage import DATA, ITEMS, MediaDamage, Shards, media_damages, media_shards, put_placed, some_of
 from media_samples import as_plain
 
@@ -60,7 +61,12 @@ def new_shards(folder: Path) -> dict[str, Callable[[str], object]]:
         with ShardWriter(out, media=True, durable=False) as writer:
             writer.add_shard(Shard(prefix, backend="pread"))
 
+    def through_parquet(prefix: str) -> None:
+        convert(prefix, f"{out}.parquet", "parquet", ConvertOptions())
+        convert(f"{out}.parquet", out, "sft-idx", ConvertOptions())
+
     return {
+        "parquet": through_parquet,
         "merge": lambda prefix: merge([prefix, sound], out, durable=False),
         _BEHIND: lambda prefix: merge([sound, prefix], out, durable=False),
         "split by packs": lambda prefix: split(prefix, out, SplitSize(packs=4), durable=False),
@@ -80,6 +86,8 @@ def use(folder: Path, damage: MediaDamage, shards: Shards) -> str:
     assert {each.rule for each in quick.findings} <= {each.rule for each in full.findings}
     assert not (damage.is_found and full.ok), "not found"
     outcome = read(prefix)
+    for options in ((), ("--pack", 1), ("--diff", folder / "whole")):
+        assert command("inspect", prefix, *options).code in (0, 1)
     assert outcome == "read" or not full.ok
     passed = []
     for name, make in new_shards(folder).items():

@@ -81,13 +81,7 @@ class ShardMedia:
         found: dict[int, memoryview] = {}
         places: list[tuple[int, list[int]]] = []
         for first, last in _stretches(sorted({*numbers})):
-            offsets = self.arrays["blob_offsets"][first : last + 1].tolist()
-            for number, (begin, end) in enumerate(pairwise(offsets), first):
-                if not 0 <= begin < end <= self.header.data_nbytes:
-                    within = f"at most {self.header.data_nbytes}"
-                    detail = f"blob {number} from {begin} to {end}, expected ascending and {within}"
-                    raise self._error("blob_offsets", number, "M10", detail)
-            places.append((first, offsets))
+            places.append((first, self._offsets(first, last)))
         if isinstance(self.data_bytes, np.ndarray):
             # The disk is asked for all of them at once, and not for one page after the other.
             begins, ends = ([offsets[at] for _, offsets in places] for at in (0, -1))
@@ -98,10 +92,19 @@ class ShardMedia:
                 found[number] = data[begin - offsets[0] : end - offsets[0]]
         return found
 
+    def _offsets(self, first: int, last: int) -> list[int]:
+        """Where blobs ``[first, last)`` begin, and the last one ends. CorruptShardError: not in the file (M10)."""
+        offsets: list[int] = self.arrays["blob_offsets"][first : last + 1].tolist()
+        for number, (begin, end) in enumerate(pairwise(offsets), first):
+            if not 0 <= begin < end <= self.header.data_nbytes:
+                detail = f"blob {number} from {begin} to {end}, expected ascending, at most {self.header.data_nbytes}"
+                raise self._error("blob_offsets", number, "M10", detail)
+        return offsets
+
     def nbytes(self, number: int) -> int:
-        """The size of a blob in bytes."""
-        begin, end = self.arrays["blob_offsets"][number : number + 2].tolist()
-        return int(end - begin)
+        """The size of a blob in bytes. CorruptShardError: its offsets leave the file (M10)."""
+        begin, end = self._offsets(number, number + 1)
+        return end - begin
 
     def hash(self, number: int) -> bytes:
         """The hash of a blob, as it is stored."""
