@@ -21,6 +21,7 @@ from typing import Any, Final
 from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
 from megatron_sft_idx.chat.fields import first_filled, is_filled, kind_of
 from megatron_sft_idx.chat.types import RowError
+from megatron_sft_idx.chat.values import BinaryValue
 from megatron_sft_idx.layout.media import Kind
 
 # Types of content parts.
@@ -75,6 +76,8 @@ def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]
 
 
 def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> MediaFile:
+    if isinstance(value, BinaryValue):  # of a table
+        value = value.data
     if isinstance(value, Mapping):
         keys = [key for key in ("bytes", "data", "base64", "url", "path") if is_filled(value.get(key))]
         if not keys:

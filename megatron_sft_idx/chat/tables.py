@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import InputRow, Piece
-from megatron_sft_idx.chat.values import JsonText, Undecoded, read_values
+from megatron_sft_idx.chat.values import BinaryValue, JsonText, Undecoded, read_values
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote.store import ObjectFile
@@ -204,7 +204,7 @@ class _Column(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Which of JSON's values these are; "undecoded" for those that JSON does not have."""
+        """Which of JSON's values these are, or "binary"; "undecoded" for others that JSON does not have."""
         kind = self.array.type
         if _is(kind, "string", "large_string", "string_view"):
             return "typed JSON" if self.extension == _JSON else "text"
@@ -212,6 +212,8 @@ class _Column(NamedTuple):
             return "boolean"
         if _is(kind, "map"):
             return "map" if _is(kind.key_type, "string", "large_string", "string_view") else "undecoded"
+        if _is(kind, "binary", "large_binary") and not self.extension:
+            return "binary"
         forms = {"null": "null", "integer": "integer", "floating": "float", "struct": "struct"}
         lists = dict.fromkeys(("list", "large_list", "fixed_size_list"), "list")
         return next((form for name, form in (forms | lists).items() if _is(kind, name)), "undecoded")
@@ -303,6 +305,9 @@ def _decoded(column: _Column) -> list[Any]:
         return values
     if form == "typed JSON":
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
+    if form == "binary":
+        values = [None if data is None else BinaryValue(column.field, data) for data in array.to_pylist()]
+        return values
     if form == "undecoded":
         remedy = "cast the column to text, numbers, lists or structs"
         name = column.extension.removeprefix(_UNDECODED)
@@ -366,8 +371,9 @@ def _hash_values(stream: StreamHash, chunks: Sequence[_Column]) -> None:
 def _hash_leaves(stream: StreamHash, form: str, chunks: Sequence[pa.Array]) -> None:
     import pyarrow as pa
 
-    if form in ("text", "typed JSON"):
-        whole = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in chunks])
+    if form in ("text", "typed JSON", "binary"):
+        kind = pa.large_binary() if form == "binary" else pa.large_string()
+        whole = pa.concat_arrays([chunk.cast(kind) for chunk in chunks])
         ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
         stream.update(ends - ends[:1])
         stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")

@@ -11,7 +11,7 @@ Depth
     that is text in a row. Whatever recurses over a row therefore stays far from Python's limit.
 Undecoded values
     Tables can hold what JSON cannot, such as times. ``Undecoded`` stands in place of such a value. It is an error only
-    where something reads it.
+    where something reads it. That of bytes, ``BinaryValue``, keeps them: they may be an image or a recording.
 """
 
 from __future__ import annotations
@@ -85,6 +85,21 @@ class Undecoded:
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.error()
+
+
+class BinaryValue(Undecoded):
+    """Bytes of a table: of an image or a recording, which alone are read; all else refuses them like other values.
+
+    Args:
+        field: its name, with those that it lies in.
+        data: the bytes.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, field: str, data: bytes) -> None:
+        super().__init__(field, "is binary", "cast the column to text, numbers, lists or structs")
+        self.data = data
 
 
 class _ReadAsWholeError(Exception):
@@ -181,7 +196,7 @@ def _read(value: Any, counts: Counter[str], note: str, *, in_whole: bool) -> Any
         except ValueError as error:
             reason = clause_of(error).replace("of the row", "of the text")
             value = Undecoded(value.field, f"is typed as JSON, but is {reason}", "write it as JSON, or as a string")
-    if in_whole and type(value) is Undecoded:
+    if in_whole and isinstance(value, Undecoded):
         raise _ReadAsWholeError(value)
     return value
 
