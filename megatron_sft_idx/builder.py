@@ -58,7 +58,7 @@ class SFTIndexedDatasetBuilder(Shown, IndexedDatasetBuilder):  # type: ignore[mi
     ) -> None:
         path = os.fspath(bin_path)
         if multimodal:
-            raise FormatError(f"{path}: multimodal=True, but packed SFT shards hold text only; pass False")
+            raise FormatError(f"{path}: multimodal=True, but packed SFT shards have no sequence modes; pass False")
         if not path.endswith(".bin") or path.endswith((".loss.bin", ".seq.bin")):
             raise FormatError(f"{path}: expected the path of the token file, PREFIX.bin")
         if (prefix := ShardPaths.of(path).prefix) != path[: -len(".bin")] or ShardPaths.of(prefix).prefix != prefix:

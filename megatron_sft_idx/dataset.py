@@ -59,8 +59,9 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
 
     ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``: ids in the on-disk dtype and the
     label-aligned mask as read-only views that stay valid after the dataset is gone, and the boundaries
-    ``[0, start_1, ..., length]`` as fresh int32. This is the one method whose meaning differs from the parent's,
-    which gives the tokens alone: ``get`` does that here too. Opening costs the same for any number of packs.
+    ``[0, start_1, ..., length]`` as fresh int32. A shard with images or audio adds ``media``: a list of those of the
+    pack, each with its encoded file as a read-only view. This is the one method whose meaning differs from the
+    parent's, which gives the tokens alone: ``get`` does that here too. Opening costs the same for any number of packs.
 
     Args:
         path_prefix: the path the five files share.
@@ -71,7 +72,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
             ``bin_chunk_nbytes`` has no effect, and ``mmap`` is of the cached index files only.
         s3_config: the parent's older name for ``object_storage_config``.
         fast_cache_load, sequences_per_dataset, dtype_code: accepted and without effect: only the header is parsed.
-        copy: hand out writable copies instead of read-only views.
+        copy: hand out writable copies instead of read-only views, and encoded files as ``bytes``.
         backend: as ``Shard`` takes it, such as ``"pread"``; with None, ``mmap`` decides.
         advice: as ``Shard`` takes it. ``ds.shard`` has the methods ``schedule``, ``willneed`` and ``dontneed``.
         huge_pages: as ``Shard`` takes it.
@@ -122,7 +123,10 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
-            raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
+            raise FormatError(
+                f"{path_prefix}: multimodal=True, but packed SFT shards have no modes; pass False: images and"
+                " audio are in ds[i]['media']"
+            )
         if object_storage_config and not is_remote(path_prefix):
             raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
@@ -190,7 +194,7 @@ class SFTIndexedDataset(Shown, IndexedDataset):  # type: ignore[misc]
     @property
     def sequence_modes(self) -> NDArray[np.int8]:
         """Refused: packed SFT shards have no modes."""
-        raise FormatError(f"{self.path_prefix}: packed SFT shards hold text only and have no sequence modes")
+        raise FormatError(f"{self.path_prefix}: packed SFT shards have no sequence modes")
 
     @staticmethod
     def exists(path_prefix: str) -> bool:

@@ -63,6 +63,8 @@ WORDS = {"template_date", "chat_template_kwargs", "ray_address", "find", "row"}
 WORDS |= {"ignore_fields", "loss_weight", "max_bad_rows", "repeat"}
 WORDS |= {"where", "keep_fields", "loss_weight_column"}
 WORDS |= {"config"}  # a file that is read whole before a command begins
+# Read only where rows have images or audio.
+WORDS |= {"processor", "media_root"}
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}
 # Slots for a folder that files are put into, beside what is there.

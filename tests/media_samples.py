@@ -20,9 +20,8 @@ from reseal import Files, reseal
 
 from megatron_sft_idx.layout import FIELDS
 from megatron_sft_idx.layout.files import MEDIA_SUFFIXES
-from megatron_sft_idx.layout.media import MEDIA
+from megatron_sft_idx.layout.media import MEDIA, MediaItem
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shard.media_reader import MediaItem
 
 SEQ_IDX_SUMS = ("tokens_checksum", "loss_checksum", "idx_checksum", "starts_checksum")
 

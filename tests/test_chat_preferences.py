@@ -153,7 +153,7 @@ def test_what_stands_beside_a_pair_is_read() -> None:
             "rejected: the assistant says nothing",
         ),
         ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, r"^chosen\[0\] has the role 'x'"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; --processor FOLDER"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; --processor FOLDER reads"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label is true"),
         (None, "the row is null, expected an object"),
     ],

@@ -47,7 +47,7 @@ BAD = [
     ({"prompt": [USER], "completion": [BOT], "label": 1}, "label is 1: a row of KTO"),
     ({"messages": CHAT, "label": True}, "label is true: a row of KTO"),
     ({"conversations": CHAT, "kto_tag": False}, "kto_tag is false: a row of KTO"),
-    ({"messages": CHAT, "images": ["a.png"]}, "the row has images; only text"),
+    ({"messages": CHAT, "images": ["a.png"]}, "the row has images; --processor FOLDER reads"),
     ({"instruction": "Q", "output": "A", "audio": {"path": "a.wav"}}, "the row has audio"),
     ({"messages": CHAT, "videos": "a.mp4"}, "the row has videos"),
     # messages
@@ -69,7 +69,10 @@ BAD = [
     (says(content=None), r"messages\[1\] \(assistant\) has neither content nor reasoning nor tool calls"),
     (says(content=3), r"messages\[1\].content is a number, expected a string or a list of text parts"),
     (says(content={"text": "A"}), r"messages\[1\].content is an object"),
-    (says(content=[{"type": "image_url", "image_url": {}}]), r"content\[0\] is of type 'image_url'; only text"),
+    (
+        says(content=[{"type": "image_url", "image_url": {}}]),
+        r"content\[0\] is of type 'image_url'; --processor FOLDER reads",
+    ),
     (says(content=[{"type": "input_audio"}]), "is of type 'input_audio'"),
     (says(content=[{"type": "text"}]), r"content\[0\].text is null, expected a string"),
     (says(content=[{"text": "A"}]), r"content\[0\] is of type None"),

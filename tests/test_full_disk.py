@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from chats import TOKENIZER, command, files_of, write_rows
 from disks import NOBODY, PAGE_NBYTES, filled, free_nbytes, in_a_child, mounted
-from packs import assert_holds, demo_samples, five_files, folder_of, sample_of, write_samples
+from media_samples import MediaSample, item_of, write_media
+from packs import Sample, assert_holds, demo_samples, five_files, folder_of, sample_of, write_samples
 
 from megatron_sft_idx.packs import destination
 from megatron_sft_idx.shard import Shard
@@ -25,10 +27,24 @@ CAPACITY = 256
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unpacked shard whose files take some pages each."""
     prefix = tmp_path_factory.mktemp("corpus") / "c"
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, CAPACITY // 4, 400).tolist()
-    write_samples(prefix, [sample_of([n], lambda i: i % 2, lambda i, n=n: n + i) for n in lengths])
+    write_samples(prefix, unpacked_samples())
     return prefix
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with images, most of them different ones."""
+    prefix, draw = tmp_path_factory.mktemp("shown") / "c", random.Random(0)
+    files = [draw.randbytes(draw.randrange(1, 400)) for _ in range(300)]
+    write_media(
+        prefix, [MediaSample(pack, [item_of("image", 0, 1, draw.choice(files))]) for pack in unpacked_samples()]
+    )
+    return prefix
+
+
+def unpacked_samples() -> list[Sample]:
+    lengths = np.random.default_rng(0).integers(1, CAPACITY // 4, 400).tolist()
+    return [sample_of([n], lambda i: i % 2, lambda i, n=n: n + i) for n in lengths]
 
 
 @pytest.fixture
@@ -58,16 +74,20 @@ def readable_by_all(corpus: Path, disk: Path) -> Path:
     return copy
 
 
+@pytest.mark.parametrize(
+    ("source", "fails_at"), [("corpus", ()), ("shown", ("/.media.data", "/.media.items", "/items"))]
+)
 def test_packing_onto_a_disk_that_fills_up_at_every_point(
-    corpus: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, fails_at: tuple[str, ...], disk: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    corpus = request.getfixturevalue(source)
     # Others fill the disk after it was found to have room.
     monkeypatch.setattr(destination, "require_space", lambda *_: None)
     empty = free_nbytes(disk)
     assert pack(corpus, disk / "x")[0] == 0
-    # Until the end, the log of packs and two small files lie next to the shard's.
-    needed = empty - free_nbytes(disk) + 8 * PAGE_NBYTES
-    wanted = five_files(disk / "x")
+    # Until the end, the logs and two small files lie next to the shard's.
+    needed = empty - free_nbytes(disk) + (8 if source == "corpus" else 14) * PAGE_NBYTES
+    wanted = {path.name: path.read_bytes() for path in disk.iterdir()}
     for path in disk.iterdir():
         path.unlink()
     failed = set()
@@ -76,16 +96,16 @@ def test_packing_onto_a_disk_that_fills_up_at_every_point(
             before = free_nbytes(disk)
             code, said = pack(corpus, disk / "x")
             if code == 0:
-                assert left > needed - 12 * PAGE_NBYTES
+                assert left > needed - (12 if source == "corpus" else 20) * PAGE_NBYTES
                 [path.unlink() for path in disk.glob("x.*")]
                 continue
             assert (code, "No space left on device" in said) == (1, True), said
             failed.add(said.split(": ")[2].removeprefix(str(disk)))
             assert folder_of(disk) == ["ballast"]
             assert free_nbytes(disk) == before
-    assert {"/x.building/.bin", "/x.building/.idx"} <= failed, failed
+    assert {"/x.building/.bin", "/x.building/.idx", *(f"/x.building{name}" for name in fails_at)} <= failed, failed
     assert pack(corpus, disk / "x")[0] == 0
-    assert five_files(disk / "x") == wanted
+    assert {path.name: path.read_bytes() for path in disk.iterdir()} == wanted
 
 
 def test_a_full_disk_leaves_the_shard_that_was_to_be_replaced(corpus: Path, disk: Path) -> None:

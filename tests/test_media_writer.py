@@ -23,8 +23,8 @@ from packs import five_files
 
 from megatron_sft_idx.check import media_rules, verify_shard
 from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.layout.media import MediaItem
 from megatron_sft_idx.shard import Shard, ShardWriter, media_writer, pack_log, writer
-from megatron_sft_idx.shard.media_reader import MediaItem
 
 # Items of a pack of two sequences, of five tokens and of three, and the rule that they break.
 REFUSED: list[tuple[str, list[MediaItem]]] = [

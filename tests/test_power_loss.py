@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from packs import demo_samples, write_samples
+from media_samples import MediaSample, item_of, write_media
+from packs import Sample, demo_samples, write_samples
 from power_loss import images, watched
 
 from megatron_sft_idx.check import rebuild, verify_shard
@@ -17,41 +19,58 @@ from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.shard import find_remains
 from megatron_sft_idx.storage import building
 
+Write = Callable[..., None]
 OLD, NEW = demo_samples(4), demo_samples(30)
+
+
+def write(prefix: Path, packs: list[Sample], **options: Any) -> None:
+    write_samples(prefix, packs, **options)
+
+
+def write_shown(prefix: Path, packs: list[Sample], **options: Any) -> None:
+    """With an image in every other pack, of a few files."""
+    shown = [item_of("image", 0, 1, b"image %d" % (number % 5)) for number in range(len(packs))]
+    samples = [
+        MediaSample(pack, [item] if len(pack.tokens) % 2 else []) for pack, item in zip(packs, shown, strict=True)
+    ]
+    write_media(prefix, samples, **options)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def build(root: Path, sources: Path) -> None:
-    write_samples(root / "x", NEW, durable=True)
+def build(root: Path, sources: Path, write: Write) -> None:
+    write(root / "x", NEW, durable=True)
 
 
-def overwrite(root: Path, sources: Path) -> None:
-    write_samples(root / "x", NEW, overwrite=True, durable=True)
+def overwrite(root: Path, sources: Path, write: Write) -> None:
+    write(root / "x", NEW, overwrite=True, durable=True)
 
 
-def merge_over(root: Path, sources: Path) -> None:
+def merge_over(root: Path, sources: Path, write: Write) -> None:
     merge([sources / "a", sources / "b"], root / "x", overwrite=True)
 
 
-def split_over(root: Path, sources: Path) -> None:
+def split_over(root: Path, sources: Path, write: Write) -> None:
     split(sources / "a", root / "x", SplitSize(shards=3), overwrite=True)
 
 
+@pytest.mark.parametrize("write", [write, write_shown])
 @pytest.mark.parametrize("work", [build, overwrite, merge_over, split_over])
 @pytest.mark.parametrize("way_on", ["the same again", "rebuild"])
-def test_only_what_was_synced(tmp_path: Path, work: Callable[[Path, Path], None], way_on: str) -> None:
+def test_only_what_was_synced(
+    tmp_path: Path, work: Callable[[Path, Path, Write], None], way_on: str, write: Write
+) -> None:
     sources, kept, root = tmp_path / "sources", tmp_path / "kept", tmp_path / "data"
     for name, packs in (("a", NEW), ("b", NEW[:7])):
-        write_samples(sources / name, packs, capacity=64)
+        write(sources / name, packs, capacity=64)
     root.mkdir()
     if work is split_over:
-        write_samples(sources / "old", OLD)
+        write(sources / "old", OLD)
         split(sources / "old", root / "x", SplitSize(shards=3))
     elif work is not build:
-        write_samples(root / "x", OLD)
+        write(root / "x", OLD)
     old = files_in(root)
     # On one disk, files keep their inodes through a power failure.
     kept.mkdir()
@@ -59,7 +78,7 @@ def test_only_what_was_synced(tmp_path: Path, work: Callable[[Path, Path], None]
     for name in old:
         os.link(root / name, kept / name)
     with watched(root) as disk:
-        work(root, sources)
+        work(root, sources, write)
     new = files_in(root)
     assert len(disk.images) > 8
     seen = set()
@@ -84,7 +103,7 @@ def test_only_what_was_synced(tmp_path: Path, work: Callable[[Path, Path], None]
                     seen.add("finished")
                 continue
         work_again = overwrite if work is build else work
-        work_again(folder, sources)
+        work_again(folder, sources, write)
         assert files_in(folder) == new
         assert not [path for path in folder.iterdir() if path.is_dir()]
     assert way_on != "rebuild" or work not in (build, overwrite) or seen == {"rebuilt", "finished"}
@@ -93,4 +112,4 @@ def test_only_what_was_synced(tmp_path: Path, work: Callable[[Path, Path], None]
 def test_it_would_be_seen_if_renames_were_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "sync_folder", lambda folder, durable=True: None)
     with pytest.raises((AssertionError, FormatError)):
-        test_only_what_was_synced(tmp_path, overwrite, "the same again")
+        test_only_what_was_synced(tmp_path, overwrite, "the same again", write)

@@ -188,7 +188,7 @@ def test_no_header_is_derived_from_data_that_a_column_was_not_written_for(
     done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
     assert done.code == 1
     assert "x.source.col: of shard " in done.err
-    assert "tokens, masks, starts or pack lengths have changed, or the column is another shard's" in done.err
+    assert "tokens, masks, starts or pack lengths have changed, or this file is another shard's" in done.err
     for claim in ("lost", "whole", "good", "attach", "merge"):
         assert claim not in done.err + done.out
     assert tree_of(tmp_path) == before

@@ -160,6 +160,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         sequence_multiple=multiple,
         consumer=args.consumer,
         ack_dir=args.ack_dir,
+        ignore_media=getattr(args, "ignore_media", False),
     )
     leads = _leads() and not rank
     _require_first(args, shards)

@@ -121,6 +121,11 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
     data.add_argument("--seq-length", type=positive, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
+    data.add_argument(
+        "--ignore-media",
+        action="store_true",
+        help="train on shards with images and audio as if their placeholder tokens were text; else they are refused",
+    )
     add_read_options(data)
 
     model = parser.add_argument_group("model")

@@ -21,7 +21,7 @@ from typing import Any, Final
 from megatron_sft_idx.chat.field_names import AUDIOS, IMAGES
 from megatron_sft_idx.chat.fields import first_filled, is_filled, kind_of
 from megatron_sft_idx.chat.types import RowError
-from megatron_sft_idx.chat.values import BinaryValue
+from megatron_sft_idx.chat.values import Binary
 from megatron_sft_idx.layout.media import Kind
 
 # Types of content parts.
@@ -76,14 +76,14 @@ def media_part(part: Mapping[str, Any], kind: Kind, what: str) -> dict[str, Any]
 
 
 def _file_of(value: Any, kind: Kind, what: str, *, is_base64: bool = False) -> MediaFile:
-    if isinstance(value, BinaryValue):  # of a table
-        value = value.data
     if isinstance(value, Mapping):
         keys = [key for key in ("bytes", "data", "base64", "url", "path") if is_filled(value.get(key))]
         if not keys:
             raise RowError(f"{what} has neither bytes nor a path: it has {', '.join(map(str, value)) or 'nothing'}")
         # Hugging Face gives the name of a file beside its bytes.
         return _file_of(value[keys[0]], kind, f"{what}.{keys[0]}", is_base64=keys[0] in ("data", "base64"))
+    if isinstance(value, Binary):
+        return MediaFile(kind, value.read(), what)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return MediaFile(kind, bytes(value), what)
     if isinstance(value, str):

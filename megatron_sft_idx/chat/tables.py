@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import InputRow, Piece
-from megatron_sft_idx.chat.values import BinaryValue, JsonText, Undecoded, read_values
+from megatron_sft_idx.chat.values import Binary, JsonText, Undecoded, read_values
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote.store import ObjectFile
@@ -204,16 +204,16 @@ class _Column(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Which of JSON's values these are, or "binary"; "undecoded" for others that JSON does not have."""
+        """Which of JSON's values these are; "binary" and "undecoded" for those that JSON does not have."""
         kind = self.array.type
+        if not self.extension and _is(kind, "binary", "large_binary", "fixed_size_binary"):
+            return "binary"
         if _is(kind, "string", "large_string", "string_view"):
             return "typed JSON" if self.extension == _JSON else "text"
         if _is(kind, "boolean") or (_is(kind, "int8") and self.extension == _BOOL8):
             return "boolean"
         if _is(kind, "map"):
             return "map" if _is(kind.key_type, "string", "large_string", "string_view") else "undecoded"
-        if _is(kind, "binary", "large_binary") and not self.extension:
-            return "binary"
         forms = {"null": "null", "integer": "integer", "floating": "float", "struct": "struct"}
         lists = dict.fromkeys(("list", "large_list", "fixed_size_list"), "list")
         return next((form for name, form in (forms | lists).items() if _is(kind, name)), "undecoded")
@@ -305,11 +305,12 @@ def _decoded(column: _Column) -> list[Any]:
         return values
     if form == "typed JSON":
         return [None if text is None else JsonText(text, column.field) for text in array.to_pylist()]
+    remedy = "cast the column to text, numbers, lists or structs"
     if form == "binary":
-        values = [None if data is None else BinaryValue(column.field, data) for data in array.to_pylist()]
-        return values
+        reason = f"is {str(array.type)[:60]}"
+        is_valid = array.is_valid().to_pylist()
+        return [Binary(column.field, reason, remedy, array, at) if is_valid[at] else None for at in range(len(array))]
     if form == "undecoded":
-        remedy = "cast the column to text, numbers, lists or structs"
         name = column.extension.removeprefix(_UNDECODED)
         kind = str(array.type)[:60] if name == column.extension else name
         value = Undecoded(column.field, f"is {kind}", remedy, is_time=_is(array.type, "temporal"))

@@ -11,7 +11,7 @@ Depth
     that is text in a row. Whatever recurses over a row therefore stays far from Python's limit.
 Undecoded values
     Tables can hold what JSON cannot, such as times. ``Undecoded`` stands in place of such a value. It is an error only
-    where something reads it. That of bytes, ``BinaryValue``, keeps them: they may be an image or a recording.
+    where something reads it.
 """
 
 from __future__ import annotations
@@ -87,19 +87,18 @@ class Undecoded:
         raise self.error()
 
 
-class BinaryValue(Undecoded):
-    """Bytes of a table: of an image or a recording, which alone are read; all else refuses them like other values.
+class Binary(Undecoded):
+    """Bytes in a table, which only images and audio may be."""
 
-    Args:
-        field: its name, with those that it lies in.
-        data: the bytes.
-    """
+    __slots__ = ("_array", "_at")
 
-    __slots__ = ("data",)
+    def __init__(self, field: str, reason: str, remedy: str, array: Any, at: int) -> None:
+        super().__init__(field, reason, remedy)
+        self._array, self._at = array, at
 
-    def __init__(self, field: str, data: bytes) -> None:
-        super().__init__(field, "is binary", "cast the column to text, numbers, lists or structs")
-        self.data = data
+    def read(self) -> bytes:
+        """The bytes."""
+        return bytes(self._array[self._at].as_py())
 
 
 class _ReadAsWholeError(Exception):

@@ -30,9 +30,9 @@ from megatron_sft_idx.layout import (
     token_dtype_of,
 )
 from megatron_sft_idx.layout.files import MAX_CAPACITY, MEDIA_ENTRY, MediaChecksums
-from megatron_sft_idx.layout.media import MEDIA, MediaHeader
+from megatron_sft_idx.layout.media import MediaHeader
 from megatron_sft_idx.shard import BuildOptions
-from megatron_sft_idx.shard.opening import read_start
+from megatron_sft_idx.shard.media_reader import items_start
 from megatron_sft_idx.shard.pack_log import PackChunk
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, header_of, write_idx, write_seq_idx
 from megatron_sft_idx.storage.local import digest_file
@@ -96,8 +96,7 @@ def _media_beside(paths: ShardPaths) -> MediaChecksums | None:
 
     FormatError: it is missing, damaged, or not known to be the shard's.
     """
-    start = read_start(paths.media_items, MEDIA)
-    if start is not None:
+    if (start := items_start(paths)) is not None:
         return MediaHeader.decode(start.raw, paths.media_items).checksums
     if os.path.lexists(paths.media_data):
         raise FormatError(

@@ -30,8 +30,9 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN, ColumnHeader
 from megatron_sft_idx.layout.files import SEQ_IDX, column_of, listed_columns, listed_media
-from megatron_sft_idx.layout.media import MEDIA, MediaHeader
+from megatron_sft_idx.layout.media import MediaHeader
 from megatron_sft_idx.shard.at_prefix import inode_of, with_present_files
+from megatron_sft_idx.shard.media_reader import items_start
 from megatron_sft_idx.shard.opening import columns_beside, read_header, read_start, where_to_look
 from megatron_sft_idx.shard.publication import finish_interrupted, taken
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
@@ -333,7 +334,8 @@ def _verified(
 ) -> Report:
     """The report of a full verification; ``unpublished`` and ``beside`` as of ``verify_shard``."""
     files = {path: path for path in with_present_files(paths).present()} | dict(unpublished or {})
-    with watch(stage, sum(os.stat(path).st_size for path in files.values())) as advance:
+    # Of images and audio there may be a link to nothing, which is a finding.
+    with watch(stage, sum(os.stat(path).st_size for path in files.values() if os.path.exists(path))) as advance:
         # So many that each column has one of each rule.
         most = max(10, len(files))
         return verify_shard(paths.prefix, full=True, most=most, unpublished=unpublished, beside=beside, advance=advance)
@@ -435,7 +437,7 @@ def _shards_beside(paths: ShardPaths) -> dict[str, bytes]:
             if (start := read_start(path := paths.column(name), COLUMN)) is not None:
                 ids[path] = ColumnHeader.decode(start.raw, path).shard_id
     with contextlib.suppress(SFTIndexError):
-        if (start := read_start(paths.media_items, MEDIA)) is not None:
+        if (start := items_start(paths)) is not None:
             ids[paths.media_items] = MediaHeader.decode(start.raw, paths.media_items).shard_id
     return ids
 

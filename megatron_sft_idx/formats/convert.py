@@ -68,16 +68,14 @@ class ContentHash(PackCounts):
         ):
             array_hash = self._hashes.setdefault(name, StreamHash())
             array_hash.update(np.ascontiguousarray(values, dtype).reshape(-1))
-
-        if run.media is not None:
-            # Each item's values lie together, so that it does not matter where a run ends.
-            places = np.stack(run.media.items[:3], 1).astype("<i8")
-            hashes = b"".join(map(run.media.blobs.hash, run.media.items.blobs.tolist()))
-            for name, values in (
-                ("numbers of images and audio", run.media.counts.astype("<i8")),
-                ("places of images and audio", places.reshape(-1)),
-                ("images and audio", np.frombuffer(hashes, np.uint8)),
-            ):
+        # Runs without any may be of a source that has none, which a joined result cannot tell.
+        if run.media is not None and len(run.media):
+            items, blobs = run.media.items, run.media.blobs
+            first = self.num_sequences - len(run.media.counts)
+            sequences = np.repeat(first + np.arange(len(run.media.counts)), run.media.counts)
+            places = np.stack([sequences, *items[:3]], axis=1).astype("<i8")
+            hashes = np.frombuffer(b"".join(map(blobs.hash, items.blobs.tolist())), np.uint8)
+            for name, values in (("places of images and audio", places.reshape(-1)), ("images and audio", hashes)):
                 self._hashes.setdefault(name, StreamHash()).update(values)
 
     def differences(self, other: ContentHash) -> list[str]:

@@ -176,7 +176,8 @@ class PackedDataset(Shown):
     """Packs by number, in whichever format they are stored; ``open_dataset`` makes one.
 
     ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
-    ``seq_boundaries`` int32, from 0 to the pack's length. Negative indices count from the end of the last file; a
+    ``seq_boundaries`` int32, from 0 to the pack's length; of a shard with images and audio also ``media``, the list of
+    those of the pack. Negative indices count from the end of the last file; a
     slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes. Every process opens the files
     for itself; one whose content has changed since is an error. Threads may share one.
 

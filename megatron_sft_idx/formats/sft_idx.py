@@ -85,8 +85,11 @@ class Reader(PackedReader):
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of the mapped files."""
-        window = read_window(self._files, index, index + 1, columns=self._opened, media=self._media)
-        return self._checked(index, window.run()).pack(0)
+        window = read_window(self._files, index, index + 1, columns=self._opened)
+        pack = self._checked(index, window.run()).pack(0)
+        if self._media is not None:
+            pack["media"] = self._media.of_pack(index, len(pack["input_ids"]))
+        return pack
 
     def _runs(self) -> Iterator[PackRun]:
         """All packs, held to the checksums of the shard: the error about damage comes behind the last run."""

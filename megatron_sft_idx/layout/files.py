@@ -495,7 +495,9 @@ class HeaderForm:
         """UnsupportedVersionError or CorruptShardError about the first of the ``broken_rules``, if there is one."""
         if (broken := next(self.broken_rules(raw), None)) is None:
             return
-        if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
+        # A file may also end where the version begins.
+        is_version = (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1])
+        if is_version and len(raw) >= self.fixed_nbytes:
             raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
         detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
         raise CorruptShardError(path, broken.offset, broken.rule, detail)
@@ -686,6 +688,11 @@ class Header:
     def shard_id(self) -> bytes:
         """16 bytes derived from the content: the xxh3_128 of the four checksums in ``digests``, and those of media."""
         return _shard_id((digest.checksum for digest in self.digests), self.metadata)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the shard has images or audio."""
+        return listed_media(self.metadata) is not None
 
     @cached_property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks, ShardSpecs
 from megatron_sft_idx.live.waiting import Stopped, Unchanged, Waiter, looks, patiently
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.training import require_shard_judged
+from megatron_sft_idx.training import require_shard_judged, require_text
 
 _Read = TypeVar("_Read")
 # How much later than another file a network file system may show one.
@@ -146,15 +146,17 @@ class CatalogShards(Catalog, LiveShards):
                 return None
         return self._counts[number]
 
-    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
         """Open a shard, and ask the kernel for its pages.
 
         Raises:
-            FormatError: it breaks what the producer promised, or judges answers by a column that is not asked for.
+            FormatError: it breaks what the producer promised, judges answers by a column that is not asked for, or has
+                images or audio, and ``ignore_media`` was not passed.
         """
         shard = self._read(number, lambda prefix: Shard(prefix, columns=columns))
         header = shard.header
         require_shard_judged(shard.prefix, header, columns)
+        require_text(shard.prefix, header.has_media, ignore_media)
         if self._limits is not None:
             limits, pad_id = self._limits
             sequences, multiple = limits.max_sequences_per_pack, limits.sequence_multiple

@@ -45,7 +45,7 @@ from megatron_sft_idx.live.waiting import PASSING_ERRORS, Settling, Waiter, pati
 from megatron_sft_idx.packs.run import PackRun, checked_run
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
-from megatron_sft_idx.training import Arrays, Index, require_judged
+from megatron_sft_idx.training import Arrays, Index, require_judged, require_text
 
 OnBadRow = Literal["error", "skip"]
 
@@ -262,9 +262,14 @@ class LiveChunks(LiveShards):
             self._counts[number] = len(self._opened(number))
         return self._counts[number]
 
-    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
-        """Find the lines of a chunk that is whole, which reads all of it. FormatError where it is of another kind."""
+    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+        """Find the lines of a chunk that is whole, which reads all of it.
+
+        FormatError: it is of another kind, or a processor expands images and audio in its lines, and ``ignore_media``
+        was not passed.
+        """
         path = self.path_of(number)
+        require_text(path, self.encoding is not None and self.encoding.processor is not None, ignore_media)
         if self.encoding is not None and recognise(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: its first line is a pack's: it is packed already; leave --tokenizer out")

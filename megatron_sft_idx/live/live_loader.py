@@ -78,6 +78,8 @@ class LiveConfig:
         form: of the batches; see ``BatchLayout``.
         columns: names of the shards' columns that batches have, with values as they are stored. Not ``source``: it
             numbers the files of a list in its own shard, which other ranks may never see.
+        ignore_media: train on shards with images and audio, as if their placeholder tokens were text; else such a shard
+            ends training when it is opened.
         consumer: the name of this training run among those that read the catalog.
         ack_dir: the folder of acknowledgements, where consumers may not write into the catalog.
 
@@ -99,6 +101,7 @@ class LiveConfig:
     pad_id: int | None = None
     form: Form = "wide"
     columns: Sequence[str] = ()
+    ignore_media: bool = False
     consumer: str = "train"
     ack_dir: str | os.PathLike[str] | None = None
 
@@ -231,7 +234,7 @@ class LiveLoader(Shown, Iterator[Tensors]):
             f" epoch {state.deal.epoch + 1} of {config.epochs}, from row {state.rows}"
         )
         with self._asking:
-            source = OpenShards(self.shards, self._waiter, config.columns)
+            source = OpenShards(self.shards, self._waiter, config.columns, ignore_media=config.ignore_media)
         try:
             assembler = BatchAssembler(
                 source,

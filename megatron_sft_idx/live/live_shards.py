@@ -96,8 +96,11 @@ class LiveShards(Shown, ABC):
         """How many packs a shard has; None where it is not there yet, or not any more."""
 
     @abstractmethod
-    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
-        """Open a shard that is there, with some of its columns, and ask the kernel for its pages."""
+    def open(self, number: int, columns: Sequence[str] = (), *, ignore_media: bool = False) -> OpenPacks:
+        """Open a shard that is there, with some of its columns, and ask the kernel for its pages.
+
+        FormatError: it has images or audio, and ``ignore_media`` was not passed.
+        """
 
     def least_packs(self) -> int:
         """How many packs every shard but the last one has at least; 1 where nobody promises more.
@@ -139,10 +142,14 @@ class OpenShards(Shown):
         shards: where they come from.
         waiter: says in the log what was opened.
         columns: names of the columns that go into batches.
+        ignore_media: take shards with images and audio, as if their placeholders were text; else they are refused when
+            they are opened.
     """
 
-    def __init__(self, shards: LiveShards, waiter: Waiter, columns: Sequence[str] = ()) -> None:
-        self._shards, self._waiter = shards, waiter
+    def __init__(
+        self, shards: LiveShards, waiter: Waiter, columns: Sequence[str] = (), *, ignore_media: bool = False
+    ) -> None:
+        self._shards, self._waiter, self._ignore_media = shards, waiter, ignore_media
         limits, self.pad_id = shards.limits(waiter)
         self.num_packs, self.fingerprint = 0, ""  # of shards that are still being made, nobody knows these
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
@@ -165,7 +172,9 @@ class OpenShards(Shown):
         if held == self._open.keys():
             return
         for number in sorted(held - self._open.keys()):
-            opened = self._open[number] = self._shards.open(number, tuple(self.columns))
+            opened = self._open[number] = self._shards.open(
+                number, tuple(self.columns), ignore_media=self._ignore_media
+            )
             self._require_alike(number, opened.specs)
             tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
             self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")

@@ -18,10 +18,11 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import BUILDING, MAGIC, MEDIA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout.files import BUILDING, MAGIC, MEDIA_SUFFIXES, SEQ_IDX, SUFFIXES
 from megatron_sft_idx.layout.media import MEDIA_MAGIC
 from megatron_sft_idx.packs.transfer import ContentCheck, Copied, CopySource, download, other_shard_error
-from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard
+from megatron_sft_idx.shard.at_prefix import lists_media
+from megatron_sft_idx.shard.opening import columns_beside, is_of_another_shard, read_start
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store
@@ -126,9 +127,12 @@ class RemoteTarget:
                 )
 
     def _is_media(self) -> bool:
-        """Whether images and audio of a shard are at the prefix."""
+        """Whether images and audio of a shard are at the prefix: their items, or a ``.seq.idx`` that lists them."""
         items = self.stored(".media.items")
-        return bool(items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", 8) == MEDIA_MAGIC)
+        if items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", 8) == MEDIA_MAGIC:
+            return True
+        path = self.prefix + ".seq.idx"
+        return (start := read_start(path, SEQ_IDX)) is not None and lists_media(start.raw, path)
 
     def _read(self, suffix: str, nbytes: int) -> bytes:
         return bytes(self.store.read(self.key + suffix, 0, nbytes))
@@ -205,6 +209,7 @@ class _Upload(RemoteTarget):
     def send(self, *, overwrite: bool) -> None:
         """Send the files that are not at the prefix yet, and publish. The caller must hold the claim."""
         self.require_ours()
+        had_media = self._is_media()
         present = {suffix: self.stored(suffix) for suffix in self.suffixes}
         right = {suffix for suffix, stored in present.items() if stored == self._expected[suffix]}
         wrong = [suffix for suffix, stored in present.items() if stored and suffix not in right]
@@ -217,7 +222,7 @@ class _Upload(RemoteTarget):
         if ".seq.idx" not in right:
             # Remove images and audio, and the columns, of the shard that was replaced. Where these credentials may not
             # list objects, such a column stays, and readers pass it over: its header names another shard.
-            if not self._source.paths.media and self._is_media():
+            if not self._source.paths.media and had_media:
                 for suffix in MEDIA_SUFFIXES:
                     self.store.delete(self.key + suffix)
             with contextlib.suppress(StorageError):

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Iterable
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
-from megatron_sft_idx.layout.files import MAGIC, column_of
+from megatron_sft_idx.layout.files import MAGIC, SEQ_IDX, column_of, listed_media
 from megatron_sft_idx.layout.media import MEDIA_MAGIC
 from megatron_sft_idx.storage.building_files import building_of, is_half_finished, is_whole_at
 from megatron_sft_idx.storage.publish import describe, head_of
@@ -50,13 +50,24 @@ def is_shard(paths: ShardPaths) -> bool:
 
 
 def has_media(paths: ShardPaths) -> bool:
-    """Whether the images and audio of a shard lie at a prefix: the items have their magic, or some are renamed.
+    """Whether the images and audio of a shard lie at a prefix, or would.
 
-    Nothing tells encoded files without their items from a file of somebody else.
+    The items have their magic, or ``.seq.idx`` lists both files, which may be lost or damaged, or some are renamed.
+    Without all that, nothing tells encoded files from a file of somebody else.
     """
     if head_of(paths.media_items, len(MEDIA_MAGIC)) == MEDIA_MAGIC:
         return True
+    head = head_of(paths.seq_idx, SEQ_IDX.fixed_nbytes)
+    if lists_media(head_of(paths.seq_idx, SEQ_IDX.stated_nbytes(head)), paths.seq_idx):
+        return True
     return is_whole_at(paths.prefix) and is_half_finished(paths.prefix)
+
+
+def lists_media(raw: bytes, path: str) -> bool:
+    """Whether the header of a ``.seq.idx`` is whole and lists images and audio."""
+    with contextlib.suppress(FormatError):
+        return listed_media(Header.decode(raw, path).metadata) is not None
+    return False
 
 
 def is_building(paths: ShardPaths) -> bool:

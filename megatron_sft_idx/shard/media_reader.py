@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,13 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import listed_media
 from megatron_sft_idx.layout.media import ARRAYS, KIND_NAMES, MEDIA, Items, MediaHeader, MediaItem, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia
-from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
+from megatron_sft_idx.shard.opening import FileStart, open_items, read_header, read_start, require_same
 from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
-from megatron_sft_idx.storage.local import StreamHash, digest_file, stamp_of
+from megatron_sft_idx.storage.local import StreamHash, digest_file, part_of, stamp_of
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
 
+_NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
 
 
@@ -68,11 +70,25 @@ class ShardMedia:
         return found
 
     def _bytes(self, number: int) -> memoryview:
-        begin, end = self.arrays["blob_offsets"][number : number + 2].tolist()
-        if not 0 <= begin < end <= self.header.data_nbytes:
-            detail = f"blob {number} from {begin} to {end}, expected ascending and at most {self.header.data_nbytes}"
-            raise self._error("blob_offsets", number, "M10", detail)
-        return self.data_bytes[begin:end].data
+        return self._bytes_of_each([number])[number]
+
+    def _bytes_of_each(self, numbers: Sequence[int]) -> dict[int, memoryview]:
+        """Read-only bytes of some blobs, by number. Blobs that lie one behind the other are read at once.
+
+        CorruptShardError: offsets leave the file (M10).
+        """
+        found: dict[int, memoryview] = {}
+        for first, last in _stretches(sorted({*numbers})):
+            offsets = self.arrays["blob_offsets"][first : last + 1].tolist()
+            for number, (begin, end) in enumerate(pairwise(offsets), first):
+                if not 0 <= begin < end <= self.header.data_nbytes:
+                    within = f"at most {self.header.data_nbytes}"
+                    detail = f"blob {number} from {begin} to {end}, expected ascending and {within}"
+                    raise self._error("blob_offsets", number, "M10", detail)
+            data = self.data_bytes[offsets[0] : offsets[-1]].data.toreadonly()
+            for number, (begin, end) in enumerate(pairwise(offsets), first):
+                found[number] = data[begin - offsets[0] : end - offsets[0]]
+        return found
 
     def nbytes(self, number: int) -> int:
         """The size of a blob in bytes."""
@@ -106,7 +122,9 @@ class ShardMedia:
         if (counts < 0).any() or ((offsets < 0) | (offsets > self.header.num_items)).any():
             detail = f"item offsets of packs {first} to {last - 1} are not ascending, up to {self.header.num_items}"
             raise self._error("item_offsets", first, "M5", detail)
-        items = Items(*(self.arrays[name][begin:end] for name in ("starts", "lengths", "kinds", "blobs")))
+        if begin == end:
+            return counts, _NO_ITEMS
+        items = Items(*(self.arrays[name][begin:end] for name in Items._fields))
         if (wrong := items.blobs >= self.header.num_blobs).any():
             at = int(np.argmax(wrong))
             detail = f"blob {items.blobs[at]}, expected less than {self.header.num_blobs}"
@@ -115,12 +133,19 @@ class ShardMedia:
 
     @cached_property
     def _item_ends(self) -> NDArray[np.int64]:
-        sizes = np.diff(self.arrays["blob_offsets"][:])
-        return np.append(0, np.cumsum(sizes[self.arrays["blobs"][:]]))
+        _, items = self.items(0, self.header.num_packs)
+        offsets = self.arrays["blob_offsets"][:]
+        if (wrong := offsets[1:] <= offsets[:-1]).any():
+            at = int(np.argmax(wrong)) + 1
+            raise self._error("blob_offsets", at, "M10", f"{offsets[at]} behind {offsets[at - 1]}, expected more")
+        return np.append(0, np.cumsum(np.diff(offsets)[items.blobs]))
 
     def nbytes_before(self, pack: int) -> int:
-        """Bytes of the items of all packs before this one, each with its own encoded file."""
-        return int(self._item_ends[int(self.arrays["item_offsets"][pack : pack + 1][0])])
+        """Bytes of the items of all packs before this one, each with its own encoded file.
+
+        CorruptShardError: as of ``items``, or blobs do not lie one behind the other (M10).
+        """
+        return int(self._item_ends[self._first_item(pack)])
 
     def of_pack(self, pack: int, length: int) -> list[MediaItem]:
         """The items of one pack, which has ``length`` tokens, in order.
@@ -128,16 +153,28 @@ class ShardMedia:
         CorruptShardError: a rule is broken that keeps one from being read: M5, M6, M8 to M10.
         """
         _, items = self.items(pack, pack + 1)
-        found: list[MediaItem] = []
-        for start, size, code, blob in zip(*(values.tolist() for values in items), strict=True):
-            begin = int(self.arrays["item_offsets"][pack : pack + 1][0]) + len(found)
+        if not len(items.starts):
+            return []
+
+        self._require_known_kinds(pack, items)
+        starts, lengths, codes, blobs = (values.tolist() for values in items)
+        for at, (start, size) in enumerate(zip(starts, lengths, strict=True)):
             if not (size and start + size <= length):
                 detail = f"pack {pack} of {length} tokens: an item at positions {start} to {start + size - 1}"
-                raise self._error("starts", begin, "M6", detail)
+                raise self._error("starts", self._first_item(pack) + at, "M6", detail)
+        data = self._bytes_of_each(blobs)
+        each = zip(starts, lengths, codes, blobs, strict=True)
+        return [MediaItem(KIND_NAMES[code], start, size, data[blob]) for start, size, code, blob in each]
+
+    def _first_item(self, pack: int) -> int:
+        return int(self.arrays["item_offsets"][pack : pack + 1][0])
+
+    def _require_known_kinds(self, pack: int, items: Items) -> None:
+        """CorruptShardError where the kind of an item is unknown (M8); the items begin with those of ``pack``."""
+        for at, code in enumerate(items.kinds.tolist()):
             if code not in KIND_NAMES:
-                raise self._error("kinds", begin, "M8", f"kind {code}, expected {' or '.join(map(str, KIND_NAMES))}")
-            found.append(MediaItem(KIND_NAMES[code], start, size, self._bytes(blob)))
-        return found
+                expected = " or ".join(map(str, KIND_NAMES))
+                raise self._error("kinds", self._first_item(pack) + at, "M8", f"kind {code}, expected {expected}")
 
     def of_sequences(self, first: int, sequence_offsets: NDArray[np.int64], seq_starts: NDArray[np.int64]) -> RunMedia:
         """The items of the packs from ``first`` on, by sequence.
@@ -147,9 +184,10 @@ class ShardMedia:
             sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1], the first 0.
             seq_starts: where each sequence begins in its pack, int64 [sequences].
 
-        CorruptShardError: as of ``items``.
+        CorruptShardError: as of ``items``, or a kind is unknown (M8).
         """
         counts, items = self.items(first, first + len(sequence_offsets) - 1)
+        self._require_known_kinds(first, items)
         packs = np.repeat(np.arange(len(counts)), counts)
         # Sequences and items as one ascending number each: the pack, then the place in it.
         keys = (np.repeat(np.arange(len(counts)), np.diff(sequence_offsets)) << 32) + seq_starts
@@ -157,6 +195,25 @@ class ShardMedia:
         by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
         items = items._replace(starts=(items.starts - seq_starts[sequences]).astype(np.uint32))
         return RunMedia(by_sequence, items, self)
+
+
+def items_start(paths: ShardPaths) -> FileStart | None:
+    """The header of ``.media.items`` at a prefix, unchecked; None if no such file is there."""
+    path = paths.media_items
+    return read_start(path, MEDIA) if is_remote(path) or os.path.isfile(path) else None
+
+
+def _stretches(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each run of consecutive numbers begins, and ends behind its last; ``numbers`` ascend."""
+    first = last = -1
+    for number in numbers:
+        if number != last:
+            if last >= 0:
+                yield first, last
+            first = number
+        last = number + 1
+    if last >= 0:
+        yield first, last
 
 
 def copied_items(items: Sequence[MediaItem]) -> list[MediaItem]:
@@ -176,7 +233,7 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
         return None
     paths = paths.with_media()
     path = paths.media_items
-    if (file := read_start(path, MEDIA)) is None:
+    if (file := items_start(paths)) is None:
         raise ShardNotFoundError(paths.prefix, [path], f"the shard was written with images or audio (M1): {_RESTORE}")
     media = MediaHeader.decode(file.raw, path)
     if media.checksums != listed:
@@ -191,32 +248,33 @@ def open_media(paths: ShardPaths, header: Header, backend: Backend = "mmap") -> 
 
     def confirm() -> None:
         require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
-        if (present := read_start(path, MEDIA)) is None or present.raw != file.raw:
+        if (present := items_start(paths)) is None or present.raw != file.raw:
             raise FormatError(f"{path}: replaced since it was opened; open the shard again")
 
+    whole, data = np.dtype("u1"), paths.media_data
+    items_file: Array
+    data_file: Array
     if file.info is not None:
-        store, key = open_store(path)
-        arrays: dict[str, Array] = {
-            each.name: RemoteArray(store, key, each.dtype, entries, file.info.etag, offset=begin)
-            for each, (begin, entries) in zip(ARRAYS, media.places().values(), strict=True)
-        }
-        store, key = open_store(paths.media_data)
+        store, key = open_store(data)
         if (info := store.head(key)) is None:
-            raise ShardNotFoundError(paths.prefix, [paths.media_data], _RESTORE)
-        check_size(paths.media_data, info.nbytes, media.data_nbytes)
-        opened = ShardMedia(paths, media, arrays, RemoteArray(store, key, np.dtype("u1"), info.nbytes, info.etag))
-        opened.check_ends()
-        return opened
-    if not os.path.isfile(paths.media_data):
-        raise ShardNotFoundError(paths.prefix, [paths.media_data], _RESTORE)
-    check_size(paths.media_data, os.stat(paths.media_data).st_size, media.data_nbytes)
+            raise ShardNotFoundError(paths.prefix, [data], _RESTORE)
+        check_size(data, info.nbytes, media.data_nbytes)
+        data_file = RemoteArray(store, key, whole, info.nbytes, info.etag)
+        store, key = open_store(path)
+        items_file = RemoteArray(store, key, whole, file.nbytes, file.info.etag)
+    else:
+        if not os.path.isfile(data):
+            raise ShardNotFoundError(paths.prefix, [data], _RESTORE)
+        check_size(data, os.stat(data).st_size, media.data_nbytes)
+        items_file = open_items(path, whole, file.nbytes, file.nbytes, backend, confirm, 0)
+        data_file = open_items(data, whole, media.data_nbytes, media.data_nbytes, backend, confirm, 0)
+        if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
+            confirm()
+    # All arrays are parts of one file, so one map or one descriptor serves them.
     arrays = {
-        each.name: open_items(path, each.dtype, entries, file.nbytes, backend, confirm, begin)
+        each.name: part_of(path, items_file, each.dtype, entries, begin)
         for each, (begin, entries) in zip(ARRAYS, media.places().values(), strict=True)
     }
-    data = open_items(paths.media_data, np.dtype("u1"), media.data_nbytes, media.data_nbytes, backend, confirm, 0)
-    if not os.path.exists(path) or stamp_of(os.stat(path)) != file.stamp:
-        confirm()
-    opened = ShardMedia(paths, media, arrays, data)
+    opened = ShardMedia(paths, media, arrays, data_file)
     opened.check_ends()
     return opened

@@ -3,6 +3,10 @@
 Encoded files are appended to ``.media.data`` as items first use them. Two logs of blocks (``pack_log``) note what was
 written: ``X.building/blobs`` with ``_BLOB`` records, and ``X.building/items`` with ``_ITEM`` records. In the end,
 ``.media.items`` is made from them. Only the hashes of the files are kept in memory, in 24 to 32 bytes each.
+
+Each block of items ends with a record of kind ``_NOTED``, whose pack is the number of packs whose items are all noted.
+After a power failure, the end of this log may be missing: packs behind that number must not count as packs without
+items.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from megatron_sft_idx.storage.local import HashedFile
 _ITEM = np.dtype([("pack", "<u8"), ("start", "<u4"), ("length", "<u4"), ("blob", "<u4"), ("kind", "u1")])
 _BLOB = np.dtype([("nbytes", "<u8"), ("hash", f"V{HASH_NBYTES}")])
 _ITEM_MAGIC, _BLOB_MAGIC = b"ITEM", b"BLOB"
+_NOTED = 0
 
 
 class PlacedMedia(NamedTuple):
@@ -124,6 +129,8 @@ class MediaWriter:
         self._table = BlobTable()
         self._staged_items: list[NDArray[Any]] = []
         self._staged_blobs: list[tuple[int, bytes]] = []
+        # Of an interrupted build so many packs are taken over. What the logs note behind them is passed over.
+        self._most_packs: int | None = None
         # The blobs of the source that came last, and the number here of each + 1, or 0 where it is not known yet.
         self._numbers: tuple[Blobs, NDArray[np.uint32]] | None = None
         self.num_items = 0
@@ -154,19 +161,39 @@ class MediaWriter:
             self._staged_blobs.append((len(data), hashed))
         return new
 
-    def flush(self) -> None:
-        """Note what was added. The packs must be noted after this."""
+    def flush(self, num_packs: int) -> None:
+        """Note what was added, of ``num_packs`` that there are now. The packs must be noted after this."""
+        assert self._most_packs is None
         if self._staged_blobs:
             append_records(self._blob_log, _BLOB_MAGIC, np.array(self._staged_blobs, _BLOB))
             self._staged_blobs.clear()
-        for records in self._staged_items:
-            append_records(self._item_log, _ITEM_MAGIC, records)
-            self.num_items += len(records)
+        noted = np.array([(num_packs, 0, 0, 0, _NOTED)], _ITEM)
+        records = np.concatenate([*self._staged_items, noted])
+        append_records(self._item_log, _ITEM_MAGIC, records)
+        self.num_items += len(records) - 1
         self._staged_items.clear()
 
     def _logged(self, name: str, magic: bytes, record: np.dtype[Any]) -> Iterator[NDArray[Any]]:
         with open_regular(self._publication.building.path(name)) as stream:
             yield from read_records(stream, magic, record)
+
+    def _logged_items(self) -> Iterator[NDArray[Any]]:
+        """The items of the packs that count, in arrays of one or more."""
+        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+            kept = records["kind"] != _NOTED
+            if self._most_packs is not None:
+                kept &= records["pack"] < self._most_packs
+            if kept.any():
+                yield records[kept]
+
+    def _logged_blobs(self) -> Iterator[NDArray[Any]]:
+        """The blobs that these items show, in arrays of one or more."""
+        remaining = len(self._table)
+        for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+            if not remaining:
+                return
+            yield records[:remaining]
+            remaining -= len(records[:remaining])
 
     def write_items(self, file: OutputFile, num_packs: int) -> MediaHeader:
         """Write ``.media.items`` from the logs; returns its header, which is written once the shard id is known."""
@@ -186,7 +213,7 @@ class MediaWriter:
         for name, dtype, _, _ in ARRAYS:
             out.write(bytes(places[name][0] - file.nbytes))
             if name in fields:
-                for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+                for records in self._logged_items():
                     out.write(records[fields[name]].astype(dtype))
             elif name == "item_offsets":
                 for offsets in self._item_offsets(num_packs):
@@ -194,12 +221,12 @@ class MediaWriter:
             elif name == "blob_offsets":
                 end = 0
                 out.write(np.zeros(1, dtype))
-                for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+                for records in self._logged_blobs():
                     ends = end + np.cumsum(records["nbytes"].astype(dtype))
                     out.write(ends)
                     end = int(ends[-1])
             else:
-                for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
+                for records in self._logged_blobs():
                     out.write(records["hash"].tobytes())
         assert file.nbytes == media.nbytes
         return dataclasses.replace(media, arrays_checksum=out.checksum())
@@ -207,7 +234,7 @@ class MediaWriter:
     def _item_offsets(self, num_packs: int) -> Iterator[NDArray[np.int64]]:
         """``item_offsets``: for each pack how many items come before it, then how many there are."""
         next_pack = num_before = 0
-        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
+        for records in self._logged_items():
             packs = records["pack"].astype(np.int64)
             last = int(packs[-1]) + 1
             for first in range(next_pack, last, CHUNK_PACKS):
@@ -220,36 +247,38 @@ class MediaWriter:
     # ---- going on with an interrupted build ----
 
     def whole_packs(self, num_packs: int) -> int:
-        """How many of the first packs of an interrupted build show no file whose bytes, or whose note, were lost."""
-        for number, (nbytes, hashed, begin) in enumerate(self._logged_blobs()):
+        """How many of the first packs of an interrupted build have all their items, and the files that these show.
+
+        Bytes or notes of the others were lost.
+        """
+        num_blobs = num_noted = 0
+        for nbytes, hashed, begin in self._noted_blobs():
             data = self._data.file.read_at(begin, nbytes)
             if len(data) != nbytes or blob_hash(data) != hashed:
-                num_blobs = number
                 break
-        else:
-            num_blobs = sum(map(len, self._logged(BLOBS, _BLOB_MAGIC, _BLOB)))
+            num_blobs += 1
         for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
-            lost = records["pack"][records["blob"] >= num_blobs]
+            is_item = records["kind"] != _NOTED
+            num_noted = max(num_noted, int(records["pack"][~is_item].max(initial=0)))
+            lost = records["pack"][is_item & (records["blob"] >= num_blobs)]
             num_packs = min(num_packs, int(lost.min(initial=num_packs)))
-        return num_packs
+        return min(num_packs, num_noted)
 
     def resume(self, num_packs: int) -> None:
-        """Take over the items of the first packs, and the files that they show, as if they had just been added."""
-        num_blobs = 0
-        for records in self._logged(ITEMS, _ITEM_MAGIC, _ITEM):
-            kept = records[records["pack"] < num_packs]
-            num_blobs = max(num_blobs, int(kept["blob"].astype(np.int64).max(initial=-1)) + 1)
-            self._staged_items.append(kept)
-        for nbytes, hashed, begin in itertools.islice(self._logged_blobs(), num_blobs):
+        """Take over the items of the first packs, and the files that they show. No others can be added then.
+
+        The logs stay as they are: a recovery that is killed can be run again.
+        """
+        self._most_packs, num_blobs = num_packs, 0
+        for records in self._logged_items():
+            self.num_items += len(records)
+            num_blobs = max(num_blobs, int(records["blob"].max()) + 1)
+        for nbytes, hashed, begin in itertools.islice(self._noted_blobs(), num_blobs):
             self._data.update(self._data.file.read_at(begin, nbytes))
             self._table.number(hashed)
-            self._staged_blobs.append((nbytes, hashed))
-        self._item_log.truncate(0)
-        self._blob_log.truncate(0)
-        self.flush()
 
-    def _logged_blobs(self) -> Iterator[tuple[int, bytes, int]]:
-        """The blobs that were noted: of each its size in bytes, its hash, and where it begins in ``.media.data``."""
+    def _noted_blobs(self) -> Iterator[tuple[int, bytes, int]]:
+        """All blobs that were noted: of each its size in bytes, its hash, and where it begins in ``.media.data``."""
         begin = 0
         for records in self._logged(BLOBS, _BLOB_MAGIC, _BLOB):
             for nbytes, hashed in records.tolist():

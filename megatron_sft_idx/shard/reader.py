@@ -20,7 +20,7 @@ from megatron_sft_idx.layout.files import check_column_name, counts_text
 from megatron_sft_idx.layout.media import MediaItem
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.media_reader import ShardMedia, open_media
+from megatron_sft_idx.shard.media_reader import ShardMedia, copied_items, open_media
 from megatron_sft_idx.shard.opening import MAX_SINGLE_READS, REGION_SHIFT, OpenFiles, open_files, require_same
 from megatron_sft_idx.storage import (
     Advice,
@@ -47,7 +47,7 @@ class Pack(_TextPack, total=False):
     ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
     whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: where each sequence begins, then
     the pack's length. Columns that the shard was opened with are further keys. ``media`` is there if the shard was
-    written with images or audio: a list of them in the order of their positions.
+    written with images or audio: a list of them in the order of their positions, empty where the pack has none.
     """
 
     media: list[MediaItem]
@@ -63,6 +63,7 @@ class Shard(Shown):
 
     If a shard lies at ``s3://`` or ``msc://``, its index files are fetched when it is opened, unless the cache has
     them. Reading a pack then takes two requests, for tokens and mask, and is an error if the shard has been replaced.
+    Images and audio take some more, for their places and for the encoded files of this pack alone.
 
     Args:
         prefix: the path that the five files share; or ``ShardPaths``, for a shard that is not published yet.
@@ -72,7 +73,7 @@ class Shard(Shown):
             time that grows with the packs. ``ReadOptions`` may be given instead, in place of the next two as well.
         advice: the order of reads that the kernel is told to expect: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; the method ``huge_pages`` says how many the kernel has given.
-        copy: return writable copies instead of read-only views.
+        copy: return writable copies instead of read-only views; of the encoded files of images and audio, ``bytes``.
         index_cache: local folder for copies of the index files of a remote shard; None for what ``SFT_IDX_CACHE``
             names, else ``megatron-sft-idx`` in the user's cache folder.
         columns: names of columns that are read with each pack. ``shard[i]["source"]`` has one row for each sequence or
@@ -218,7 +219,8 @@ class Shard(Shown):
                 rows = rows[0] if column.spec.per == "pack" else rows
                 pack[name] = rows.copy() if self._copy else rows  # type: ignore[literal-required]
         if (media := self.media) is not None:
-            pack["media"] = media.of_pack(i, stop - start)
+            items = media.of_pack(i, stop - start)
+            pack["media"] = copied_items(items) if self._copy else items
         return pack
 
     def __iter__(self) -> Iterator[Pack]:

@@ -33,9 +33,9 @@ from megatron_sft_idx.storage.remote import RemotePath
 from megatron_sft_idx.storage.remote.store import matching_objects, object_exists, objects_in_folder
 from megatron_sft_idx.storage.remote.transport import request_pool
 
-# At most so many shards are mapped. An open shard holds four maps, or with pread five descriptors. Some cluster file
-# systems refuse a process more than about 590 maps, some of which torch and Megatron need; 256 descriptors is a common
-# limit.
+# At most so many shards are mapped. An open shard holds four maps, or with pread five descriptors, and two more of
+# either with images or audio. Some cluster file systems refuse a process more than about 590 maps, some of which torch
+# and Megatron need; 256 descriptors is a common limit.
 MAPPED_SHARDS = 32
 # A set of more shards is read into memory if its tokens, masks and index arrays have at most so many bytes.
 MEMORY_NBYTES = 1 << 30
@@ -185,7 +185,8 @@ class ShardSet(Shown):
     The constructor reads the header of each shard. The other files of a shard are opened when they are first needed:
 
     - A few shards are mapped, as long as the system allows one more map.
-    - Many shards of few bytes are read into memory (``in_memory``), unless columns are wanted.
+    - Many shards of few bytes are read into memory (``in_memory``), unless columns are wanted or they have images or
+      audio.
     - Of many shards of many bytes, the index arrays are read into memory. Files of tokens and masks are opened for each
       read, and closed again.
 
@@ -356,6 +357,7 @@ class ShardSet(Shown):
             or self.remote
             or self._options.backend == "reopen"
             or self._chosen
+            or any(header.has_media for header in headers)
             or not same_dtypes
             or not fits
         ):

@@ -512,7 +512,7 @@ class ShardWriter(Shown):
                     self._files[paths.column(name)][1].write(values.reshape(-1))
                 arrays.clear()
             if self._media is not None:
-                self._media.flush()
+                self._media.flush(stage.num_packs)
             if self._logs_packs:
                 append_packs(self._packs, np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
             stage.clear()

@@ -6,7 +6,8 @@
     X.building/build.json  what is being built; written first and whole; its beginning marks the folder as ours
     X.building/<suffix>    a file that will be X + suffix: .bin, .seq.idx, .source.col
     X.building/output      a file or folder that will be X itself; X + .json may go with it
-    X.building/packs       what a shard's writer notes of each pack that it has written
+    X.building/packs       what a shard's writer notes of each pack that it has written; of images and audio in them in
+                           items and blobs next to it
     X.building/parts/      parts of tokenization
     X.building/done.json   written when all files are whole and synced: only removals and renames are left; it begins
                            like build.json

@@ -198,6 +198,32 @@ class PreadArray(CopiedArray):
             os.close(fd)
 
 
+class PartOfArray(CopiedArray):
+    """Items that lie in an array of bytes, from byte ``begin`` on: it reads only what it is asked for.
+
+    So several arrays in one file share its descriptor.
+    """
+
+    def __init__(self, path: str, whole: Array, dtype: np.dtype[Any], count: int, begin: int) -> None:
+        super().__init__(path, dtype, count)
+        self._whole, self._begin = whole, begin
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """As ``CopiedArray``. Errors as of a slice of the whole array."""
+        begin = self._begin + offset
+        out[:] = self._whole[begin : begin + len(out)]
+
+
+def part_of(path: str, whole: Array, dtype: np.dtype[Any], count: int, begin: int) -> Array:
+    """The ``count`` items that lie in an array of bytes from byte ``begin`` on: a view where it is mapped.
+
+    ``path`` is of the file, for errors.
+    """
+    if isinstance(whole, np.ndarray):
+        return whole[begin : begin + count * dtype.itemsize].view(dtype)
+    return PartOfArray(path, whole, dtype, count, begin)
+
+
 def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
     """The bytes of a one-dimensional, contiguous buffer. Unlike ``memoryview.cast`` it takes an empty array."""
     if isinstance(data, np.ndarray):

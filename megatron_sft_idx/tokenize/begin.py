@@ -201,6 +201,8 @@ class Job(NamedTuple):
 def noted_differences(noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """How options, in groups by name, differ from those that the header of a shard or ``build.json`` holds."""
     earlier = {group: noted.get(group) for group in wanted}
+    if "tokenizer" in wanted and "processor" in noted:  # an encoder without one does not name the group
+        earlier["processor"] = noted["processor"]
     if isinstance(packing := earlier.get("packing"), Mapping):  # of which headers say more than its options
         earlier["packing"] = {name: packing.get(name) for name in wanted["packing"]}
     differs = list(differences(earlier, wanted))

@@ -43,6 +43,7 @@ def train_valid_test_datasets_provider(
     *,
     args: Namespace | None = None,
     columns: Sequence[str] = (),
+    ignore_media: bool = False,
 ) -> list[Any]:
     """Training, validation and test data, as ``pretrain()`` asks for them.
 
@@ -51,6 +52,8 @@ def train_valid_test_datasets_provider(
         vp_stage: the virtual pipeline stage, which makes no difference: every stage needs the boundaries.
         args: Megatron's arguments; None asks ``megatron.training`` for them.
         columns: names of columns that rows come with.
+        ignore_media: train on shards with images and audio, as if their placeholder tokens were text. A script that
+            adds ``--ignore-media`` to Megatron's arguments need not pass it.
 
     Raises:
         FormatError: arguments or shards that cannot be trained on, on every rank.
@@ -65,6 +68,7 @@ def train_valid_test_datasets_provider(
         "single_sequences": _is_scheduled(args),
         "tokenizer_fingerprint": _tokenizer_fingerprint(args),
         "vocab_size": getattr(args, "padded_vocab_size", None),
+        "ignore_media": ignore_media or getattr(args, "ignore_media", False),
     }
     is_built_on_rank = lambda: parallel_state.get_tensor_model_parallel_rank() == 0  # noqa: E731
     return build_datasets(args, train_val_test_num_samples, is_built_on_rank, **options)
@@ -95,8 +99,9 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
     Args:
         args: Megatron's arguments; those that a version or a script does not know may be missing.
         options: fields of ``PackedSFTDatasetConfig`` that Megatron has no argument for, such as
-            ``index_only_packing``.
+            ``index_only_packing``. ``ignore_media`` is taken from ``args`` where a script has added it there.
     """
+    options = {"ignore_media": getattr(args, "ignore_media", False), **options}
     blend, per_split = _blends(args)
     tensor_parallel = getattr(args, "tensor_model_parallel_size", 1)
     return PackedSFTDatasetConfig(

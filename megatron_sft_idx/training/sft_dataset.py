@@ -35,6 +35,7 @@ from megatron_sft_idx.training.sources import (
     blend_weights,
     require_fit,
     require_shard_judged,
+    require_text,
 )
 
 logger = get_logger(__name__)
@@ -63,6 +64,8 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
         pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
         columns: names of columns that rows come with, beside what Megatron's own data sets give; every shard has them.
             ``docs/megatron.md`` says how a forward step takes them.
+        ignore_media: train on shards with images and audio, as if their placeholder tokens were text; else such shards
+            are refused.
         padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
             ``GPTModel``, whose MoE routers then count tokens alone.
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
@@ -86,6 +89,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
     sequence_multiple: int | None = None
     pad_id: int | None = None
     columns: tuple[str, ...] = ()
+    ignore_media: bool = False
     padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
     vocab_size: int | None = None
@@ -233,6 +237,7 @@ class PackedSFTDatasetConfig(Shown, GPTDatasetConfig):  # type: ignore[misc]
                     " take the tokenizer the shard was made with, or tokenize again"
                 )
             require_shard_judged(prefix, header, self.columns)
+            require_text(prefix, header.has_media, self.ignore_media)
             if self.index_only_packing:
                 continue
             if header.capacity > self.sequence_length:
@@ -332,9 +337,9 @@ class PackedSFTDataset(Shown, MegatronDataset):  # type: ignore[misc]
             if config.plan_cache is None:
                 log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
             plan, cache = config.plan_options, config.plan_cache
-            self.source = PlannedPacks(shards, plan, cache=cache, first=first, last=last)
+            self.source = PlannedPacks(shards, plan, cache, first, last, ignore_media=config.ignore_media)
         else:
-            self.source = StoredPacks(shards, first, last)
+            self.source = StoredPacks(shards, first, last, ignore_media=config.ignore_media)
         config.most_sequences = max(config.most_sequences, self.source.most_sequences)
         self._rows: PackedRows | None = None
         # Put the content into the key of Megatron's caches, which holds the path only.

@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.files import listed_columns, listed_media
+from megatron_sft_idx.layout.files import listed_columns
 from megatron_sft_idx.lines import Shown, shown_by_fields
 from megatron_sft_idx.packing import csr_rows, pack_sequences
 from megatron_sft_idx.shard import pair_numbers
@@ -187,16 +187,20 @@ def require_shard_judged(
     require_judged(prefix, names, spec_of, header.metadata, columns, remedy)
 
 
-def require_text(prefix: str, header: Header) -> None:
-    """FormatError where a shard has images or audio, which a batch of text alone would leave out."""
-    require_no_media(prefix, has_media=listed_media(header.metadata) is not None)
+def require_text(where: str, has_media: bool, ignore_media: bool) -> None:
+    """FormatError where packs have images or audio, and go into batches of text alone without leave.
 
+    Everything that makes batches calls this, for each shard or file that it takes packs from.
 
-def require_no_media(path: str, *, has_media: bool) -> None:
-    """FormatError if packs have images or audio, which a batch of text alone would leave out."""
-    if has_media:
+    Args:
+        where: the shard or file, for the error.
+        has_media: whether its packs have images or audio.
+        ignore_media: the leave: placeholder tokens are then tokens like all others, whose loss mask is 0.
+    """
+    if has_media and not ignore_media:
         raise FormatError(
-            f"{path}: holds images or audio, and these batches are text alone: their placeholders would mean nothing"
+            f"{where}: holds images or audio, and these batches are of text alone, so the model would see nothing where"
+            " their placeholder tokens stand; pass ignore_media=True (--ignore-media) to train on the text all the same"
         )
 
 
@@ -219,19 +223,30 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 class _ShardPacks(Shown):
     """What sources over a ``ShardSet`` share: all of a ``PackSource`` but ``segments``.
 
-    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names.
+    They take the range ``first`` to ``last`` of ``total`` packs or sequences, which ``unit`` names. Shards with images
+    or audio are refused without ``ignore_media``.
     """
 
     num_packs: int
     capacity: int
 
-    def __init__(self, shards: ShardSet, unit: str, total: int, first: int, last: int | None, **options: Any) -> None:
+    def __init__(
+        self,
+        shards: ShardSet,
+        unit: str,
+        total: int,
+        first: int,
+        last: int | None,
+        ignore_media: bool,
+        **options: Any,
+    ) -> None:
         end = total if last is None else last
         if not 0 <= first < end <= total:
             raise FormatError(f"{shards.prefixes[0]}: {unit} {first} to {end} of {total}; take at least one")
         self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
+        self.ignore_media = ignore_media
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            require_text(prefix, header)
+            require_text(prefix, header.has_media, ignore_media)
         self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
         self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
         chosen = [shards.fingerprint, {unit: [first, end], **options}]
@@ -247,7 +262,7 @@ class _ShardPacks(Shown):
 
     def state(self) -> tuple[Any, ...]:
         """The arguments by which ``reopen`` makes this source again in another process: few plain values."""
-        return self.shards.__getstate__(), self.first, self.last
+        return self.shards.__getstate__(), self.first, self.last, self.ignore_media
 
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of one shard; see ``PackSource``."""
@@ -310,10 +325,15 @@ def located(
 
 
 class StoredPacks(_ShardPacks):
-    """A ``PackSource`` of packs as they are stored: ``first`` to ``last``, counted through all shards."""
+    """A ``PackSource`` of packs as they are stored: ``first`` to ``last``, counted through all shards.
 
-    def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
-        super().__init__(shards, "packs", len(shards), first, last)
+    FormatError: there are no such packs, or shards have images or audio, and ``ignore_media`` was not passed.
+    """
+
+    def __init__(
+        self, shards: ShardSet, first: int = 0, last: int | None = None, *, ignore_media: bool = False
+    ) -> None:
+        super().__init__(shards, "packs", len(shards), first, last, ignore_media)
         headers = shards.headers
         self.num_packs = self.last - self.first
         self.capacity = max(header.capacity for header in headers)
@@ -390,10 +410,12 @@ class PlannedPacks(_ShardPacks):
         cache: the folder for the plan's file; None keeps the plan in memory.
         first: the first sequence of the range that is used, counted through all shards.
         last: where the range ends; None for the end of the last shard.
+        ignore_media: take shards with images and audio, as if their placeholders were text.
 
     Raises:
         SequenceError: sequences do not fit the capacity; says how many.
-        FormatError: the range is empty, a column has values of packs, or the plan's file was cut short.
+        FormatError: the range is empty, a column has values of packs, the plan's file was cut short, or shards have
+            images or audio, and ``ignore_media`` was not passed.
     """
 
     def __init__(
@@ -403,12 +425,14 @@ class PlannedPacks(_ShardPacks):
         cache: str | os.PathLike[str] | None = None,
         first: int = 0,
         last: int | None = None,
+        *,
+        ignore_media: bool = False,
     ) -> None:
         _refuse_pack_columns(shards)
         # Every shard that has the column holds whole pairs (rule C10), so pairs begin at even numbers.
         group = 2 if "pair" in shards.columns else 1
         first, last = first // group * group, None if last is None else last // group * group
-        super().__init__(shards, "sequences", shards.num_sequences, first, last, plan=asdict(options))
+        super().__init__(shards, "sequences", shards.num_sequences, first, last, ignore_media, plan=asdict(options))
         self.options, self.cache = options, None if cache is None else os.fspath(cache)
         key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (group - 1)
         self.plan = load_or_make(self.cache, key, self._make)
@@ -483,7 +507,8 @@ class JoinedPacks(Shown):
         self._shards_before = running_sums(len(shards.prefixes) for shards in sets)
         self._stored: StoredPacks | None = None
         if all(isinstance(source, StoredPacks) for source in sources):
-            self._stored = StoredPacks(ShardSet.joined(sets))
+            ignore_media = any(source.ignore_media for source in sources)  # each has refused its own, if it is to
+            self._stored = StoredPacks(ShardSet.joined(sets), ignore_media=ignore_media)
             begins = running_sums(map(len, sets))[:-1] + np.array([source.first for source in sources], np.int64)
             self._shift: NDArray[np.int64] = begins - self.packs_before[:-1]
 
@@ -591,12 +616,14 @@ def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int6
         )
 
 
-def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
+def reopen(
+    shards: Any, first: int, last: int, ignore_media: bool, cache: str | None = None, *options: Any
+) -> StoredPacks | PlannedPacks:
     """The source whose ``state`` these arguments are: planned packs where there are options, else stored ones."""
     opened = ShardSet.reopen(shards)
     if not options:
-        return StoredPacks(opened, first, last)
-    return PlannedPacks(opened, PlanOptions(*options), cache, first, last)
+        return StoredPacks(opened, first, last, ignore_media=ignore_media)
+    return PlannedPacks(opened, PlanOptions(*options), cache, first, last, ignore_media=ignore_media)
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -32,13 +32,8 @@ from megatron_sft_idx.formats.registry import Source, open_reader, options_of_re
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.lines import Shown
 from megatron_sft_idx.shard import Pack, Shard
-from megatron_sft_idx.training.sources import (
-    blend_weights,
-    require_judged,
-    require_no_media,
-    require_shard_judged,
-    require_text,
-)
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.sources import blend_weights, require_judged, require_shard_judged, require_text
 
 Layout = Literal["padded", "flattened", "flash"]
 _IGNORED = -100
@@ -166,9 +161,10 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         pad_to_multiple_of: int = 1,
         loss_weights: bool = False,
         preferences: bool = False,
+        ignore_media: bool = False,
     ) -> None:
         self.packs, self.layout = packs, layout
-        self.pad_to_multiple_of, self.preferences = pad_to_multiple_of, preferences
+        self.pad_to_multiple_of, self.preferences, self.ignore_media = pad_to_multiple_of, preferences, ignore_media
         self.loss_weights = loss_weights or preferences
 
     def __len__(self) -> int:
@@ -177,6 +173,7 @@ class TorchPacks(Shown, Dataset[TorchPack]):
     def _shown(self) -> str:
         options = [f"pad_to_multiple_of={self.pad_to_multiple_of}"] * (self.pad_to_multiple_of > 1)
         options += ["preferences"] * self.preferences
+        options += ["ignore_media"] * self.ignore_media
         options += ["loss_weights"] * (self.loss_weights and not self.preferences)
         return f"{', '.join([self.layout, *options])}: {len(self):,} packs of {_name(self.packs)}"
 
@@ -187,10 +184,11 @@ class TorchPacks(Shown, Dataset[TorchPack]):
         ``preferences`` also ``pair`` int64 [sequences, 2].
 
         Raises:
-            FormatError: its mask has weights, and ``loss_weights`` was not asked for; or it has no column ``pair``, and
-                ``preferences`` was.
+            FormatError: its mask has weights, and ``loss_weights`` was not asked for; it has no column ``pair``, and
+                ``preferences`` was; or its shard has images or audio, and ``ignore_media`` was not passed.
         """
         pack = self.packs[index]
+        require_text(f"pack {index}", "media" in pack, self.ignore_media)  # of packs of any class
         ids, mask = torch.from_numpy(pack["input_ids"].astype(np.int64)), pack["loss_mask"]
         tensors = {"input_ids": ids, "seq_boundaries": torch.from_numpy(pack["seq_boundaries"]).long()}
         if self.loss_weights:
@@ -257,6 +255,7 @@ def as_torch(
     num_packs: int | None = None,
     loss_weights: bool = False,
     preferences: bool = False,
+    ignore_media: bool = False,
 ) -> TorchPacks:
     """Packs for a ``DataLoader`` or a ``Trainer``, in batches that models of transformers take as they are.
 
@@ -278,10 +277,13 @@ def as_torch(
             predicting the token at each position, and no ``labels``; ``training.losses.weighted_loss`` takes them.
         preferences: for preference pairs. Batches have ``loss_weights`` and ``pair`` int64 [sequences, 2], and no
             ``labels``; ``dpo_loss`` takes them.
+        ignore_media: for shards with images and audio. Batches are of text: placeholder tokens are as all others, and
+            their labels -100.
 
     Raises:
-        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers, or
-            they hold preference pairs or KTO labels and ``preferences`` does not fit; or as ``open_dataset``.
+        FormatError: ``layout`` is unknown, a weight of a blend is not above 0, packs come from different tokenizers,
+            they hold preference pairs or KTO labels and ``preferences`` does not fit, or images or audio, and
+            ``ignore_media`` was not passed; or as ``open_dataset``.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -302,18 +304,19 @@ def as_torch(
     columns = ("pair",) if preferences else ()
     packs: Packs
     if isinstance(source, Sequence) and any(_is_weight(each) for each in source):
-        packs = _blended(source, num_packs, columns)
+        packs = _blended(source, num_packs, columns, ignore_media)
     elif num_packs is not None:
         raise FormatError("num_packs: belongs to a blend, a list with a weight in front of each path; leave it out")
     else:
         packs = _opened(source, columns)
-        _require_trainable([packs], columns)
+        _require_trainable([packs], columns, ignore_media)
     return TorchPacks(
         packs,
         layout,
         pad_to_multiple_of=pad_to_multiple_of,
         loss_weights=loss_weights,
         preferences=preferences,
+        ignore_media=ignore_media,
     )
 
 
@@ -332,14 +335,16 @@ def _opened(source: Any, columns: tuple[str, ...]) -> Packs:
     return packs  # type: ignore[no-any-return]
 
 
-def _blended(source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...]) -> WeightedPacks:
+def _blended(
+    source: Sequence[Any], num_packs: int | None, columns: tuple[str, ...], ignore_media: bool
+) -> WeightedPacks:
     """The packs of a list with a weight in front of each member."""
     weights, members = source[::2], source[1::2]
     alternate = len(weights) == len(members) and all(map(_is_weight, weights)) and not any(map(_is_weight, members))
     if not alternate:
         raise FormatError(f'source: {brief(source)}, expected a weight in front of each path: [0.8, "a", 0.2, "b"]')
     opened = [_opened(each, columns) for each in members]
-    _require_trainable(opened, columns)
+    _require_trainable(opened, columns, ignore_media)
     return WeightedPacks(opened, weights, num_packs)
 
 
@@ -361,23 +366,26 @@ def _name(packs: Any) -> str:
     return str(prefix or type(packs).__name__)
 
 
-def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...]) -> None:
-    """FormatError where a column judges the answers of packs, or where packs come from different tokenizers.
+def _require_trainable(members: Sequence[Packs], columns: tuple[str, ...], ignore_media: bool) -> None:
+    """FormatError where packs are not to be trained on in this way.
+
+    That is where a column judges their answers, where they have images or audio, and where they come from different
+    tokenizers.
 
     Args:
         members: all packs that are trained on together.
         columns: names of the columns that the loss takes.
+        ignore_media: whether images and audio may be left out.
     """
     first, stated = "", list[tuple[int | None, Mapping[str, Any]]]()
     for path, file in (each for member in members for each in _files_of(member)):
         first = first or path
+        require_text(path, file.has_media, ignore_media)
         if isinstance(file, Header):
             require_shard_judged(path, file, columns, _REMEDIES)
-            require_text(path, file)
             stated.append((file.pad_id, file.metadata))
         else:
             require_judged(path, file.columns, file.columns.__getitem__, file.stated[1], columns, _REMEDIES)
-            require_no_media(path, has_media=file.has_media)
             stated.append(file.stated)
     require_one_tokenizer(first, stated)
     if columns:
@@ -398,6 +406,8 @@ def _files_of(packs: Any) -> Iterator[tuple[str, Header | PackedReader]]:
     elif isinstance(packs, ConcatDataset):
         for each in packs.datasets:
             yield from _files_of(each)
+    elif isinstance(packs, ShardSet):
+        yield from zip(packs.prefixes, packs.headers, strict=True)
     elif not isinstance(packs, PackedDataset):
         shard = getattr(packs, "shard", packs)  # that of a SFTIndexedDataset
         if isinstance(shard, Shard):

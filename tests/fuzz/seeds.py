@@ -23,12 +23,14 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from columned import SPECS, write_columned  # noqa: E402
 from fuzz.fuzz_column import PACKS as COLUMNED  # noqa: E402
+from fuzz.fuzz_media import SAMPLES as SHOWN  # noqa: E402
 from fuzz.fuzz_memmap import NAMES  # noqa: E402
 from fuzz.fuzz_recover import NAMES as KILLED  # noqa: E402
 from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
 from fuzz.pieces import join  # noqa: E402
 from fuzz.targets import CORPUS  # noqa: E402
 from kills import leave_complete  # noqa: E402
+from media_samples import write_media  # noqa: E402
 from memmap_folders import make_folder  # noqa: E402
 from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
@@ -74,6 +76,14 @@ def columns() -> Iterator[bytes]:
         write_columned(prefix, COLUMNED)
         for name in sorted(SPECS):
             yield Path(f"{prefix}.{name}.col").read_bytes()
+
+
+def media_items() -> Iterator[bytes]:
+    """Of the shard of the target; of packs without items; and of a few others."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, samples in enumerate((SHOWN, SHOWN[:1], [], SHOWN[::-1])):
+            write_media(Path(folder) / f"x{number}", samples, metadata={"a": "é"} if number else {})
+            yield (Path(folder) / f"x{number}.media.items").read_bytes()
 
 
 def building_notes() -> Iterator[bytes]:
@@ -201,6 +211,7 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     frame = zstandard.ZstdCompressor(level=19)
     yield "header", [files[".seq.idx"] for files in whole]
     yield "column", list(columns())
+    yield "media", list(media_items())
     yield "building", list(building_notes())
     yield "shard", [join_shard(files) for files in whole]
     yield "json-lines", [lines, rows[2], b"\xef\xbb\xbf\n\n"]

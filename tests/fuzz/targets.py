@@ -14,6 +14,7 @@ CORPUS = Path(__file__).parent / "corpus"
 TARGETS = {
     "header": Target("fuzz_header", 1024),
     "column": Target("fuzz_column", 1024),
+    "media": Target("fuzz_media", 2048),
     "building": Target("fuzz_building", 1024),
     "shard": Target("fuzz_shard", 2048),
     "json-lines": Target("fuzz_json_lines", 1024),

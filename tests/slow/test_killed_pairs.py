@@ -11,25 +11,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import SUFFIXES, files_of
+from chats import SUFFIXES
+from chats import files_of as files_of_text
 from columned import write_columned
 from kills import killed_at
+from media_samples import MediaSample, item_of, write_media
 from packs import Sample, demo_samples, opens
 
 from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import MEDIA_SUFFIXES
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import SplitSize, split
 from megatron_sft_idx.shard import Shard, remove_shard, write_column
+from megatron_sft_idx.shard.media_reader import MediaItem
 
 pytestmark = pytest.mark.slow
 
 CHAINS = 200
 NAME = "x-00000-of-00002"  # an output of the split, too
 Files = dict[str, bytes]
+
+
+def files_of(prefix: Path) -> Files:
+    """The bytes of a shard, of its columns, and of its images and audio, by suffix."""
+    media = {suffix: Path(f"{prefix}{suffix}") for suffix in MEDIA_SUFFIXES}
+    return files_of_text(prefix) | {suffix: path.read_bytes() for suffix, path in media.items() if path.exists()}
 
 
 def make_sources(folder: Path) -> None:
@@ -42,16 +52,24 @@ def make_sources(folder: Path) -> None:
         write_columned(folder / name, samples, {} if name == "other" else grade)
         for column in ("late", "note") if name != "other" else ():
             write_column(folder / name, column, np.full(len(packs), number, "u1"), per="pack")
+    # The same packs with images, and with others of the same sizes.
+    for number, name in enumerate(("shown", "altered")):
+        write_media(folder / name, [MediaSample(pack, [_image(pack, number)]) for pack in packs])
+
+
+def _image(pack: Sample, number: int) -> MediaItem:
+    return item_of("image", 0, 1, bytes([number, pack.tokens[0] % 3]))
 
 
 def works(sources: Path) -> dict[str, Callable[[Path], Any]]:
     """What may be done at a prefix; all but the last three make a shard, whatever is there."""
     copies = {
         name: lambda target, name=name: copy_shard(str(sources / name), str(target), overwrite=True)
-        for name in ("one", "masked", "named", "other")
+        for name in ("one", "masked", "named", "other", "shown", "altered")
     }
     return {
         **copies,
+        "merge shown": lambda target: merge([sources / "altered", sources / "one"], target, overwrite=True),
         "merge": lambda target: merge([sources / "masked"], target, overwrite=True),
         "build": lambda target: write_columned(target, demo_samples(7)[::-1], {}, overwrite=True, durable=True),
         "split": lambda target: split(
@@ -78,8 +96,9 @@ def test_whatever_is_killed_and_whatever_follows(tmp_path: Path, capsys: pytest.
         target = tmp_path / str(chain) / NAME
         target.parent.mkdir()
         (target.parent / f"{NAME}.txt").write_text("not of the package")
-        trail = [chance.choice(["nothing", "lacks .idx", *made])]
-        for suffix, content in made.get(trail[0].replace("lacks .idx", "masked"), {}).items():
+        trail = [chance.choice(["nothing", "lacks .idx", "lacks .media.items", *made])]
+        start = trail[0].replace("lacks .idx", "masked").replace("lacks .media.items", "shown")
+        for suffix, content in made.get(start, {}).items():
             if trail[0] != f"lacks {suffix}":
                 Path(f"{target}{suffix}").write_bytes(content)
         for name in chance.choices([*todo], k=chance.randrange(1, 4)):
