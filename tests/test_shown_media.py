@@ -234,7 +234,7 @@ def test_images_stand_in_the_text_of_the_page(seen: Path) -> None:
     assert found[0].startswith("image, 40 x 30 pixels, ")
     assert "audio, 1.50 seconds, " in found[2]
     assert "the same file as item 0 of pack 0" in found[3]
-    assert "no image that can be decoded" in found[4]
+    assert "no image that can be decoded: 'cannot identify image file'" in found[4]
     (policy,) = [attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs]
     assert "img-src data:;" in (policy or "")
     assert "default-src 'none'" in (policy or "")

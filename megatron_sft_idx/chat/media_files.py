@@ -11,6 +11,7 @@ import base64
 import binascii
 import io
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ _ORIENTATION: Final = 0x0112
 _LYING: Final = (5, 6, 7, 8)
 _DOWNLOADED: Final = ("http://", "https://")
 _TIMEOUT_SECONDS: Final = 60
+_OBJECT: Final = re.compile(r" ?<[\w.]+ object at 0x[0-9a-f]+>")
 MISSING: Final = "pip install 'megatron-sft-idx[media]'"
 
 
@@ -188,7 +190,7 @@ def open_image(data: bytes | memoryview, limits: MediaLimits) -> Iterator[Any]:
     except RowError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
-        raise RowError(f"no image that can be decoded: {brief(str(error))}") from None
+        raise RowError(f"no image that can be decoded: {_reason(error)}") from None
 
 
 @contextmanager
@@ -209,7 +211,12 @@ def open_recording(data: bytes | memoryview, limits: MediaLimits) -> Iterator[An
     except RowError:
         raise
     except Exception as error:  # the library's errors, and those of its callbacks
-        raise RowError(f"no recording that can be decoded: {brief(str(error))}") from None
+        raise RowError(f"no recording that can be decoded: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """What a decoder says, without the address of an object in memory, which is another one each time."""
+    return brief(_OBJECT.sub("", str(error)) or type(error).__name__)
 
 
 def stored_size(kind: Kind, data: bytes | memoryview, limits: MediaLimits) -> tuple[int, int]:
