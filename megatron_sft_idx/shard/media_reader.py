@@ -24,7 +24,8 @@ from megatron_sft_idx.storage.remote import RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
 from megatron_sft_idx.storage.remote.transport import request_pool
 
-_Part, _Read = TypeVar("_Part"), TypeVar("_Read")
+_Part = TypeVar("_Part")
+_Read = TypeVar("_Read")
 
 _NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
