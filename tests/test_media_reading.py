@@ -135,8 +135,12 @@ def _items_of(dataset: Any, index: int) -> list[Any]:
     return as_plain(dataset[index]["media"])
 
 
-@pytest.mark.parametrize("root", WAYS, indirect=True)
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+# A process that is spawned imports Megatron, which takes seconds.
+@pytest.mark.parametrize(
+    ("root", "method"),
+    [*((way, "fork") for way in WAYS), ("mmap", "spawn"), ("bucket pread", "spawn")],
+    indirect=["root"],
+)
 def test_another_process_reads_the_same(root: tuple[Path, str, str], method: str) -> None:
     folder, place, backend = root
     samples = media_samples(7, 9)

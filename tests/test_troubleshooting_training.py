@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chats import command, preprocess
 from gpt_model import layer_spec
+from media_samples import media_samples, write_media
 from training_twin import lone_process, pretrain_script
 from troubles import Scenes, chat, quoted, scene, some_shards
 
@@ -87,6 +88,11 @@ def cut_plan() -> str:
     return built("data/chats.unpacked", cache="cache", index_only_packing=True)
 
 
+def with_images() -> str:
+    write_media("data/images", media_samples(0, 3), capacity=1024)
+    return built("data/images")
+
+
 def replaced() -> str:
     """A shard published over one that a pickled dataset, as data loader workers have, knows."""
     again = Path("again/shard")
@@ -119,6 +125,7 @@ def test_what_training_says(
         "1 of 2 ": lambda: warned(caplog, "data/few", 64),
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
         "--vocab-size 128": lambda: script("--vocab-size", 128),
+        "holds images or audio": with_images,
         "remove it, and it is made anew": cut_plan,
         "the content is another one": replaced,
         "attention te": no_engine,

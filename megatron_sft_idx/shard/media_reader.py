@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,10 @@ from megatron_sft_idx.storage import Array, Backend, check_size, is_remote
 from megatron_sft_idx.storage.local import StreamHash, digest_file, part_of, stamp_of
 from megatron_sft_idx.storage.remote import RemoteArray, open_store
 from megatron_sft_idx.storage.remote.store import read_ahead
+from megatron_sft_idx.storage.remote.transport import request_pool
+
+_Part = TypeVar("_Part")
+_Read = TypeVar("_Read")
 
 _NO_ITEMS = Items(*(np.empty(0, each.dtype) for each in ARRAYS if each.name in Items._fields))
 _RESTORE = "restore the file from a copy: images and audio cannot be made again from tokens"
@@ -79,17 +84,15 @@ class ShardMedia:
         CorruptShardError: offsets leave the file (M10).
         """
         found: dict[int, memoryview] = {}
-        places: list[tuple[int, list[int]]] = []
-        for first, last in _stretches(sorted({*numbers})):
-            places.append((first, self._offsets(first, last)))
+        of_blobs = list(_stretches(sorted({*numbers})))
+        offsets_of_each = self._at_once(lambda stretch: self._offsets(*stretch), of_blobs)
+        stretches = [(first, offsets) for (first, _), offsets in zip(of_blobs, offsets_of_each, strict=True)]
         if isinstance(self.data_bytes, np.ndarray):
             # The disk is asked for all of them at once, and not for one page after the other.
-            begins, ends = ([offsets[at] for _, offsets in places] for at in (0, -1))
+            begins, ends = ([offsets[at] for _, offsets in stretches] for at in (0, -1))
             _native.will_need(self.data_bytes, np.array(begins), np.array(ends))
-        for first, offsets in places:
-            data = self.data_bytes[offsets[0] : offsets[-1]].data.toreadonly()
-            for number, (begin, end) in enumerate(pairwise(offsets), first):
-                found[number] = data[begin - offsets[0] : end - offsets[0]]
+        for stretch in self._at_once(self._stretch, stretches):
+            found |= stretch
         return found
 
     def _offsets(self, first: int, last: int) -> list[int]:
@@ -100,6 +103,18 @@ class ShardMedia:
                 detail = f"blob {number} from {begin} to {end}, expected ascending, at most {self.header.data_nbytes}"
                 raise self._error("blob_offsets", number, "M10", detail)
         return offsets
+
+    def _stretch(self, stretch: tuple[int, list[int]]) -> dict[int, memoryview]:
+        """The bytes of blobs from one on, by number, which lie between these offsets."""
+        first, offsets = stretch
+        data = self.data_bytes[offsets[0] : offsets[-1]].data.toreadonly()
+        of_blobs = enumerate(pairwise(offsets), first)
+        return {number: data[begin - offsets[0] : end - offsets[0]] for number, (begin, end) in of_blobs}
+
+    def _at_once(self, read: Callable[[_Part], _Read], parts: Sequence[_Part]) -> Iterable[_Read]:
+        """What ``read`` makes of each part, in order; each takes a request, and these are made at once."""
+        is_remote_file = isinstance(self.data_bytes, RemoteArray)
+        return request_pool().map(read, parts) if is_remote_file and len(parts) > 1 else map(read, parts)
 
     def nbytes(self, number: int) -> int:
         """The size of a blob in bytes. CorruptShardError: its offsets leave the file (M10)."""
@@ -135,7 +150,7 @@ class ShardMedia:
             raise self._error("item_offsets", first, "M5", detail)
         if begin == end:
             return counts, _NO_ITEMS
-        items = Items(*(self.arrays[name][begin:end] for name in Items._fields))
+        items = Items(*self._at_once(lambda name: self.arrays[name][begin:end], Items._fields))
         if (wrong := items.blobs >= self.header.num_blobs).any():
             at = int(np.argmax(wrong))
             detail = f"blob {items.blobs[at]}, expected less than {self.header.num_blobs}"

@@ -53,9 +53,9 @@ def write_processor(folder: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
     kind: Any = LlavaProcessor
-    images = CLIPImageProcessor(**size)
+    images: Any = CLIPImageProcessor
     kind(
-        images,
+        images(**size),
         tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",
@@ -240,7 +240,7 @@ def readers(folder: Path, shard: Shard) -> dict[str, tuple[Callable[[int], int],
 
     def tar(number: int) -> int:
         sample = {name: data.read() for name, data in samples[number].items() if not name.startswith("__")}
-        dtypes = {".ids.bin": tokens, ".mask.bin": np.uint8, ".ends.bin": np.int32}
+        dtypes: dict[str, Any] = {".ids.bin": tokens, ".mask.bin": np.uint8, ".ends.bin": np.int32}
         arrays = [np.frombuffer(sample[name], dtype).copy() for name, dtype in dtypes.items()]
         return sum(map(len, arrays)) + sum(len(data) for name, data in sample.items() if name.endswith(".jpg"))
 
