@@ -50,7 +50,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.media import HASH_NBYTES, KINDS, Items, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
-from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
+from megatron_sft_idx.storage import Array, OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.column_weights import Weights
@@ -202,10 +202,13 @@ class Part:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
             raise self._broken("its bytes have another checksum")
-        arrays: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, Any] = {}
         for offset, (name, (dtype, shape)) in zip(offsets, info.arrays.items(), strict=False):
             nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-            arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
+            if name == _FILES:  # gigabytes, whose pages would count as memory of this process
+                arrays[name] = open_array(path, np.dtype("u1"), nbytes, nbytes=size, offset=offset, backend="pread")
+            else:
+                arrays[name] = whole[offset : offset + nbytes].view(dtype).reshape(shape)
         self.lengths, self.ids, self.mask = map(arrays.pop, ("lengths", "ids", "masks"))
         self.media = _media_of({name: arrays.pop(name) for name in _MEDIA if name in arrays}, self)
         self.columns = {name.removesuffix(_COLUMN): values for name, values in arrays.items()}
@@ -308,7 +311,7 @@ def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -
 class _PartBlobs:
     """The encoded files in a part."""
 
-    def __init__(self, part: Part, sizes: NDArray[Any], hashes: NDArray[Any], data: NDArray[np.uint8]) -> None:
+    def __init__(self, part: Part, sizes: NDArray[Any], hashes: NDArray[Any], data: Array) -> None:
         self._part, self._hashes, self._data = part, hashes, data
         self._ends = np.cumsum(sizes, dtype=np.int64)
 
@@ -332,7 +335,7 @@ class _PartBlobs:
         return found
 
 
-def _media_of(arrays: Mapping[str, NDArray[Any]], part: Part) -> RunMedia | None:
+def _media_of(arrays: Mapping[str, Any], part: Part) -> RunMedia | None:
     """Images and audio of a part with these arrays. FormatError: the arrays do not go together."""
     if not arrays:
         return None
