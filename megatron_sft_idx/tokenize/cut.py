@@ -227,3 +227,8 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         raise FormatError(
             f"{file.path}: not on this node; every node of the cluster has to see the input, at one path"
         ) from None
+
+
+def pieces_of(files: Sequence[InputFile], count: int | None = None) -> Iterator[Piece]:
+    """The pieces of all files in order, or the first ``count``: those that the parts of a job are made from."""
+    return islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), count)
