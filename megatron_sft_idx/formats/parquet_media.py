@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import KINDS, Items, broken_items
+from megatron_sft_idx.layout.media import KIND_NAMES, KINDS, Items, broken_items
 from megatron_sft_idx.packs.run import PackRun, first_true
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 
@@ -178,13 +178,12 @@ def media_array(run: PackRun) -> pa.Array:
     sequences = np.repeat(np.arange(len(media.counts)), media.counts)
     starts = run.seq_starts[sequences] + media.items.starts.astype(np.int64)
     files = [media.blobs.data(number) for number in media.items.blobs.tolist()]
-    names = {code: name for name, code in KINDS.items()}
     ends = np.append(0, np.cumsum([len(data) for data in files], dtype=np.int64)).astype(np.int64)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(files))]
     kind = media_type()
     structs = pa.StructArray.from_arrays(
         [
-            pa.array([names[code] for code in media.items.kinds.tolist()], pa.string()),
+            pa.array([KIND_NAMES[code] for code in media.items.kinds.tolist()], pa.string()),
             pa.array(starts.astype(np.int32)),
             pa.array(media.items.lengths.astype(np.int32)),
             pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(files), buffers),

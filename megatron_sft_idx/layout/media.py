@@ -123,6 +123,15 @@ class MediaHeader:
         begin, entries = self.places()[ARRAYS[-1].name]
         return begin + entries * ARRAYS[-1].dtype.itemsize
 
+    def offset_ends(self) -> Iterator[tuple[str, str, int, int]]:
+        """What both ends of the arrays of offsets must be: rule, name of the array, number of the entry, its value."""
+        for rule, name, last, total in (
+            ("M5", "item_offsets", self.num_packs, self.num_items),
+            ("M10", "blob_offsets", self.num_blobs, self.data_nbytes),
+        ):
+            yield rule, name, 0, 0
+            yield rule, name, last, total
+
     def encode(self) -> bytes:
         """The bytes of the header, with its checksum."""
         names = MEDIA.offsets.keys() & self.__dataclass_fields__.keys()

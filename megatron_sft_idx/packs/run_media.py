@@ -9,6 +9,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ class Blobs(Protocol):
 
 
 class BlobsInMemory(list[bytes | memoryview]):
-    """Encoded files that are in memory."""
+    """Encoded files that are in memory already, as they were given: equal ones may be there more than once."""
 
     def nbytes(self, number: int) -> int:
         """The size of one."""
@@ -67,7 +68,7 @@ class JoinedBlobs:
         return self.begins[-1]
 
     def _at(self, number: int) -> tuple[Blobs, int]:
-        part = int(np.searchsorted(self.begins, number, "right")) - 1
+        part = bisect_right(self.begins, number) - 1
         return self._parts[part], number - self.begins[part]
 
     def nbytes(self, number: int) -> int:
@@ -162,21 +163,6 @@ class CollectedBlobs(ABC):
     @abstractmethod
     def data(self, number: int) -> bytes:
         """The bytes of one."""
-
-
-class BlobsByHash(CollectedBlobs):
-    """Encoded files that are kept in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._datas: list[bytes] = []
-
-    def _keep(self, data: bytes) -> None:
-        self._datas.append(data)
-
-    def data(self, number: int) -> bytes:
-        """The bytes of one."""
-        return self._datas[number]
 
 
 class SpilledBlobs(CollectedBlobs):

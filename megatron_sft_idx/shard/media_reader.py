@@ -49,14 +49,9 @@ class ShardMedia:
 
     def check_ends(self) -> None:
         """CorruptShardError unless the items are those of all packs (M5), and the blobs all of the data (M10)."""
-        header = self.header
-        for rule, name, last, total in (
-            ("M5", "item_offsets", header.num_packs, header.num_items),
-            ("M10", "blob_offsets", header.num_blobs, header.data_nbytes),
-        ):
-            for at, expected in ((0, 0), (last, total)):
-                if (found := int(self.arrays[name][at : at + 1][0])) != expected:
-                    raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
+        for rule, name, at, expected in self.header.offset_ends():
+            if (found := int(self.arrays[name][at : at + 1][0])) != expected:
+                raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
 
     def _error(self, array: str, at: int, rule: str, detail: str) -> CorruptShardError:
         begin = self.header.places()[array][0]
