@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, MediaChecksums, align
+from megatron_sft_idx.lines import shown_by_fields
 
 Kind = Literal["image", "audio"]
 KINDS: dict[Kind, int] = {"image": 1, "audio": 2}
@@ -159,6 +160,7 @@ class MediaHeader:
 # ---- items, and the rules about them ----
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class MediaItem:
     """One image or recording at one place of a pack.
