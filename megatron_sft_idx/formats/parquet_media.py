@@ -130,10 +130,8 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
     if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
         reason = f"{MEDIA_FIELD}: {broken.found}, expected {broken.expected} (rule {broken.rule})"
         raise SequenceError(path, first_pack + int(packs[broken.item]), reason)
-    sequences = np.searchsorted(run.bounds, run.token_offsets[packs] + starts, "right") - 1
-    by_sequence = np.bincount(sequences, minlength=len(run.seq_starts)).astype(np.int64)
-    starts = (starts - run.seq_starts[sequences]).astype(np.uint32)
-    return RunMedia(by_sequence, items._replace(starts=starts, lengths=lengths.astype(np.uint32)), blobs)
+    items = items._replace(lengths=lengths.astype(np.uint32))
+    return RunMedia.of_packs(items, packs, run.sequence_offsets, run.seq_starts, blobs)
 
 
 def _positions(
@@ -175,8 +173,7 @@ def media_array(run: PackRun) -> pa.Array:
 
     media = run.media
     assert media is not None
-    sequences = np.repeat(np.arange(len(media.counts)), media.counts)
-    starts = run.seq_starts[sequences] + media.items.starts.astype(np.int64)
+    starts = media.starts_in_packs(run.seq_starts)
     files = [media.blobs.data(number) for number in media.items.blobs.tolist()]
     ends = np.append(0, np.cumsum([len(data) for data in files], dtype=np.int64)).astype(np.int64)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(files))]

@@ -210,12 +210,7 @@ class ShardMedia:
         counts, items = self.items(first, first + len(sequence_offsets) - 1)
         self._require_known_kinds(first, items)
         packs = np.repeat(np.arange(len(counts)), counts)
-        # Sequences and items as one ascending number each: the pack, then the place in it.
-        keys = (np.repeat(np.arange(len(counts)), np.diff(sequence_offsets)) << 32) + seq_starts
-        sequences = np.searchsorted(keys, (packs << 32) + items.starts, "right") - 1
-        by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
-        items = items._replace(starts=(items.starts - seq_starts[sequences]).astype(np.uint32))
-        return RunMedia(by_sequence, items, self)
+        return RunMedia.of_packs(items, packs, sequence_offsets, seq_starts, self)
 
 
 def items_start(paths: ShardPaths) -> FileStart | None:

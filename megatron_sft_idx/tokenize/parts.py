@@ -47,7 +47,7 @@ from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import EncodedItem, Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.media import HASH_NBYTES, KINDS, Items, blob_hash
+from megatron_sft_idx.layout.media import HASH_NBYTES, Items, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
@@ -55,7 +55,7 @@ from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.column_weights import Weights
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
-from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder, items_of
 from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PlannedRun, SequenceReader, changed_error
 from megatron_sft_idx.tokenize.report import CorpusReport
 
@@ -94,7 +94,7 @@ class PartInfo:
         notes: counts by name.
         straddling: text of a token that is trained on and begins in a header; "" where there is none.
         mask_dtype: name of the masks' dtype.
-        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns.
+        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns, media.
         checksum: xxh3_128 of the arrays, in hex.
     """
 
@@ -289,19 +289,10 @@ _MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "
 
 def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -> dict[str, list[NDArray[Any]]]:
     """The arrays of images and audio of all sequences of a part, but for the files."""
-    items = [item for of_sequence in media for item in of_sequence]
-    places = np.array([(item.start, item.length, KINDS[item.kind], item.blob) for item in items], np.uint32)
-    starts, lengths, kinds, numbers = places.reshape(-1, 4).T
+    counts, items = items_of(media)
     hashes = b"".join(map(blobs.hash, range(len(blobs))))
-    arrays = (
-        np.array([len(of_sequence) for of_sequence in media], np.uint32),
-        starts,
-        lengths,
-        kinds.astype(np.uint8),
-        numbers,
-        blobs.sizes,
-        np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES),
-    )
+    of_files = blobs.sizes, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES)
+    arrays = counts.astype(np.uint32), *items, *of_files
     return {name: [np.ascontiguousarray(array)] for name, array in zip(_MEDIA, arrays, strict=False)}
 
 
