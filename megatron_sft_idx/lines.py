@@ -89,6 +89,8 @@ def value_text(value: Any) -> str:
     """A value as ``shown_by_fields`` shows it."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and value.shape != ():
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, memoryview) or (isinstance(value, bytes | bytearray) and len(value) > 60):
+        return f"{memoryview(value).nbytes:,} bytes"  # of a file, which its repr would copy
     if isinstance(value, (Mapping, Sequence, Set)) and len(text := repr(value)) > 80:
         return f"'{value[:60]}...'" if isinstance(value, str) else f"{type(value).__name__} of {len(value):,}"
     return text if isinstance(value, (Mapping, Sequence, Set)) else repr(value)

@@ -22,7 +22,7 @@ from transformers.audio_utils import load_audio
 from megatron_sft_idx.chat.inputs import JsonPiece
 from megatron_sft_idx.chat.media_files import MediaLimits
 from megatron_sft_idx.chat.row_options import RowOptions
-from megatron_sft_idx.packs.run_media import BlobsByHash
+from megatron_sft_idx.packs.run_media import SpilledBlobs
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 
 
@@ -57,10 +57,10 @@ def in_base64(data: bytes) -> str:
     return "data:;base64," + base64.b64encode(data).decode()
 
 
-def encoded(encoder: RowEncoder, rows: list[Any], path: str = "rows.jsonl") -> tuple[EncodedPiece, BlobsByHash]:
+def encoded(encoder: RowEncoder, rows: list[Any], path: str = "rows.jsonl") -> tuple[EncodedPiece, SpilledBlobs]:
     lines = [json.dumps({"messages": row}, default=in_base64).encode() + b"\n" for row in rows]
     ends = np.cumsum([len(line) for line in lines]) - 1
-    piece, blobs = JsonPiece(path, 1, int(ends[-1]), b"".join(lines), ends, False), BlobsByHash()
+    piece, blobs = JsonPiece(path, 1, int(ends[-1]), b"".join(lines), ends, False), SpilledBlobs()
     return encoder.encode(piece, media=encoder.media_of(path, blobs)), blobs
 
 

@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     rows = []
     for _ in range(60):
-        chat = conversation(draw, IMAGES)
+        chat = conversation(draw, "image", IMAGES)
         for message in chat:
             parts = message["content"] if isinstance(message["content"], list) else []
             for part in parts:

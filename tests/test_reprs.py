@@ -106,6 +106,8 @@ def test_objects_in_use_say_what_they_are(prefix: str, tmp_path: Path) -> None:
         (package.pack_sequences([3, 4, 5], 8), "offsets=int64 [3]"),
         (stored.segments(np.arange(3)), "lengths=int64"),
         (torch_packs[0], "input_ids ["),
+        (package.MediaItem("image", 3, 4, bytes(5000)), "length=4, data=5,000 bytes"),
+        (package.MediaItem("audio", 3, 4, memoryview(b"abc")), "data=3 bytes"),
     ]
     for each, words in objects:
         require_short(repr(each), type(each).__name__, 1000)

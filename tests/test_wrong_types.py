@@ -62,6 +62,11 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         with ShardWriter(fresh(), mask_dtype="f4", columns={"c": ColumnSpec("pack", "u1")}) as writer:
             writer.add_pack(**given)
 
+    def adds_item(**given: Any) -> None:
+        with ShardWriter(fresh(), media=True) as writer:
+            repr(item := package.MediaItem(**given))
+            writer.add_pack([1, 2, 3], [0, 0, 0], [0], media=[item])
+
     def writes_column(**given: Any) -> None:
         values = np.zeros(len(Shard(prefix)), np.uint8)
         right = {"prefix": prefix, "name": f"c{next(number)}", "values": values, "per": "pack"}
@@ -81,8 +86,9 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
     return {
         "ColumnSpec": (package.ColumnSpec, {"per": "token", "dtype": "u1", "width": 1, "alignment": "token", "metadata": {}}),
+        "MediaItem": (adds_item, {"kind": "image", "start": 0, "length": 1, "data": b"a"}),
         "ShardWriter": (abandons(ShardWriter, "prefix"), defaults(ShardWriter, "prefix")),
-        "ShardWriter.add_pack": (adds, {**_PACK, "columns": {"c": [1]}, "mask_alignment": "label"}),
+        "ShardWriter.add_pack": (adds, {**_PACK, "columns": {"c": [1]}, "mask_alignment": "label", "media": []}),
         "SFTIndexedDatasetBuilder": (
             abandons(package.SFTIndexedDatasetBuilder, "bin_path", ".bin"),
             defaults(package.SFTIndexedDatasetBuilder, "bin_path"),

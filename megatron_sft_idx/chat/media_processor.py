@@ -195,9 +195,8 @@ class MediaProcessor:
         """
         text, parts = rendered.text, list[str]()
         items: list[PlacedItem] = []
-        edges: list[
-            tuple[int, int, int]
-        ] = []  # of each placeholder: where it begins and ends, and by how much it grows
+        # Of each placeholder: where it begins and ends, and by how much it grows.
+        edges: list[tuple[int, int, int]] = []
         waiting = {kind: iter([each for each in media if each.kind == kind]) for kind in self.tokens}
         found = self._placeholders(rendered)
         shown: list[LoadedMedia] = []

@@ -42,16 +42,11 @@ class _MediaFile:
 
     def check_ends(self) -> None:
         """Both ends of the two arrays of offsets (M5, M10), and the zeros between arrays (M4)."""
-        header = self.header
-        for rule, name, last, total in (
-            ("M5", "item_offsets", header.num_packs, header.num_items),
-            ("M10", "blob_offsets", header.num_blobs, header.data_nbytes),
-        ):
-            for at, expected in ((0, 0), (last, total)):
-                for found in self.array(name, at, 1).tolist():
-                    if found != expected:
-                        self.add(rule, name, at, f"{found} as entry {at} of {name}", expected)
-        end = header.header_nbytes
+        for rule, name, at, expected in self.header.offset_ends():
+            for found in self.array(name, at, 1).tolist():  # none, if the file ends before it
+                if found != expected:
+                    self.add(rule, name, at, f"{found} as entry {at} of {name}", expected)
+        end = self.header.header_nbytes
         for name, (begin, entries) in self._places.items():
             if any(self.file.read(end, begin - end)):
                 self._findings.add("M4", self.file.path, end, "bytes between two arrays", "zeros", remedy=_RESTORE)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, brief
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.layout.media import KINDS, Items, broken_items
+from megatron_sft_idx.layout.media import KIND_NAMES, KINDS, Items, broken_items
 from megatron_sft_idx.packs.run import PackRun, first_true
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 
@@ -130,10 +130,8 @@ def media_of_rows(rows: pa.Table | pa.RecordBatch, path: str, first_pack: int, r
     if broken := next(broken_items(items, packs, run.token_offsets, run.bounds, run.loss_mask), None):
         reason = f"{MEDIA_FIELD}: {broken.found}, expected {broken.expected} (rule {broken.rule})"
         raise SequenceError(path, first_pack + int(packs[broken.item]), reason)
-    sequences = np.searchsorted(run.bounds, run.token_offsets[packs] + starts, "right") - 1
-    by_sequence = np.bincount(sequences, minlength=len(run.seq_starts)).astype(np.int64)
-    starts = (starts - run.seq_starts[sequences]).astype(np.uint32)
-    return RunMedia(by_sequence, items._replace(starts=starts, lengths=lengths.astype(np.uint32)), blobs)
+    items = items._replace(lengths=lengths.astype(np.uint32))
+    return RunMedia.of_packs(items, packs, run.sequence_offsets, run.seq_starts, blobs)
 
 
 def _positions(
@@ -175,16 +173,14 @@ def media_array(run: PackRun) -> pa.Array:
 
     media = run.media
     assert media is not None
-    sequences = np.repeat(np.arange(len(media.counts)), media.counts)
-    starts = run.seq_starts[sequences] + media.items.starts.astype(np.int64)
+    starts = media.starts_in_packs(run.seq_starts)
     files = [media.blobs.data(number) for number in media.items.blobs.tolist()]
-    names = {code: name for name, code in KINDS.items()}
     ends = np.append(0, np.cumsum([len(data) for data in files], dtype=np.int64)).astype(np.int64)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(files))]
     kind = media_type()
     structs = pa.StructArray.from_arrays(
         [
-            pa.array([names[code] for code in media.items.kinds.tolist()], pa.string()),
+            pa.array([KIND_NAMES[code] for code in media.items.kinds.tolist()], pa.string()),
             pa.array(starts.astype(np.int32)),
             pa.array(media.items.lengths.astype(np.int32)),
             pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(files), buffers),

@@ -106,12 +106,13 @@ class ShownItem(NamedTuple):
     @property
     def facts(self) -> str:
         """``image, 640 x 480 pixels, 12.3 KiB``."""
-        parts: list[str] = [self.kind]
+        return ", ".join([self.kind, *self._extent(), shown_nbytes(self.nbytes)])
+
+    def _extent(self) -> list[str]:
+        """Its pixels or seconds in words; empty if they are not known."""
         if self.size is not None and self.kind == "image":
-            parts.append(f"{self.size[1]:,} x {self.size[0]:,} pixels")
-        if (seconds := self.seconds) is not None:
-            parts.append(f"{seconds:,.2f} seconds")
-        return ", ".join([*parts, shown_nbytes(self.nbytes)])
+            return [f"{self.size[1]:,} x {self.size[0]:,} pixels"]
+        return [] if self.seconds is None else [f"{self.seconds:,.2f} seconds"]
 
     @property
     def seconds(self) -> float | None:
@@ -136,11 +137,7 @@ class ShownItem(NamedTuple):
         """One line about it; ``number`` is its number in the pack, ``sequence`` that of the sequence that it is in."""
         last = self.start + self.length - 1
         parts = [f"item {number}: {self.kind}", f"sequence {sequence}", f"positions {self.start} to {last}"]
-        if self.size is not None and self.kind == "image":
-            parts.append(f"{self.size[1]:,} x {self.size[0]:,} pixels")
-        if (seconds := self.seconds) is not None:
-            parts.append(f"{seconds:,.2f} seconds")
-        parts.append(f"{self.nbytes:,} bytes")
+        parts += [*self._extent(), f"{self.nbytes:,} bytes"]
         if self.same_as is not None:
             parts.append(f"the same file as item {self.same_as[1]} of pack {self.same_as[0]}")
         return ", ".join([*parts, self.problem] if self.problem else parts)

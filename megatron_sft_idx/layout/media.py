@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.layout.files import MAX_COUNT, Check, HeaderForm, MediaChecksums, align
+from megatron_sft_idx.lines import shown_by_fields
 
 Kind = Literal["image", "audio"]
 KINDS: dict[Kind, int] = {"image": 1, "audio": 2}
@@ -123,6 +124,15 @@ class MediaHeader:
         begin, entries = self.places()[ARRAYS[-1].name]
         return begin + entries * ARRAYS[-1].dtype.itemsize
 
+    def offset_ends(self) -> Iterator[tuple[str, str, int, int]]:
+        """What both ends of the arrays of offsets must be: rule, name of the array, number of the entry, its value."""
+        for rule, name, last, total in (
+            ("M5", "item_offsets", self.num_packs, self.num_items),
+            ("M10", "blob_offsets", self.num_blobs, self.data_nbytes),
+        ):
+            yield rule, name, 0, 0
+            yield rule, name, last, total
+
     def encode(self) -> bytes:
         """The bytes of the header, with its checksum."""
         names = MEDIA.offsets.keys() & self.__dataclass_fields__.keys()
@@ -150,6 +160,7 @@ class MediaHeader:
 # ---- items, and the rules about them ----
 
 
+@shown_by_fields
 @dataclass(frozen=True)
 class MediaItem:
     """One image or recording at one place of a pack.

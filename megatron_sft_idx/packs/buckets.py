@@ -129,7 +129,7 @@ class RemoteTarget:
     def _is_media(self) -> bool:
         """Whether images and audio of a shard are at the prefix: their items, or a ``.seq.idx`` that lists them."""
         items = self.stored(".media.items")
-        if items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", 8) == MEDIA_MAGIC:
+        if items and items[0] >= len(MEDIA_MAGIC) and self._read(".media.items", len(MEDIA_MAGIC)) == MEDIA_MAGIC:
             return True
         path = self.prefix + ".seq.idx"
         return (start := read_start(path, SEQ_IDX)) is not None and lists_media(start.raw, path)
@@ -209,7 +209,7 @@ class _Upload(RemoteTarget):
     def send(self, *, overwrite: bool) -> None:
         """Send the files that are not at the prefix yet, and publish. The caller must hold the claim."""
         self.require_ours()
-        had_media = self._is_media()
+        loses_media = not self._source.paths.media and self._is_media()
         present = {suffix: self.stored(suffix) for suffix in self.suffixes}
         right = {suffix for suffix, stored in present.items() if stored == self._expected[suffix]}
         wrong = [suffix for suffix, stored in present.items() if stored and suffix not in right]
@@ -222,7 +222,7 @@ class _Upload(RemoteTarget):
         if ".seq.idx" not in right:
             # Remove images and audio, and the columns, of the shard that was replaced. Where these credentials may not
             # list objects, such a column stays, and readers pass it over: its header names another shard.
-            if not self._source.paths.media and had_media:
+            if loses_media:
                 for suffix in MEDIA_SUFFIXES:
                     self.store.delete(self.key + suffix)
             with contextlib.suppress(StorageError):

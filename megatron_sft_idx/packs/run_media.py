@@ -9,6 +9,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ class Blobs(Protocol):
 
 
 class BlobsInMemory(list[bytes | memoryview]):
-    """Encoded files that are in memory."""
+    """Encoded files that are in memory already, as they were given: equal ones may be there more than once."""
 
     def nbytes(self, number: int) -> int:
         """The size of one."""
@@ -67,7 +68,7 @@ class JoinedBlobs:
         return self.begins[-1]
 
     def _at(self, number: int) -> tuple[Blobs, int]:
-        part = int(np.searchsorted(self.begins, number, "right")) - 1
+        part = bisect_right(self.begins, number) - 1
         return self._parts[part], number - self.begins[part]
 
     def nbytes(self, number: int) -> int:
@@ -164,21 +165,6 @@ class CollectedBlobs(ABC):
         """The bytes of one."""
 
 
-class BlobsByHash(CollectedBlobs):
-    """Encoded files that are kept in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._datas: list[bytes] = []
-
-    def _keep(self, data: bytes) -> None:
-        self._datas.append(data)
-
-    def data(self, number: int) -> bytes:
-        """The bytes of one."""
-        return self._datas[number]
-
-
 class SpilledBlobs(CollectedBlobs):
     """Encoded files that are kept in a temporary file, which has no name and is gone when this is closed.
 
@@ -253,6 +239,38 @@ class RunMedia:
         items = Items(empty, empty, np.empty(0, np.uint8), empty)
         return cls(np.zeros(num_sequences, np.int64), items, BlobsInMemory())
 
+    @classmethod
+    def of_packs(
+        cls,
+        items: Items,
+        packs: NDArray[np.int64],
+        sequence_offsets: NDArray[np.int64],
+        seq_starts: NDArray[np.int64],
+        blobs: Blobs,
+    ) -> RunMedia:
+        """The items of some packs, by sequence.
+
+        Args:
+            items: in order; ``starts`` are counted from the first token of the pack.
+            packs: which of these packs each item is in, ascending, int64 [items].
+            sequence_offsets: CSR offsets of the sequences by pack, int64 [packs + 1], the first 0.
+            seq_starts: where each sequence begins in its pack, int64 [sequences].
+            blobs: the files that the items show.
+        """
+        # Sequences and items as one ascending number each: the pack, then the place in it.
+        counts = np.diff(sequence_offsets)
+        keys = (np.repeat(np.arange(len(counts)), counts) << 32) + seq_starts
+        sequences = np.searchsorted(keys, (packs << 32) + items.starts.astype(np.int64), "right") - 1
+        # Below 0 only if the first pack does not begin with a sequence: such packs are damaged, and refused elsewhere.
+        sequences = np.maximum(sequences, 0)
+        by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
+        starts = (items.starts.astype(np.int64) - seq_starts[sequences]).astype(np.uint32)
+        return cls(by_sequence, items._replace(starts=starts), blobs)
+
+    def starts_in_packs(self, seq_starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First position of each item in its pack, int64 [items]; the sequences begin at ``seq_starts`` there."""
+        return np.repeat(seq_starts, self.counts) + self.items.starts.astype(np.int64)
+
     def file_sizes(self) -> NDArray[np.int64]:
         """Bytes of the file of each item, int64 [items]."""
         sizes = {number: self.blobs.nbytes(number) for number in np.unique(self.items.blobs).tolist()}
@@ -279,7 +297,7 @@ class RunMedia:
             CorruptShardError: a file of a shard does not have its hash (M11).
         """
         own = self.subrun(sequences)
-        starts = np.repeat(seq_starts, own.counts) + own.items.starts
+        starts = own.starts_in_packs(seq_starts)
         each = zip(starts.tolist(), *(values.tolist() for values in own.items[1:]), strict=True)
         return [MediaItem(KIND_NAMES[code], start, size, self.blobs.data(blob)) for start, size, code, blob in each]
 

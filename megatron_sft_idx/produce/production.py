@@ -3,6 +3,7 @@
 A shard is made as ``tokenize`` makes one: its pieces become parts in a building folder, a report counts their rows, and
 ``make_packs`` plans, writes and publishes. What is different here:
 
+- Workers write each piece to a part, which is removed once the shard that has it is published.
 - A shard ends with the first piece at which it has tokens enough (``_Production``), and the next one begins there.
 - The input may still grow. It is a stream of pieces (``feed``), which says ``NOT_YET`` where a piece is to come.
 - The producer says that it is alive, and waits for its consumers (``keeper``).
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
+
+import numpy as np
 
 from megatron_sft_idx.chat.inputs import InputFile, total_bytes
 from megatron_sft_idx.chat.tokenizer import COMPARED_ROWS, comparing_all_texts
@@ -39,29 +42,27 @@ from megatron_sft_idx.storage.building import Building
 from megatron_sft_idx.storage.publish import describe, require_space, resolve
 from megatron_sft_idx.tokenize import (
     CorpusReport,
-    EncodedPiece,
     EncodingOptions,
     Local,
+    MadePart,
     NotYet,
     PackReport,
-    PartInfo,
     PartsSoFar,
     RowEncoder,
     ToPack,
-    encode_piece,
+    encode_to_part,
     look_at_rows,
     make_packs,
     num_kept_tokens,
     remember_encoder,
     row_files,
-    write_part,
 )
 
 # Next to the shards: the building folder of the one producer, with its lock and the parts of the shard in the making;
 # and the list of files taken.
 _WORK, _INPUTS = "_producer", "_inputs.jsonl"
 
-_Encoded: TypeAlias = tuple[PieceOrigin, PartInfo, EncodedPiece]
+_Made: TypeAlias = tuple[PieceOrigin, MadePart]
 
 
 def own_files(folder: str) -> list[str]:
@@ -152,13 +153,12 @@ def _held(catalog: Catalog) -> Iterator[Building]:
 # ---- shard after shard ----
 
 
-def _encode(encoding: EncodingOptions, item: tuple[PieceOrigin, Piece]) -> _Encoded:
-    """Tokenise a piece; what workers do."""
-    (origin, piece), info = item, PartInfo("", [])
+def _make_part(shared: tuple[EncodingOptions, str], item: tuple[PieceOrigin, Piece]) -> _Made:
+    """Tokenise a piece, and write it to a part in a folder; what workers do."""
+    (encoding, folder), (origin, piece) = shared, item
+    path = os.path.join(folder, f"{origin.behind.file:016x}{origin.behind.pieces:016x}.part")
     with comparing_all_texts(origin.behind.file == 0 and origin.first <= COMPARED_ROWS):
-        encoded = encode_piece(encoding, piece, origin.path)
-    info.add(piece, encoded)
-    return origin, info, encoded
+        return origin, encode_to_part(encoding, piece, origin.path, path)
 
 
 class _Production:
@@ -182,13 +182,16 @@ class _Production:
         """Make shards until the input ends; returns the cursor behind the last of them."""
         encoding, folder = self._encoder.options, self._catalog.folder
         remember_encoder(encoding, self._encoder)
+        os.mkdir(self._work.parts)
         pieces = feed(source, cursor.position, folder)
         report = CorpusReport(cursor.rows, cursor.skipped)
         with (
             self._keeper as keeper,
             Local(self._options.workers) as pool,
             contextlib.closing(
-                pool.map_in_order(_encode, encoding, pieces, name_of="{0[0].path}:{0[0].first}".format)
+                pool.map_in_order(
+                    _make_part, (encoding, self._work.parts), pieces, name_of="{0[0].path}:{0[0].first}".format
+                )
             ) as results,
         ):
             self._backpressure.finish_removals()
@@ -201,7 +204,7 @@ class _Production:
             self._catalog.write_end(keeper.state.published)
         return replace(cursor, rows=report.rows, skipped=report.skipped)
 
-    def _make(self, results: Iterator[_Encoded | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
+    def _make(self, results: Iterator[_Made | NotYet], report: CorpusReport, before: Cursor) -> Cursor | None:
         """Make the next shard; returns the cursor behind it, None where the input has no tokens left."""
         parts, num_tokens, cursor = self._gather(results, report, before)
         parts.require_few_bad_rows(self._catalog.folder, at_end=True)
@@ -211,52 +214,51 @@ class _Production:
         all_tokens = sum(int(each.sum()) for each in parts.lengths)
         self._backpressure.wait_for(sum(map(os.path.getsize, parts.paths)) * num_tokens // all_tokens)
         self._publish(parts, before, cursor)
+        for path in parts.paths:
+            os.unlink(path)
         return cursor
 
     def _gather(
-        self, results: Iterator[_Encoded | NotYet], report: CorpusReport, cursor: Cursor
+        self, results: Iterator[_Made | NotYet], report: CorpusReport, cursor: Cursor
     ) -> tuple[PartsSoFar, int, Cursor]:
-        """Make parts of the pieces behind a cursor, until they have tokens enough or the input ends.
+        """Take the parts of the pieces behind a cursor, until they have tokens enough or the input ends.
 
         Returns:
             The parts, how many tokens of them are packed, and the cursor behind them.
         """
-        self._work.remove_parts()
-        os.mkdir(self._work.parts)
         options, num_tokens = self._options, 0
         parts = PartsSoFar(report, options.encoding.on_bad_row, self._log, limit=options.max_bad_rows)
         while num_tokens < options.tokens_per_shard:
             result = self._next(results, report)
             if result is None:
                 break
-            origin, info, encoded = result
-            part = write_part(os.path.join(self._work.parts, f"{len(parts.paths):032x}.part"), info, [encoded])
+            origin, part = result
             parts.add(part, origin.path)
-            self._require_fit(origin, encoded)
+            self._require_fit(origin, part)
             reader = part.reader(media=options.encoding.processor is not None)
-            num_tokens += num_kept_tokens(encoded.lengths, options.packing, reader)
+            num_tokens += num_kept_tokens(part.lengths.astype(np.int64), options.packing, reader)
             cursor = Cursor(origin.behind, report.rows, report.skipped)
-            self._pace.add(origin, encoded)
+            self._pace.add(origin, part)
         return parts, num_tokens, cursor
 
-    def _next(self, results: Iterator[_Encoded | NotYet], report: CorpusReport) -> _Encoded | None:
+    def _next(self, results: Iterator[_Made | NotYet], report: CorpusReport) -> _Made | None:
         """The next piece, tokenised, as soon as there is one; None at the end of the input."""
         so_far = f"{report.rows:,} rows so far"
         return self._keeper.wait_for(
             lambda: next(results, None), "waiting for input", self._log, lambda: so_far, longest=0.25
         )
 
-    def _require_fit(self, origin: PieceOrigin, encoded: EncodedPiece) -> None:
+    def _require_fit(self, origin: PieceOrigin, part: MadePart) -> None:
         """SequenceError where a sequence of a piece is too long, and the options say that this is an error.
 
         Packing would say it too, but not where in the input.
         """
-        lengths, packing = encoded.lengths, self._options.packing
+        lengths, packing = part.lengths, self._options.packing
         if packing.overlong == "error" and (is_too_long := lengths > packing.longest_sequence).any():
             raise SequenceError(
                 origin.path,
                 origin.first,
-                f"among the {encoded.rows} rows from this one on, {is_too_long.sum()} are longer than"
+                f"among the {part.info.rows} rows from this one on, {is_too_long.sum()} are longer than"
                 f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
                 " or split, or a larger --seq-length",
             )
@@ -295,10 +297,10 @@ class _Pace:
         # Bytes that were read count those of pieces that are in shards already, which are read again to compare them.
         self._num_tokens = self._new_nbytes = self._read_nbytes = 0
 
-    def add(self, origin: PieceOrigin, encoded: EncodedPiece) -> None:
+    def add(self, origin: PieceOrigin, part: MadePart) -> None:
         """Count a piece that was tokenised."""
-        self._num_tokens += len(encoded.input_ids)
-        self._new_nbytes += encoded.num_bytes
+        self._num_tokens += int(part.lengths.sum())
+        self._new_nbytes += part.info.num_bytes
         self._read_nbytes = origin.nbytes
 
     def __str__(self) -> str:

@@ -49,14 +49,9 @@ class ShardMedia:
 
     def check_ends(self) -> None:
         """CorruptShardError unless the items are those of all packs (M5), and the blobs all of the data (M10)."""
-        header = self.header
-        for rule, name, last, total in (
-            ("M5", "item_offsets", header.num_packs, header.num_items),
-            ("M10", "blob_offsets", header.num_blobs, header.data_nbytes),
-        ):
-            for at, expected in ((0, 0), (last, total)):
-                if (found := int(self.arrays[name][at : at + 1][0])) != expected:
-                    raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
+        for rule, name, at, expected in self.header.offset_ends():
+            if (found := int(self.arrays[name][at : at + 1][0])) != expected:
+                raise self._error(name, at, rule, f"{found} as entry {at} of {name}, expected {expected}")
 
     def _error(self, array: str, at: int, rule: str, detail: str) -> CorruptShardError:
         begin = self.header.places()[array][0]
@@ -215,12 +210,7 @@ class ShardMedia:
         counts, items = self.items(first, first + len(sequence_offsets) - 1)
         self._require_known_kinds(first, items)
         packs = np.repeat(np.arange(len(counts)), counts)
-        # Sequences and items as one ascending number each: the pack, then the place in it.
-        keys = (np.repeat(np.arange(len(counts)), np.diff(sequence_offsets)) << 32) + seq_starts
-        sequences = np.searchsorted(keys, (packs << 32) + items.starts, "right") - 1
-        by_sequence = np.bincount(sequences, minlength=len(seq_starts)).astype(np.int64)
-        items = items._replace(starts=(items.starts - seq_starts[sequences]).astype(np.uint32))
-        return RunMedia(by_sequence, items, self)
+        return RunMedia.of_packs(items, packs, sequence_offsets, seq_starts, self)
 
 
 def items_start(paths: ShardPaths) -> FileStart | None:

@@ -74,9 +74,8 @@ def placed_media(
         return None
     run = label_aligned(run, mask_alignment)
     if isinstance(media, RunMedia):
-        sequences = np.repeat(np.arange(len(media.counts)), media.counts)
-        packs = np.repeat(np.arange(len(run)), run.pack_sequences)[sequences]
-        items = media.items._replace(starts=run.seq_starts[sequences] + media.items.starts.astype(np.int64))
+        packs = np.repeat(np.arange(len(run)), run.sums_by_pack(media.counts))
+        items = media.items._replace(starts=media.starts_in_packs(run.seq_starts))
         blobs = media.blobs
     elif isinstance(media, Sequence) and len(run) == 1:
         items, blobs = _items_of(media)

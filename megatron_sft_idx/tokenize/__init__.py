@@ -24,11 +24,11 @@ from megatron_sft_idx.tokenize.job import (
 from megatron_sft_idx.tokenize.job_input import Rows, downloaded, inputs_of, reads_of
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import (
-    PartInfo,
+    MadePart,
     PartsSoFar,
     encode_piece,
+    encode_to_part,
     remember_encoder,
-    write_part,
 )
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions, num_kept_tokens

@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs import InputFile, iter_pieces, total_bytes
 from megatron_sft_idx.chat.types import EncodedItem
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.layout.media import KINDS, Items
 from megatron_sft_idx.packs.conditions import Condition, bind_all, holding, whole_pairs
 from megatron_sft_idx.packs.run_media import BlobsInMemory, RunMedia
 from megatron_sft_idx.packs.source_names import shortest_names
@@ -26,7 +24,7 @@ from megatron_sft_idx.tokenize.bad_rows import TooManyBadRowsError
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions
 from megatron_sft_idx.tokenize.column_weights import wrong_weight
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
-from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder, items_of
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import MadePart, PartInfo, PartsSoFar, encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.plan import PackOptions, chosen_where, plan_packs
@@ -242,11 +240,8 @@ def _look(shared: tuple[EncodingOptions, Cutting, int | None, Sequence[str]], st
 
 def _places_of(encoded: EncodedPiece) -> RunMedia:
     """Where images and audio stand in the sequences of a piece, without their files."""
-    items = [item for of_sequence in encoded.media for item in of_sequence]
-    starts, lengths = (np.array([*map(attrgetter(name), items)], np.uint32) for name in ("start", "length"))
-    kinds = np.array([KINDS[item.kind] for item in items], np.uint8)
-    counts = np.array([*map(len, encoded.media)], np.int64)
-    return RunMedia(counts, Items(starts, lengths, kinds, np.zeros(len(items), np.uint32)), BlobsInMemory())
+    counts, items = items_of(encoded.media)
+    return RunMedia(counts, items._replace(blobs=np.zeros_like(items.blobs)), BlobsInMemory())
 
 
 def _extremes(encoded: EncodedPiece) -> NDArray[np.float32]:

@@ -40,6 +40,7 @@ from megatron_sft_idx.chat.types import (
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
+from megatron_sft_idx.layout.media import KINDS, Items
 from megatron_sft_idx.packs.run_media import CollectedBlobs, DroppedBlobs
 from megatron_sft_idx.tokenize.kept_fields import arrays_of, dtype_of, values_of
 from megatron_sft_idx.tokenize.piece_media import MediaSizes, PieceMedia
@@ -148,6 +149,13 @@ class EncodedPiece:
     undecided: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
     media: Sequence[Sequence[EncodedItem]] = ()
+
+
+def items_of(media: Sequence[Sequence[EncodedItem]]) -> tuple[NDArray[np.int64], Items]:
+    """How many images and recordings each sequence has, int64 [sequences], and all of them, in order."""
+    rows = [(item.start, item.length, KINDS[item.kind], item.blob) for of_sequence in media for item in of_sequence]
+    starts, lengths, kinds, blobs = np.array(rows, np.uint32).reshape(-1, 4).T
+    return np.array([*map(len, media)], np.int64), Items(starts, lengths, kinds.astype(np.uint8), blobs)
 
 
 class _Row(NamedTuple):

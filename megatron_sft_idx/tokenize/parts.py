@@ -47,7 +47,7 @@ from megatron_sft_idx.chat.separated import SeparatedPiece
 from megatron_sft_idx.chat.tokenizer import DifferentIdsError
 from megatron_sft_idx.chat.types import EncodedItem, Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout.media import HASH_NBYTES, KINDS, Items, blob_hash
+from megatron_sft_idx.layout.media import HASH_NBYTES, Items, blob_hash
 from megatron_sft_idx.packs.run_media import RunMedia, SpilledBlobs
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import Array, OutputFile, as_bytes, open_array
@@ -55,7 +55,7 @@ from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.tokenize.bad_rows import BadRowLimit
 from megatron_sft_idx.tokenize.column_weights import Weights
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
-from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder, items_of
 from megatron_sft_idx.tokenize.plan import FileSequences, GatheredCuts, PlannedRun, SequenceReader, changed_error
 from megatron_sft_idx.tokenize.report import CorpusReport
 
@@ -94,7 +94,7 @@ class PartInfo:
         notes: counts by name.
         straddling: text of a token that is trained on and begins in a header; "" where there is none.
         mask_dtype: name of the masks' dtype.
-        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns.
+        arrays: dtype and shape of the arrays that follow, in their order: lengths, ids, masks, columns, media.
         checksum: xxh3_128 of the arrays, in hex.
     """
 
@@ -292,19 +292,10 @@ _MEDIA = ("counts", "item starts", "item lengths", "item kinds", "item files", "
 
 def _media_arrays(media: Sequence[Sequence[EncodedItem]], blobs: SpilledBlobs) -> dict[str, list[NDArray[Any]]]:
     """The arrays of images and audio of all sequences of a part, but for the files."""
-    items = [item for of_sequence in media for item in of_sequence]
-    places = np.array([(item.start, item.length, KINDS[item.kind], item.blob) for item in items], np.uint32)
-    starts, lengths, kinds, numbers = places.reshape(-1, 4).T
+    counts, items = items_of(media)
     hashes = b"".join(map(blobs.hash, range(len(blobs))))
-    arrays = (
-        np.array([len(of_sequence) for of_sequence in media], np.uint32),
-        starts,
-        lengths,
-        kinds.astype(np.uint8),
-        numbers,
-        blobs.sizes,
-        np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES),
-    )
+    of_files = blobs.sizes, np.frombuffer(hashes, np.uint8).reshape(-1, HASH_NBYTES)
+    arrays = counts.astype(np.uint32), *items, *of_files
     return {name: [np.ascontiguousarray(array)] for name, array in zip(_MEDIA, arrays, strict=False)}
 
 
@@ -672,12 +663,42 @@ def _encoder_of(options: EncodingOptions) -> RowEncoder:
 def encode_piece(
     options: EncodingOptions, piece: Piece, path: str, file: int = 0, max_rows: int | None = None
 ) -> EncodedPiece:
-    """Encode the rows of one piece by the encoder of this process; see ``RowEncoder.encode``.
+    """Encode the rows of one piece by the encoder of this process, without the files of its images and audio.
 
-    ``path`` is where the file of the piece lies.
+    ``path`` is where the file of the piece lies; the rest is as of ``RowEncoder.encode``.
     """
     encoder = _encoder_of(options)
     return encoder.encode(piece, file, max_rows, encoder.media_of(path))
+
+
+def encode_to_part(options: EncodingOptions, piece: Piece, path: str, part_path: str) -> MadePart:
+    """Encode the rows of one piece by the encoder of this process, and write them to a part, with images and audio.
+
+    Args:
+        options: how rows become sequences.
+        piece: the rows.
+        path: where the file of the piece lies.
+        part_path: of the part; its folder must exist.
+
+    Raises:
+        DifferentIdsError: as of ``RowEncoder.encode``.
+        OSError: of the file system.
+    """
+    encoder, info = _encoder_of(options), PartInfo("", [])
+    with _collected_files(options, os.path.dirname(part_path)) as blobs:
+        encoded = encoder.encode(piece, media=encoder.media_of(path, blobs))
+        info.add(piece, encoded)
+        return write_part(part_path, info, [encoded], blobs)
+
+
+@contextlib.contextmanager
+def _collected_files(options: EncodingOptions, folder: str) -> Iterator[SpilledBlobs | None]:
+    """Where the files of images and audio are kept until their part is written; None if no processor expands any."""
+    if options.processor is None:
+        yield None
+    else:
+        with contextlib.closing(SpilledBlobs(folder)) as blobs:
+            yield blobs
 
 
 def make_parts(settings: PartSettings, stretch: Stretch) -> list[MadePart]:
@@ -741,8 +762,7 @@ def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) ->
     earlier = _earlier_part(settings.folder, info, weight, settings.max_rows)
     if earlier is not None and earlier.info.skipped and settings.encoding.on_bad_row != "skip":
         earlier = None
-    reads_media = settings.encoding.processor is not None
-    if earlier is not None and not reads_media:
+    if earlier is not None and settings.encoding.processor is None:
         return earlier
     encoder = _encoder_of(settings.encoding)
     if encoder.digest != settings.digest:
@@ -754,24 +774,31 @@ def _make_part(settings: PartSettings, stretch: Stretch, pieces: list[Piece]) ->
         content = "".join(encoder.content_of_pieces(pieces, earlier.info.rows, path))
         if content == earlier.info.content:
             return earlier
-    encoded: list[EncodedPiece] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_without_collection())
-        blobs = stack.enter_context(contextlib.closing(SpilledBlobs(settings.folder))) if reads_media else None
-        for piece in pieces:
-            missing = None if settings.max_rows is None else settings.max_rows - info.usable
-            media = encoder.media_of(path, blobs)
-            encoded.append(encoder.encode(piece, file, missing, media))
-            info.add(piece, encoded[-1])
-            if reads_media:
-                info.media.append(media.digest)
-            if info.bad_rows and settings.encoding.on_bad_row == "error":
-                return MadePart("", info, np.empty(0, np.uint32))
-            if info.usable == settings.max_rows:
-                info.max_rows = settings.max_rows
-            if info.undecided or info.max_rows is not None:
-                break
+    with _without_collection(), _collected_files(settings.encoding, settings.folder) as blobs:
+        encoded = _encode_pieces(settings, info, pieces, file, path, blobs)
+        if info.bad_rows and settings.encoding.on_bad_row == "error":
+            return MadePart("", info, np.empty(0, np.uint32))
         return write_part(os.path.join(settings.folder, part_name(info, weight)), info, encoded, blobs)
+
+
+def _encode_pieces(
+    settings: PartSettings, info: PartInfo, pieces: Sequence[Piece], file: int, path: str, blobs: SpilledBlobs | None
+) -> list[EncodedPiece]:
+    """Encode the pieces of a part, up to a row that ends it. ``info`` counts rows, ``blobs`` takes their files."""
+    encoder, encoded = _encoder_of(settings.encoding), list[EncodedPiece]()
+    for piece in pieces:
+        missing = None if settings.max_rows is None else settings.max_rows - info.usable
+        media = encoder.media_of(path, blobs)
+        encoded.append(encoder.encode(piece, file, missing, media))
+        info.add(piece, encoded[-1])
+        if blobs is not None:
+            info.media.append(media.digest)
+        if info.usable == settings.max_rows:
+            info.max_rows = settings.max_rows
+        is_refused = info.bad_rows and settings.encoding.on_bad_row == "error"
+        if is_refused or info.undecided or info.max_rows is not None:
+            break
+    return encoded
 
 
 @contextlib.contextmanager
