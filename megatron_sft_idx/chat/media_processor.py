@@ -36,8 +36,11 @@ _MOST_SIZES: Final = 4096
 _FIRST_CHECKED: Final = 64
 _EVERY: Final = 64
 _MOST_CHECKED: Final = 1 << 16
-# Pixels of an image, and samples and rate of a recording, that a processor is asked about first, and words around it.
-_PROBED: Final[dict[Kind, tuple[int, int]]] = {"image": (336, 336), "audio": (16_000, 16_000)}
+# Pixels of images, and samples and rate of recordings, that a processor is asked about first, and words around them.
+_PROBED: Final[dict[Kind, tuple[tuple[int, int], ...]]] = {
+    "image": ((336, 336), (101, 203)),
+    "audio": ((16_001, 16_000), (48_123, 16_000)),
+}
 _WORDS: Final = "what is here?"
 
 
@@ -100,12 +103,21 @@ class MediaProcessor:
             for kind, token in self.tokens.items():
                 # Alone, and in words with white space, which a processor may trim.
                 for text in (token, f" {_WORDS} {token}\n{_WORDS}\n"):
-                    self._asked([(kind, _PROBED[kind])], text)
+                    self._asked([(kind, _PROBED[kind][0])], text)
         except RowError as error:
             raise FormatError(
                 f"{folder}: {self._name} of transformers {transformers.__version__} does not say what becomes of its"
                 f" placeholders ({error}); a newer version may"
             ) from None
+        self._dependent = {kind for kind in self.tokens if self._depends_on_others(kind)}
+
+    def _depends_on_others(self, kind: Kind) -> bool:
+        """Whether what one image or recording becomes depends on others of the text, as where they are numbered."""
+        sizes = [(kind, size) for size in _PROBED[kind]]
+        try:
+            return self._asked(sizes) != [made for each in sizes for made in self._asked([each])]
+        except RowError:
+            return False  # of several in a text, which each such row is refused for
 
     @property
     def _name(self) -> str:
@@ -139,6 +151,12 @@ class MediaProcessor:
                 (self._known[each],) = self._asked([each])
             if not self._known[each]:
                 raise RowError(f"the processor makes nothing of {_shown(*each)}: it is too small; leave it out")
+        for kind in self._dependent:
+            if sum(each.kind == kind for each in media) > 1:
+                raise RowError(
+                    f"{self._name} makes of each {kind} what the others of the text decide; it can be used here for"
+                    f" rows with one {kind} alone"
+                )
         known = [self._known[each] for each in sizes]
         order, number = tuple(kind for kind, _ in sizes), xxhash.xxh3_64_intdigest(repr(sizes).encode())
         if self._is_to_be_checked(order, number):
