@@ -33,6 +33,11 @@ _SCHEMES: Final = ("http://", "https://", "s3://", "gs://", "hf://", "ftp://")
 # The tag of EXIF that says how an image is to be turned, and its values for a quarter turn.
 _ORIENTATION: Final = 0x0112
 _LYING: Final = (5, 6, 7, 8)
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
+# What libsndfile notes of uncompressed samples that end before the file's head says: of WAV, AIFF, AU, W64 and RF64.
+_SHORTER: Final = re.compile(r"^ *(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.M)
+# Programs that write into a pipe do not know the length, and put the largest there, or nearly.
+_UNKNOWN_LENGTH: Final = (1 << 31) - (1 << 16)
 _DOWNLOADED: Final = ("http://", "https://")
 _TIMEOUT_SECONDS: Final = 60
 _OBJECT: Final = re.compile(r" ?<[\w.]+ object at 0x[0-9a-f]+>")
@@ -235,17 +240,29 @@ def _decoded_size(kind: Kind, data: bytes, limits: MediaLimits) -> tuple[int, in
     """The same, once the whole file was decoded."""
     if kind == "image":
         with open_image(data, limits) as image:
+            size = _upright_size(image)  # as a reader of the head finds it; some images are turned as they are loaded
             image.load()
-            return _upright_size(image)
+            return size
     with open_recording(data, limits) as sound:
+        for said, found in map(_bytes_of, _SHORTER.findall(sound.extra_info)):
+            if found < said < _UNKNOWN_LENGTH:
+                raise RowError(f"the recording is cut short: its head tells of {said:,} bytes, and {found:,} are there")
         read = sum(len(block) for block in sound.blocks(1 << 16, dtype="float32"))
         if read != sound.frames or not read:
             raise RowError(f"the recording ends after {read:,} samples of {sound.frames:,}")
         return int(sound.frames), int(sound.samplerate)
 
 
+def _bytes_of(numbers: tuple[str, str]) -> tuple[int, int]:
+    return int(numbers[0]), int(numbers[1])
+
+
 def _upright_size(image: Any) -> tuple[int, int]:
-    """Height and width of an image of pillow turned upright."""
+    """Height and width turned upright of an image of pillow of which only the head was read."""
+    if image.format == "TIFF":
+        # Versions of pillow differ in when they turn these. The tags are the size as it was stored.
+        width, height = int(image.tag_v2[_TIFF_WIDTH]), int(image.tag_v2[_TIFF_HEIGHT])
+        return (width, height) if image.tag_v2.get(_ORIENTATION) in _LYING else (height, width)
     lies = image.getexif().get(_ORIENTATION) in _LYING
     return (image.width, image.height) if lies else (image.height, image.width)
 

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.media_files import MISSING, LoadedMedia
+from megatron_sft_idx.chat.tokenizer import Tokenizer
 from megatron_sft_idx.chat.types import Rendered, RowError, Span
 from megatron_sft_idx.errors import FormatError, brief
 from megatron_sft_idx.layout.media import Kind
@@ -34,15 +36,12 @@ _MOST_SIZES: Final = 4096
 _FIRST_CHECKED: Final = 64
 _EVERY: Final = 64
 _MOST_CHECKED: Final = 1 << 16
-# Pixels of an image, or samples and rate of a recording, that a processor is asked about first.
-_PROBED: Final = (336, 336)
-
-
-class _Sized(NamedTuple):
-    """What there is to know of an image or a recording, to ask a processor."""
-
-    kind: Kind
-    size: tuple[int, int]
+# Pixels of images, and samples and rate of recordings, that a processor is asked about first, and words around them.
+_PROBED: Final[dict[Kind, tuple[tuple[int, int], ...]]] = {
+    "image": ((336, 336), (101, 203)),
+    "audio": ((16_001, 16_000), (48_123, 16_000)),
+}
+_WORDS: Final = "what is here?"
 
 
 class PlacedItem(NamedTuple):
@@ -58,11 +57,12 @@ class MediaProcessor:
 
     Args:
         folder: that holds the processor and its tokenizer.
-        control_tokens: of the tokenizer that makes the ids.
+        tokenizer: that makes the ids.
 
     Raises:
-        FormatError: transformers or pillow is not installed; the folder holds no processor; or it has no placeholders,
-            or those are no control tokens of the tokenizer.
+        FormatError: transformers or pillow is not installed; the folder holds no processor; it has no placeholders,
+            or those are no control tokens of the tokenizer; or it makes other ids of a text than the tokenizer makes of
+            the text with its placeholders replaced.
 
     Attributes:
         folder: as given.
@@ -70,8 +70,8 @@ class MediaProcessor:
         chat_template: its own chat template; None for that of the tokenizer.
     """
 
-    def __init__(self, folder: str, control_tokens: Sequence[str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, tokenizer: Tokenizer) -> None:
+        self.folder, self._tokenizer = folder, tokenizer
         try:
             import transformers
         except ImportError as error:
@@ -92,19 +92,32 @@ class MediaProcessor:
         if not self.tokens:
             raise FormatError(f"{folder}: a processor without placeholders, {self._name}")
         for kind, token in self.tokens.items():
-            if token not in control_tokens:
+            if token not in tokenizer.control_tokens:
                 raise FormatError(f"{folder}: its placeholder of {kind} {token!r} is no special token of the tokenizer")
         self._pattern = re.compile("|".join(re.escape(token) for token in self.tokens.values()))
         self._kinds = {token: kind for kind, token in self.tokens.items()}
         self._known: dict[tuple[Kind, tuple[int, int]], str] = {}
         self._checked: set[int] = set()
+        self._orders: set[tuple[Kind, ...]] = set()
         try:
-            self.replacements([_Sized(kind, _PROBED) for kind in self.tokens])
+            for kind, token in self.tokens.items():
+                # Alone, and in words with white space, which a processor may trim.
+                for text in (token, f" {_WORDS} {token}\n{_WORDS}\n"):
+                    self._asked([(kind, _PROBED[kind][0])], text)
         except RowError as error:
             raise FormatError(
                 f"{folder}: {self._name} of transformers {transformers.__version__} does not say what becomes of its"
                 f" placeholders ({error}); a newer version may"
             ) from None
+        self._dependent = {kind for kind in self.tokens if self._depends_on_others(kind)}
+
+    def _depends_on_others(self, kind: Kind) -> bool:
+        """Whether what one image or recording becomes depends on others of the text, as where they are numbered."""
+        sizes = [(kind, size) for size in _PROBED[kind]]
+        try:
+            return self._asked(sizes) != [made for each in sizes for made in self._asked([each])]
+        except RowError:
+            return False  # of several in a text, which each such row is refused for
 
     @property
     def _name(self) -> str:
@@ -119,12 +132,16 @@ class MediaProcessor:
                 hashed.update(name.encode() + b"\0" + path.read_bytes())
         return hashed.hexdigest()[:32]
 
-    def replacements(self, media: Sequence[LoadedMedia | _Sized]) -> list[str]:
+    def replacements(self, media: Sequence[LoadedMedia], text: str | None = None) -> list[str]:
         """What the placeholders of a text become that has these images and recordings, in order.
 
+        Args:
+            media: the images and recordings.
+            text: in which they stand; None for one of placeholders alone.
+
         Raises:
-            RowError: the processor does not take one of them.
-            FormatError: what one becomes depends on the others.
+            RowError: the processor does not take one of them, or not all in one text.
+            FormatError: what one becomes depends on the others, or the processor changes the text elsewhere.
         """
         sizes = [(each.kind, each.size) for each in media]
         if len(self._known) > _MOST_SIZES:
@@ -134,43 +151,73 @@ class MediaProcessor:
                 (self._known[each],) = self._asked([each])
             if not self._known[each]:
                 raise RowError(f"the processor makes nothing of {_shown(*each)}: it is too small; leave it out")
+        for kind in self._dependent:
+            if sum(each.kind == kind for each in media) > 1:
+                raise RowError(
+                    f"{self._name} makes of each {kind} what the others of the text decide; it can be used here for"
+                    f" rows with one {kind} alone"
+                )
         known = [self._known[each] for each in sizes]
-        if len(sizes) > 1 and self._is_to_be_checked(sizes) and self._asked(sizes) != known:
-            raise FormatError(
-                f"{self.folder}: {self._name} makes of an image or recording what others of the same text decide; such"
-                " processors cannot be used here"
-            )
+        order, number = tuple(kind for kind, _ in sizes), xxhash.xxh3_64_intdigest(repr(sizes).encode())
+        if self._is_to_be_checked(order, number):
+            if self._asked(sizes, text) != known:
+                raise FormatError(
+                    f"{self.folder}: {self._name} makes of an image or recording what others of the same text decide;"
+                    " such processors cannot be used here"
+                )
+            # Only now: another row with the same sizes must not pass where this one did not.
+            self._orders.add(order)
+            if len(self._checked) < _MOST_CHECKED:
+                self._checked.add(number)
         return known
 
-    def _is_to_be_checked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]]) -> bool:
-        """Whether a text with these sizes is one of the first, or of some later ones, and was not checked before."""
-        number = xxhash.xxh3_64_intdigest(repr(sizes).encode())
-        if number in self._checked or (len(self._checked) >= _FIRST_CHECKED and number % _EVERY):
-            return False
-        if len(self._checked) < _MOST_CHECKED:
-            self._checked.add(number)
-        return True
+    def _is_to_be_checked(self, order: tuple[Kind, ...], number: int) -> bool:
+        """Whether to give a text to the processor: the first of this order of kinds, one of the first, or one of many.
 
-    def _asked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]]) -> list[str]:
-        """What the processor puts in place of the placeholders in a text of nothing else."""
+        ``number`` is a hash of the sizes in the text; of those that were checked before, no text is checked again.
+        """
+        if order not in self._orders:
+            return True
+        return number not in self._checked and (len(self._checked) < _FIRST_CHECKED or number % _EVERY == 0)
+
+    def _asked(self, sizes: Sequence[tuple[Kind, tuple[int, int]]], text: str | None = None) -> list[str]:
+        """What the processor puts in place of the placeholders in a text; by default in one of nothing else.
+
+        Raises:
+            RowError: it does not take them.
+            FormatError: its ids are not those of the text with these replacements.
+        """
         from PIL import Image
 
         images = [Image.new("RGB", (width, height)) for kind, (height, width) in sizes if kind == "image"]
         recordings = [size for kind, size in sizes if kind == "audio"]
         given: dict[str, Any] = {"images": images} if images else {}
+        if text is None:
+            text = "".join(self.tokens[kind] for kind, _ in sizes)
         try:
             if recordings:
                 rate = self.sampling_rate
                 given["audio"] = [np.zeros(samples_at(size, rate), np.float32) for size in recordings]
                 given["sampling_rate"] = rate
-            text = "".join(self.tokens[kind] for kind, _ in sizes)
-            replaced = self._processor(text=[text], return_text_replacement_offsets=True, **given)[_OFFSETS][0]
+            made = self._processor(
+                text=[text], return_text_replacement_offsets=True, add_special_tokens=False, **given
+            )
+            replaced, ids = made[_OFFSETS][0], [*map(int, made["input_ids"][0])]
         except Exception as error:  # whatever its own code raises
             shown = ", ".join(_shown(*each) for each in sizes)
             raise RowError(f"the processor does not take {shown}: {brief(str(error))}") from None
         if len(replaced) != len(sizes):
             raise RowError(f"the processor replaced {len(replaced)} placeholders of {len(sizes)}")
-        return [str(each["replacement"]) for each in replaced]
+        replacements = [str(each["replacement"]) for each in replaced]
+        between = self._pattern.split(text)
+        expanded = "".join(chain.from_iterable(zip_longest(between, replacements, fillvalue="")))
+        if ids != self._tokenizer.encode([Rendered(expanded, [])])[0].input_ids.tolist():
+            raise FormatError(
+                f"{self.folder}: {self._name} makes other ids of {brief(repr(text))} than the tokenizer makes of the"
+                " text with its placeholders replaced: it adds to the text, or has another tokenizer, than"
+                " --tokenizer; such processors cannot be used here"
+            )
+        return replacements
 
     @property
     def sampling_rate(self) -> int:
@@ -206,7 +253,9 @@ class MediaProcessor:
                 raise RowError(f"the chat template writes more placeholders of {kind} than the row has of that kind")
             shown.append(next_one)
         done = length = 0
-        for (start, stop), own, new in zip(found, shown, self.replacements(shown), strict=True):
+        # The processor would replace placeholders in the data's own words too.
+        whole = None if rendered.literals else text
+        for (start, stop), own, new in zip(found, shown, self.replacements(shown, whole), strict=True):
             parts += [text[done:start], new]
             length += start - done
             items.append(PlacedItem(length, length + len(new), own))

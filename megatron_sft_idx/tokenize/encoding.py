@@ -226,7 +226,7 @@ class RowEncoder:
         self.processor: MediaProcessor | None = None
         self._sizes = MediaSizes()
         if options.processor is not None:
-            self.processor = MediaProcessor(options.processor, self.tokenizer.control_tokens)
+            self.processor = MediaProcessor(options.processor, self.tokenizer)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
         if options.rows.kind in ("preference", "kto") and options.masks.train_on in ("markers", "all"):
