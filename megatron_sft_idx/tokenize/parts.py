@@ -32,9 +32,9 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -247,29 +247,36 @@ def write_part(
     if blobs is not None:
         info.arrays[_FILES] = ("uint8", [int(blobs.sizes.sum())])
     offsets = info.offsets(len(json.dumps(asdict(info)).encode()))
-
-    def body() -> Iterator[bytes | memoryview]:
-        """All that follows the JSON. Files of images and audio are in memory one by one."""
-        end = offsets[0]
-        for offset, chunks in zip(offsets, arrays.values(), strict=False):
-            yield bytes(offset - end)
-            yield from map(as_bytes, chunks)
-            end = offset + sum(chunk.nbytes for chunk in chunks)
-        if blobs is not None:
-            yield bytes(offsets[len(arrays)] - end)
-            yield from map(blobs.data, range(len(blobs)))
-
     stream = StreamHash()
-    for data in body():
+    for data in _body(offsets, arrays, blobs):
         stream.update(data)
     info.checksum = stream.hex()
     raw = json.dumps(asdict(info)).encode()
     head = _HEAD.pack(_VERSIONED_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
+    _write_whole(path, chain([head.ljust(offsets[0], b"\0")], _body(offsets, arrays, blobs)))
+    return MadePart(path, info, np.concatenate(arrays["lengths"]))
+
+
+def _body(
+    offsets: Sequence[int], arrays: Mapping[str, Sequence[NDArray[Any]]], blobs: SpilledBlobs | None
+) -> Iterator[bytes | memoryview]:
+    """All that follows the JSON: arrays at these offsets, then the files of ``blobs``, which are read one by one."""
+    end = offsets[0]
+    for offset, chunks in zip(offsets, arrays.values(), strict=False):
+        yield bytes(offset - end)
+        yield from map(as_bytes, chunks)
+        end = offset + sum(chunk.nbytes for chunk in chunks)
+    if blobs is not None:
+        yield bytes(offsets[len(arrays)] - end)
+        yield from map(blobs.data, range(len(blobs)))
+
+
+def _write_whole(path: str, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file that does not have to survive a power failure; nobody sees it before it is whole."""
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"  # another task may be at the same part
     file = OutputFile(temporary, durable=False)
     try:
-        file.write(head.ljust(offsets[0], b"\0"))
-        for data in body():
+        for data in chunks:
             file.write(data)
         os.rename(temporary, path)
     except BaseException:
@@ -278,7 +285,6 @@ def write_part(
         raise
     finally:
         file.close()
-    return MadePart(path, info, np.concatenate(arrays["lengths"]))
 
 
 # ---- images and audio of a part ----
